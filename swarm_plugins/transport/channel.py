@@ -1,0 +1,79 @@
+"""The seam between those who speak (client, server) and what carries the words (libp2p, memory, a faulty line).
+
+A [`Channel`][swarm_plugins.transport.channel.Channel] is one two-way stream of messages between a client and one
+rpc of one peer. Both ends have the same shape, so a server's handler and a client's caller read alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from swarm_plugins.transport.messages import Codec, Message, ServerInfo
+
+__all__ = ["RPC_NAMES", "Channel", "Directory", "Handler", "Transport"]
+
+RPC_NAMES = ("rpc_info", "rpc_forward", "rpc_backward", "rpc_session", "rpc_adapter", "rpc_push")
+
+
+class Channel(Protocol):
+    """One two-way stream of messages.
+
+    One task at a time may send and one may receive.
+    """
+
+    @property
+    def remote_peer(self) -> str:
+        """Base58 id of the peer at the other end, proved by the transport."""
+        ...
+
+    async def send(self, message: Message, *, codec: Codec = "none") -> None:
+        """Sends one message, its floating tensors packed by ``codec``.
+
+        Raises:
+            TransportError: If the stream is broken.
+        """
+        ...
+
+    async def receive(self, *, timeout_s: float) -> Message | None:
+        """Receives the next message; None when the other end has closed the stream.
+
+        Raises:
+            RequestTimeoutError: If none arrives within ``timeout_s``.
+            ProtocolError: If what arrives is malformed or too large.
+            TransportError: If the stream is broken.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Closes the stream; the other end's ``receive`` returns None. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """Opens channels to peers."""
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        """Opens a channel to ``rpc`` (one of ``RPC_NAMES``) of ``peer``.
+
+        Raises:
+            TransportError: If the peer cannot be reached.
+            RequestTimeoutError: If it does not answer within ``timeout_s``.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Closes all channels. Idempotent."""
+        ...
+
+
+class Directory(Protocol):
+    """Who serves what."""
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        """Returns the servers announced under a model version, by peer id."""
+        ...
+
+
+Handler = Callable[[Channel], Awaitable[None]]
+"""A server's side of one rpc: lives as long as the stream, ends when ``receive`` returns None."""

@@ -1,0 +1,268 @@
+"""What client and server say to each other: one typed record per message, one encoder and one decoder.
+
+A message is a metadata part (msgpack, checked against the record's types by msgspec, which neither recurses
+without bound nor builds anything but these records) and the raw bytes of its tensors, in the order in which
+the metadata names them. Nothing received is trusted: sizes, shapes and dtypes are checked before a tensor is made.
+
+Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``D`` hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from torch import Tensor
+
+from swarm_plugins.adapter_spec import AdapterSpec
+
+__all__ = [
+    "AdapterStored",
+    "AdapterUpload",
+    "BackwardRequest",
+    "BackwardResponse",
+    "CacheOp",
+    "Codec",
+    "Failure",
+    "FailureKind",
+    "ForwardRequest",
+    "ForwardResponse",
+    "InfoRequest",
+    "Message",
+    "ServerInfo",
+    "SessionOpen",
+    "SessionOpened",
+    "SessionStep",
+    "SessionStepResponse",
+]
+
+Codec = Literal["none", "float16", "int8"]
+"""How floating tensors are packed on the wire: as they are, as half precision, or blockwise 8-bit."""
+
+FailureKind = Literal[
+    "bad_request",  # the request is malformed or breaks a limit: do not repeat it
+    "wrong_version",  # this server serves another model version
+    "wrong_span",  # this server does not hold the blocks
+    "unknown_adapter",  # upload it, then repeat
+    "unknown_ticket",  # the kept forward is gone: send the inputs again
+    "unknown_session",  # open a new session and replay
+    "out_of_memory",  # a budget is full: try another server, or later
+    "not_finite",  # NaN or infinity came in or out
+    "overloaded",  # too many streams or requests of this peer
+    "internal",  # the server's own fault
+]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable, tagged by class name, unknown fields refused."""
+
+
+class Failure(_Message):
+    """The answer to a request that could not be served."""
+
+    kind: FailureKind
+    message: str
+
+
+class InfoRequest(_Message):
+    """Asks a server for its [`ServerInfo`][swarm_plugins.transport.messages.ServerInfo]."""
+
+
+class ServerInfo(_Message):
+    """What a server says of itself, in ``rpc_info`` and (signed) in the DHT."""
+
+    version: str
+    """The model version it serves."""
+    model: str
+    """Name of the model, for people."""
+    num_blocks: int
+    """Blocks of the whole model."""
+    start: int
+    """First block served."""
+    end: int
+    """One past the last block served."""
+    dtype: str
+    """Compute dtype, such as ``float32``."""
+    quantization: str
+    """``none``, ``int8`` or ``nf4``."""
+    state: Literal["joining", "online", "draining"] = "online"
+    throughput: float = 0.0
+    """Tokens per second through one block in a batched forward, measured by the server itself."""
+    decode_s: float = 0.0
+    """Seconds of one single-token step through one block, measured by the server itself."""
+    free_kv_tokens: int = 0
+    """Tokens that still fit in the KV budget, for the whole span."""
+    total_kv_tokens: int = 0
+    """Tokens that fit in the whole KV budget."""
+    max_batch_tokens: int = 0
+    """Largest ``B * S`` of one request."""
+    max_session_tokens: int = 0
+    """Largest length of one session."""
+    load: float = 0.0
+    """Share of the last seconds in which the compute thread was busy, 0 to 1."""
+    adapters: tuple[str, ...] = ()
+    """Published adapters it has preloaded."""
+    software: str = ""
+    """Package version of the server."""
+
+
+class ForwardRequest(_Message):
+    """Runs blocks ``[start, end)`` on hidden states, without a session."""
+
+    version: str
+    start: int
+    end: int
+    hidden: Tensor
+    """``[B, S, D]``."""
+    position_ids: Tensor | None = None
+    """``[B or 1, S]``, int64. None: ``0 .. S-1``, after the prefix if there is one."""
+    attention_mask: Tensor | None = None
+    """``[B, prefix + S]``, bool: True for real tokens. None: no padding."""
+    adapters: tuple[str, ...] = ()
+    """Digests of the adapters in use."""
+    adapter_rows: tuple[int, ...] | None = None
+    """For each row of the batch the index of its one adapter in ``adapters``, -1 for none. None: all adapters on all rows."""
+    dropout_seed: int | None = None
+    """Seed of the adapters' dropout; None: no dropout."""
+    prefix: tuple[Tensor, ...] = ()
+    """Keys and values put before the sequence, K then V for each block: ``[B, kv heads, prefix, head width]``."""
+    collect_hidden: bool = False
+    """Also return the output of every block but the last."""
+    collect_router: bool = False
+    """Also return the router logits of every mixture-of-experts block."""
+    keep: bool = False
+    """Keep the graph for a backward request if memory allows; the answer then has a ticket."""
+    reply_codec: Codec = "none"
+
+
+class ForwardResponse(_Message):
+    """The answer to a forward request."""
+
+    hidden: Tensor
+    """``[B, S, D]``."""
+    hidden_states: tuple[Tensor, ...] = ()
+    """Outputs of blocks ``start .. end-2``, if asked for."""
+    router_logits: tuple[Tensor, ...] = ()
+    """Router logits, one per mixture-of-experts block, in order."""
+    router_blocks: tuple[int, ...] = ()
+    """The blocks that ``router_logits`` belong to."""
+    ticket: str | None = None
+    """Names the kept graph in a backward request."""
+
+
+class BackwardRequest(_Message):
+    """Asks for the gradients of a forward request: by ticket, or with the request itself to run again."""
+
+    ticket: str | None = None
+    forward: ForwardRequest | None = None
+    grad_hidden: Tensor
+    grad_hidden_states: tuple[Tensor, ...] = ()
+    grad_router_logits: tuple[Tensor, ...] = ()
+    needs_hidden: bool = True
+    """Whether the gradient of the input hidden states is wanted."""
+    needs_adapters: bool = False
+    """Whether the gradients of the adapters' tensors are wanted."""
+    needs_prefix: bool = False
+    """Whether the gradients of the prefix are wanted."""
+    reply_codec: Codec = "none"
+
+
+class BackwardResponse(_Message):
+    """Gradients, in the order of the request's inputs."""
+
+    grad_hidden: Tensor | None = None
+    grad_adapters: tuple[Tensor, ...] = ()
+    """Of all tensors of all adapters that the request names, in order."""
+    grad_prefix: tuple[Tensor, ...] = ()
+
+
+class CacheOp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A change of a session's KV cache that takes effect before the next step.
+
+    ``crop``: keep the first ``indices[0]`` tokens. ``reorder`` and ``select``: row ``i`` becomes the old row
+    ``indices[i]``. ``repeat``: each row ``indices[0]`` times, copies side by side. ``reset``: forget all tokens.
+    """
+
+    kind: Literal["crop", "reorder", "select", "repeat", "reset"]
+    indices: tuple[int, ...] = ()
+
+
+class SessionOpen(_Message):
+    """Opens a session, as the first message of an ``rpc_session`` stream; it ends with the stream."""
+
+    version: str
+    start: int
+    end: int
+    batch_size: int
+    fork_of: str | None = None
+    """Session (of the same client) whose cache the new one starts with."""
+    prefix: tuple[Tensor, ...] = ()
+    """Keys and values that the cache starts with, K then V for each block."""
+
+
+class SessionOpened(_Message):
+    """The answer to an opened session."""
+
+    session: str
+    """Names the session when it is forked."""
+    max_tokens: int
+    """Longest sequence this server will hold for the session."""
+
+
+class SessionStep(_Message):
+    """New tokens for a session: prefill, chunk of a prefill, or one decode step."""
+
+    hidden: Tensor
+    """``[B, S, D]``."""
+    cached_tokens: int
+    """Length of the cache after ``ops`` and before this step, as the client counts it."""
+    position_ids: Tensor | None = None
+    """``[B or 1, S]``, int64. None: ``cached_tokens .. cached_tokens + S - 1``."""
+    attention_mask: Tensor | None = None
+    """``[B, L]``, bool. None: no padding."""
+    ops: tuple[CacheOp, ...] = ()
+    adapters: tuple[str, ...] = ()
+    adapter_rows: tuple[int, ...] | None = None
+    collect_hidden: bool = False
+    collect_router: bool = False
+    reply_codec: Codec = "none"
+
+
+class SessionStepResponse(_Message):
+    """The answer to a session step; fields as in ``ForwardResponse``."""
+
+    hidden: Tensor
+    hidden_states: tuple[Tensor, ...] = ()
+    router_logits: tuple[Tensor, ...] = ()
+    router_blocks: tuple[int, ...] = ()
+
+
+class AdapterUpload(_Message):
+    """Ships an adapter; later requests name it by its digest."""
+
+    digest: str
+    spec: AdapterSpec
+    tensors: tuple[Tensor, ...]
+
+
+class AdapterStored(_Message):
+    """The server has checked the adapter and holds it."""
+
+    digest: str
+
+
+Message = (
+    Failure
+    | InfoRequest
+    | ServerInfo
+    | ForwardRequest
+    | ForwardResponse
+    | BackwardRequest
+    | BackwardResponse
+    | SessionOpen
+    | SessionOpened
+    | SessionStep
+    | SessionStepResponse
+    | AdapterUpload
+    | AdapterStored
+)
