@@ -1,0 +1,47 @@
+"""How a client behaves towards the swarm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["SwarmConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmConfig:
+    """How a client reaches servers, packs tensors and deals with failures."""
+
+    connect_timeout_s: float = 20.0
+    """Longest wait for the network to start and for a stream to open."""
+
+    request_timeout_s: float = 120.0
+    """Longest wait for the answer to one request."""
+
+    info_timeout_s: float = 5.0
+    """Longest wait for a server to say what it serves; slower ones are left out of the plan."""
+
+    refresh_s: float = 30.0
+    """Age in seconds at which the picture of the swarm is renewed before the next plan."""
+
+    max_retries: int = 8
+    """Failed requests (of one forward, backward or session step) after which the call raises."""
+
+    codec: Literal["none", "float16", "int8"] = "none"
+    """How hidden states and their gradients are packed on the wire; ``none`` keeps every bit."""
+
+    allowed_peers: tuple[str, ...] | None = None
+    """Ids of the only servers to use. None: any server that announces the model's version."""
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout_s", "request_timeout_s", "info_timeout_s", "refresh_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
+        if self.max_retries < 0:
+            raise ConfigError(f"max_retries must be 0 or more, got {self.max_retries}")
+        if self.codec not in ("none", "float16", "int8"):
+            raise ConfigError(f"unknown codec {self.codec!r}; known: none, float16, int8")
+        if self.allowed_peers is not None and not self.allowed_peers:
+            raise ConfigError("allowed_peers is empty, so no server could be used; pass None to allow any")

@@ -1,0 +1,8 @@
+"""Who runs what: pure functions of a snapshot of the swarm, tested without a network."""
+
+from __future__ import annotations
+
+from swarm_plugins.routing.bans import BanList
+from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, missing_blocks, plan
+
+__all__ = ["BanList", "Demand", "ServerEntry", "SpanChoice", "missing_blocks", "plan"]

@@ -1,0 +1,101 @@
+"""The chain of spans with the least total time: a shortest path over (block, server).
+
+Letters: ``N`` blocks of the request, ``M`` servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Demand", "ServerEntry", "SpanChoice", "missing_blocks", "plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerEntry:
+    """What routing knows of one server."""
+
+    peer: str
+    start: int
+    end: int
+    round_trip_s: float
+    """Measured seconds of an empty request and its answer."""
+    step_s: float
+    """Seconds that one block takes for one token, as announced."""
+    throughput: float
+    """Tokens per second through one block in a batched forward, as announced."""
+    free_kv_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a chain is wanted for."""
+
+    tokens: int = 1
+    """New tokens of a typical request: ``B * S``."""
+    kv_tokens: int = 0
+    """Tokens of KV cache the session will need; 0 for requests without a session."""
+
+
+class SpanChoice(NamedTuple):
+    """Blocks ``[start, end)`` run by one peer."""
+
+    peer: str
+    start: int
+    end: int
+
+
+def missing_blocks(servers: Sequence[ServerEntry], blocks: range) -> list[int]:
+    """Returns the blocks that no server holds."""
+    return [block for block in blocks if not any(server.start <= block < server.end for server in servers)]
+
+
+def plan(servers: Sequence[ServerEntry], blocks: range, demand: Demand) -> list[SpanChoice] | None:
+    """Returns the chain with the least total time, or None if some block has no server.
+
+    The time of a span is one round trip and its blocks' compute. A server may be left before the end of its span
+    and may be used more than once. Servers without room for the session are used only when nobody else has a block.
+    """
+    usable = [server for server in servers if server.start < blocks.stop and server.end > blocks.start]
+    if not usable or missing_blocks(usable, blocks):
+        return None
+    block_s, hop_s = _costs(usable, demand)  # [M], [M]
+    starts = np.array([server.start for server in usable])  # [M]
+    ends = np.array([server.end for server in usable])  # [M]
+
+    staying = np.full(len(usable), np.inf)  # [M]: least time so far when the last block ran on this server
+    best, best_server = 0.0, -1
+    entered_from = np.empty((len(blocks), len(usable)), dtype=np.int64)  # [N, M]: server of the block before
+    for row, block in enumerate(blocks):
+        entering = best + hop_s
+        entered_from[row] = np.where(staying <= entering, np.arange(len(usable)), best_server)
+        holds = (starts <= block) & (block < ends)
+        staying = np.where(holds, np.minimum(staying, entering) + block_s, np.inf)
+        best_server = int(staying.argmin())
+        best = float(staying[best_server])
+    return _trace(usable, blocks, entered_from, best_server)
+
+
+def _costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:
+    # A batched request is bound by throughput, a single token by the step time: whichever is longer.
+    block_s = np.array([max(s.step_s, demand.tokens / s.throughput if s.throughput > 0 else 0.0) for s in servers])
+    # A full server is a last resort: its penalty is larger than any honest chain.
+    full = np.array([demand.kv_tokens > s.free_kv_tokens for s in servers])
+    return block_s, np.array([s.round_trip_s for s in servers]) + full * 1e6
+
+
+def _trace(servers: Sequence[ServerEntry], blocks: range, entered_from: np.ndarray, last: int) -> list[SpanChoice]:
+    owners = [last]
+    for row in range(len(blocks) - 1, 0, -1):
+        owners.append(int(entered_from[row, owners[-1]]))
+    owners.reverse()
+    chain: list[SpanChoice] = []
+    for block, owner in zip(blocks, owners, strict=True):
+        if chain and chain[-1].peer == servers[owner].peer:
+            chain[-1] = chain[-1]._replace(end=block + 1)
+        else:
+            chain.append(SpanChoice(servers[owner].peer, block, block + 1))
+    return chain
