@@ -1,0 +1,134 @@
+"""The client's picture of the swarm: who serves which blocks of one model version, how fast, who is banned."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.errors import MissingBlocksError, ProtocolError, SwarmError
+from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.transport.channel import Directory
+from swarm_plugins.transport.messages import ServerInfo
+
+__all__ = ["SwarmView"]
+
+log = logging.getLogger(__name__)
+
+_MAX_PROBES = 64
+"""Servers asked for their state in one refresh; on a larger swarm a sample of announcements is enough to plan."""
+
+
+class SwarmView:
+    """Finds servers of one model version and plans chains over them.
+
+    Args:
+        directory: Where servers announce themselves.
+        peers: Asks servers for their state.
+        config: Deadlines, refresh interval, allowed peers.
+        version: The model version.
+        num_blocks: Blocks of the whole model.
+    """
+
+    def __init__(
+        self, directory: Directory, peers: Peers, config: SwarmConfig, *, version: str, num_blocks: int
+    ) -> None:
+        self.directory = directory
+        self.peers = peers
+        self.config = config
+        self.version = version
+        self.num_blocks = num_blocks
+        self.bans = BanList()
+        self.infos: dict[str, ServerInfo] = {}
+        self._entries: dict[str, ServerEntry] = {}
+        self._refreshed_at = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
+        """Returns the best chain for some blocks.
+
+        Raises:
+            MissingBlocksError: If some block has no living server.
+        """
+        await self.refresh(force=False)
+        chain = plan(self._usable(), blocks, demand)
+        if chain is None:
+            await self.refresh(force=True)
+            chain = plan(self._usable(), blocks, demand)
+        if chain is None:
+            raise MissingBlocksError(self._missing_text(blocks))
+        return chain
+
+    def ban(self, peer: str, error: BaseException) -> None:
+        """Leaves a peer out of the next plans for a while."""
+        seconds = self.bans.ban(peer)
+        log.info("server %s is left out for %.0f s: %s", peer, seconds, error)
+
+    async def refresh(self, *, force: bool) -> None:
+        """Renews the picture if it is old."""
+        async with self._lock:
+            if not force and time.monotonic() - self._refreshed_at < self.config.refresh_s:
+                return
+            announced = await self.directory.servers(self.version, self.num_blocks)
+            if self.config.allowed_peers is not None:
+                announced = {peer: info for peer, info in announced.items() if peer in self.config.allowed_peers}
+            candidates = [peer for peer, info in announced.items() if info.state == "online"][:_MAX_PROBES]
+            probed = await asyncio.gather(*(self._probe(peer) for peer in candidates))
+            self._entries = {entry.peer: entry for entry in probed if entry is not None}
+            self._refreshed_at = time.monotonic()
+
+    async def _probe(self, peer: str) -> ServerEntry | None:
+        """Asks a server itself: the round trip is measured, and only its own word counts for what it serves."""
+        if self.bans.is_banned(peer):
+            return None
+        started = time.perf_counter()
+        try:
+            info = await self.peers.info(peer)
+            self._check(info)
+        except SwarmError as exc:
+            self.ban(peer, exc)
+            return None
+        self.infos[peer] = info
+        return ServerEntry(
+            peer=peer,
+            start=info.start,
+            end=info.end,
+            round_trip_s=time.perf_counter() - started,
+            step_s=max(info.decode_s, 0.0),
+            throughput=max(info.throughput, 0.0),
+            free_kv_tokens=info.free_kv_tokens,
+        )
+
+    def _check(self, info: ServerInfo) -> None:
+        if info.version != self.version:
+            raise ProtocolError(f"it announced version {self.version} but serves {info.version}")
+        if info.num_blocks != self.num_blocks or not 0 <= info.start < info.end <= self.num_blocks:
+            raise ProtocolError(
+                f"it says it serves blocks {info.start}:{info.end} of {info.num_blocks}, the model has {self.num_blocks}"
+            )
+
+    def _usable(self) -> Sequence[ServerEntry]:
+        return [entry for entry in self._entries.values() if not self.bans.is_banned(entry.peer)]
+
+    def _missing_text(self, blocks: range) -> str:
+        missing = missing_blocks(self._usable(), blocks)
+        banned = sorted(peer for peer in self._entries if self.bans.is_banned(peer))
+        return (
+            f"no living server holds blocks {_ranges(missing)} of {self.version}"
+            + (f" (left out after failures: {', '.join(banned)})" if banned else "")
+            + f"; serve them with: swarm serve MODEL --blocks {missing[0]}:{missing[-1] + 1} --initial-peers ADDRESS"
+        )
+
+
+def _ranges(blocks: Sequence[int]) -> str:
+    """Writes block indices as ranges: ``0:4, 7:8``."""
+    parts: list[list[int]] = []
+    for block in blocks:
+        if parts and parts[-1][1] == block:
+            parts[-1][1] = block + 1
+        else:
+            parts.append([block, block + 1])
+    return ", ".join(f"{start}:{end}" for start, end in parts)

@@ -1,0 +1,188 @@
+"""Requests to one peer at a time: streams that are kept open, answers that are checked, adapters uploaded once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.failures import failure_error
+from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, UnknownAdapterError
+from swarm_plugins.transport.channel import Channel, Transport
+from swarm_plugins.transport.messages import (
+    AdapterStored,
+    AdapterUpload,
+    Failure,
+    InfoRequest,
+    Message,
+    ServerInfo,
+)
+
+__all__ = ["Peers", "ShippedAdapter", "receive_answer"]
+
+M = TypeVar("M", bound=Message)
+_MAX_IDLE_CHANNELS = 4
+"""Open streams kept for each peer and rpc; more are closed after use."""
+_MAX_UPLOADS_REMEMBERED = 4096
+
+
+class ShippedAdapter:
+    """The part of an adapter that lies on one span, with the name it goes by.
+
+    Args:
+        digest: Content hash of the two others.
+        spec: Structure.
+        tensors: In the order of ``spec.tensor_shapes()``.
+    """
+
+    def __init__(self, digest: str, spec: AdapterSpec, tensors: Sequence[Tensor]) -> None:
+        self.digest = digest
+        self.spec = spec
+        self.tensors = tensors
+
+
+async def receive_answer(channel: Channel, kind: type[M], *, timeout_s: float) -> M:
+    """Receives an answer that must be of one kind.
+
+    Raises:
+        ProtocolError: If the peer answers with something else.
+        TransportError: If it closes the stream or answers with a failure (see ``failure_error``).
+    """
+    answer = await channel.receive(timeout_s=timeout_s)
+    if answer is None:
+        raise TransportError(f"server {channel.remote_peer} closed the stream before it answered")
+    if isinstance(answer, Failure):
+        raise failure_error(answer, channel.remote_peer)
+    if not isinstance(answer, kind):
+        raise ProtocolError(
+            f"server {channel.remote_peer} answered with {type(answer).__name__} where {kind.__name__} was due"
+        )
+    return answer
+
+
+class Peers:
+    """Sends requests to peers.
+
+    Args:
+        transport: Opens the streams.
+        config: Deadlines and the codec.
+    """
+
+    def __init__(self, transport: Transport, config: SwarmConfig) -> None:
+        self.transport = transport
+        self.config = config
+        self._idle: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
+        self._uploaded: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    async def info(self, peer: str) -> ServerInfo:
+        """Asks a server what it serves."""
+        return await self.request(peer, "rpc_info", InfoRequest(), ServerInfo, timeout_s=self.config.info_timeout_s)
+
+    async def request(
+        self, peer: str, rpc: str, message: Message, kind: type[M], *, timeout_s: float | None = None
+    ) -> M:
+        """Sends one message over a kept stream and returns the answer.
+
+        Raises:
+            SwarmError: If the peer cannot be reached, does not answer in time or answers with a failure.
+        """
+        timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
+        idle = self._idle[peer, rpc]
+        if idle:
+            # A kept stream may have died unnoticed (the server was restarted): then a fresh one gets its chance.
+            try:
+                return await self._exchange(idle.pop(), rpc, message, kind, timeout_s)
+            except _StaleStreamError:
+                pass
+        channel = await self.transport.open(peer, rpc, timeout_s=self.config.connect_timeout_s)
+        try:
+            return await self._exchange(channel, rpc, message, kind, timeout_s)
+        except _StaleStreamError as exc:
+            raise TransportError(f"server {peer} closed the stream before it answered: {exc}") from exc
+
+    async def _exchange(self, channel: Channel, rpc: str, message: Message, kind: type[M], timeout_s: float) -> M:
+        keep = False
+        try:
+            try:
+                await channel.send(message, codec=self.config.codec)
+                answer = await channel.receive(timeout_s=timeout_s)
+            except TransportError as exc:
+                if isinstance(exc, TimeoutError | ProtocolError):
+                    raise
+                raise _StaleStreamError(str(exc)) from exc
+            if answer is None:
+                raise _StaleStreamError("end of stream")
+            keep = True
+            if isinstance(answer, Failure):
+                raise failure_error(answer, channel.remote_peer)
+            if not isinstance(answer, kind):
+                keep = False
+                raise ProtocolError(
+                    f"server {channel.remote_peer} answered with {type(answer).__name__} where {kind.__name__} was due"
+                )
+            return answer
+        finally:
+            idle = self._idle[channel.remote_peer, rpc]
+            if keep and len(idle) < _MAX_IDLE_CHANNELS:
+                idle.append(channel)
+            else:
+                await channel.close()
+
+    async def upload(self, peer: str, adapters: Sequence[ShippedAdapter], *, again: bool = False) -> None:
+        """Makes sure that a peer holds the adapters.
+
+        Args:
+            peer: The server.
+            adapters: What it must hold.
+            again: Upload also what it is believed to hold.
+        """
+        for adapter in adapters:
+            key = (peer, adapter.digest)
+            if key in self._uploaded and not again:
+                self._uploaded.move_to_end(key)
+                continue
+            upload = AdapterUpload(
+                digest=adapter.digest, spec=adapter.spec, tensors=tuple(t.detach() for t in adapter.tensors)
+            )
+            await self._upload_exact(peer, upload)
+            self._uploaded[key] = None
+            while len(self._uploaded) > _MAX_UPLOADS_REMEMBERED:
+                self._uploaded.popitem(last=False)
+
+    async def _upload_exact(self, peer: str, upload: AdapterUpload) -> None:
+        # Adapters travel uncompressed whatever the codec: the digest is of the exact bytes.
+        channel = await self.transport.open(peer, "rpc_adapter", timeout_s=self.config.connect_timeout_s)
+        try:
+            await channel.send(upload)
+            await receive_answer(channel, AdapterStored, timeout_s=self.config.request_timeout_s)
+        finally:
+            await channel.close()
+
+    async def request_with_adapters(
+        self, peer: str, rpc: str, message: Message, kind: type[M], adapters: Sequence[ShippedAdapter]
+    ) -> M:
+        """Sends a request that names adapters, after uploading those the peer does not hold."""
+        await self.upload(peer, adapters)
+        try:
+            return await self.request(peer, rpc, message, kind)
+        except UnknownAdapterError:
+            # The server has dropped it to make room since: once more, then the error is real.
+            await self.upload(peer, adapters, again=True)
+            return await self.request(peer, rpc, message, kind)
+
+    async def close(self) -> None:
+        """Closes all kept streams. Idempotent."""
+        channels = [channel for idle in self._idle.values() for channel in idle]
+        self._idle.clear()
+        for channel in channels:
+            with contextlib.suppress(SwarmError):
+                await channel.close()
+
+
+class _StaleStreamError(Exception):
+    """A stream was found broken before an answer began."""
