@@ -1,0 +1,70 @@
+# Each target makes .venv first if it is missing or older than what it is made from. `make demo` and `make test`
+# are all that a fresh machine with Python 3.11 needs.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# More pytest options: make test PYTEST_ARGS="tests/unit -k lora"
+PYTEST_ARGS ?=
+# Several processes on few cores: one torch thread each.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help venv demo test lint format types docs build clean
+
+help:
+	@echo "make demo    serve a small model on a local swarm, tune a LoRA through it, generate"
+	@echo "make test    the default test suite"
+	@echo "make lint | types | docs | build | format | clean"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "$(PYTHON) was not found. Install Python 3.11, or name one: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version), but Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) has no venv module. On Debian and Ubuntu: apt-get install python3.11-venv" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (some minutes the first time)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/quickstart.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet --site-dir site
+
+# The wheel is imported in an environment of its own, where the checkout cannot be seen; the packages it depends on
+# are borrowed from .venv, whose own copy of this package (an editable install) is not visible that way.
+build: $(STAMP)
+	rm -rf dist build/wheel-venv
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist . >/dev/null
+	$(PYTHON) -m venv --without-pip build/wheel-venv
+	$(BIN)/python -m pip --python build/wheel-venv/bin/python install --quiet --no-deps --no-index dist/*.whl
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$(build/wheel-venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	cd build && wheel-venv/bin/python -c 'import swarm_plugins, sys; sys.exit("wheel-venv" not in swarm_plugins.__file__)'
+	cd build && wheel-venv/bin/swarm --help >/dev/null
+	@ls -l dist/*.whl
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,107 @@
+"""What holds for every test: one torch thread, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+# Before torch is imported anywhere: several test processes share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import psutil
+import pytest
+
+# Environment variables that libraries or pytest itself set, and that do no harm to the next test.
+ALLOWED_ENV = frozenset({
+    "PYTEST_CURRENT_TEST",
+    "KMP_INIT_AT_FORK",  # torch
+    "KMP_DUPLICATE_LIB_OK",  # torch
+    "TORCHINDUCTOR_CACHE_DIR",  # torch._inductor
+    "TRITON_CACHE_DIR",  # torch._inductor
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning
+    "CRC32C_SW_MODE",  # lightning
+    "ACCELERATE_MIXED_PRECISION",  # accelerate
+    "GRPC_VERBOSITY",  # hivemind
+    "TQDM_DISABLE",
+})  # fmt: skip
+# Threads that libraries keep for the life of the process.
+ALLOWED_THREADS = ("pydevd", "tqdm", "TMonitor", "pytest_timeout", "execnet", "Thread-MonitorWatchdog", "asyncio_")
+# Their own helper, kept for the life of the process.
+ALLOWED_CHILDREN = ("resource_tracker", "forkserver")
+SETTLE_S = 5.0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_environment_variables() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    leaked = [name for name in changed if name not in ALLOWED_ENV]
+    for name in leaked:
+        os.environ.pop(name, None)
+    os.environ.update({name: before[name] for name in leaked if name in before})
+    assert not leaked, f"the test changed environment variables: {leaked}"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_threads_or_processes() -> Iterator[None]:
+    threads_before = {thread.ident for thread in threading.enumerate()}
+    children_before = {child.pid for child in children()}
+    yield
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        threads = [thread for thread in threading.enumerate() if is_leaked(thread, threads_before)]
+        processes = [child for child in children() if child.pid not in children_before]
+        if not (threads or processes) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    described = [f"{child.pid} {describe(child)}" for child in processes]
+    for child in processes:
+        child.kill()
+    assert not threads, f"the test left threads running: {[thread.name for thread in threads]}"
+    assert not processes, f"the test left processes running: {described}"
+
+
+def is_leaked(thread: threading.Thread, before: set[int | None]) -> bool:
+    """Whether a thread is new and none of those that libraries keep."""
+    return thread.ident not in before and thread.is_alive() and not thread.name.startswith(ALLOWED_THREADS)
+
+
+def children() -> list[psutil.Process]:
+    """Living children of this process, helpers of multiprocessing apart."""
+    return [child for child in psutil.Process().children(recursive=True) if counts(child)]
+
+
+def counts(child: psutil.Process) -> bool:
+    """Whether a child process is alive and not one of those that libraries keep."""
+    try:
+        if child.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return not any(word in " ".join(child.cmdline()) for word in ALLOWED_CHILDREN)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def describe(child: psutil.Process) -> str:
+    """The command line of a process that may be gone by now."""
+    try:
+        return " ".join(child.cmdline())
+    except psutil.NoSuchProcess:
+        return "(gone)"
+
+
+if sys.platform == "win32":
+    pytest.exit("the tests need Linux or macOS: the libp2p daemon does not run on Windows", returncode=2)

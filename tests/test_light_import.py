@@ -1,0 +1,59 @@
+"""Importing the package does nothing but make names known, and the command line answers at once."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Runs in a fresh interpreter: an audit hook sees every socket and process that the import would start.
+PROBE = """
+import json, os, sys, threading
+seen = []
+watched = ("socket.", "subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec", "os.system", "_thread.start_new_thread")
+sys.addaudithook(lambda event, args: seen.append(event) if event.startswith(watched) else None)
+before = dict(os.environ)
+import swarm_plugins
+changed = sorted(k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k))
+heavy = sorted({"torch", "transformers", "peft", "lightning", "hivemind", "numpy"} & set(sys.modules))
+print(json.dumps({"events": seen, "env": changed, "threads": threading.active_count(), "heavy": heavy}))
+"""
+
+
+@pytest.fixture(scope="module")
+def probe() -> dict[str, object]:
+    result = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
+
+
+def test_import_opens_no_socket_and_starts_no_process_or_thread(probe: dict[str, object]) -> None:
+    assert probe["events"] == []
+    assert probe["threads"] == 1
+
+
+def test_import_sets_no_environment_variable(probe: dict[str, object]) -> None:
+    assert probe["env"] == []
+
+
+def test_import_loads_no_heavy_package(probe: dict[str, object]) -> None:
+    assert probe["heavy"] == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["status", "--help"], ["bench", "--help"]])
+def test_help_costs_less_than_a_second_of_cpu(arguments: list[str]) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "swarm_plugins", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    assert "Usage" in result.stdout
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_s < 1.0
