@@ -1,0 +1,1 @@
+"""Public test kit: small models, and stand-ins for the Hub and the network."""
