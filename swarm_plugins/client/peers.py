@@ -23,7 +23,7 @@ from swarm_plugins.transport.messages import (
     ServerInfo,
 )
 
-__all__ = ["Peers", "ShippedAdapter", "receive_answer"]
+__all__ = ["Peers", "ShippedAdapter", "check_answer"]
 
 M = TypeVar("M", bound=Message)
 _MAX_IDLE_CHANNELS = 4
@@ -46,22 +46,20 @@ class ShippedAdapter:
         self.tensors = tensors
 
 
-async def receive_answer(channel: Channel, kind: type[M], *, timeout_s: float) -> M:
-    """Receives an answer that must be of one kind.
+def check_answer(answer: Message | None, kind: type[M], peer: str) -> M:
+    """Returns an answer that must be of one kind.
 
     Raises:
-        ProtocolError: If the peer answers with something else.
-        TransportError: If it closes the stream or answers with a failure (see ``failure_error``).
+        ProtocolError: If the peer answered with something else.
+        TransportError: If it closed the stream before.
+        SwarmError: If it answered with a failure (see ``failure_error``).
     """
-    answer = await channel.receive(timeout_s=timeout_s)
     if answer is None:
-        raise TransportError(f"server {channel.remote_peer} closed the stream before it answered")
+        raise TransportError(f"server {peer} closed the stream before it answered")
     if isinstance(answer, Failure):
-        raise failure_error(answer, channel.remote_peer)
+        raise failure_error(answer, peer)
     if not isinstance(answer, kind):
-        raise ProtocolError(
-            f"server {channel.remote_peer} answered with {type(answer).__name__} where {kind.__name__} was due"
-        )
+        raise ProtocolError(f"server {peer} answered with {type(answer).__name__} where {kind.__name__} was due")
     return answer
 
 
@@ -117,15 +115,8 @@ class Peers:
                 raise _StaleStreamError(str(exc)) from exc
             if answer is None:
                 raise _StaleStreamError("end of stream")
-            keep = True
-            if isinstance(answer, Failure):
-                raise failure_error(answer, channel.remote_peer)
-            if not isinstance(answer, kind):
-                keep = False
-                raise ProtocolError(
-                    f"server {channel.remote_peer} answered with {type(answer).__name__} where {kind.__name__} was due"
-                )
-            return answer
+            keep = isinstance(answer, Failure | kind)
+            return check_answer(answer, kind, channel.remote_peer)
         finally:
             idle = self._idle[channel.remote_peer, rpc]
             if keep and len(idle) < _MAX_IDLE_CHANNELS:
@@ -159,7 +150,7 @@ class Peers:
         channel = await self.transport.open(peer, "rpc_adapter", timeout_s=self.config.connect_timeout_s)
         try:
             await channel.send(upload)
-            await receive_answer(channel, AdapterStored, timeout_s=self.config.request_timeout_s)
+            check_answer(await channel.receive(timeout_s=self.config.request_timeout_s), AdapterStored, peer)
         finally:
             await channel.close()
 
