@@ -57,18 +57,18 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
     """Base of all messages: immutable, tagged by class name, unknown fields refused."""
 
 
-class Failure(_Message):
+class Failure(_Message, kw_only=True):
     """The answer to a request that could not be served."""
 
     kind: FailureKind
     message: str
 
 
-class InfoRequest(_Message):
+class InfoRequest(_Message, kw_only=True):
     """Asks a server for its [`ServerInfo`][swarm_plugins.transport.messages.ServerInfo]."""
 
 
-class ServerInfo(_Message):
+class ServerInfo(_Message, kw_only=True):
     """What a server says of itself, in ``rpc_info`` and (signed) in the DHT."""
 
     version: str
@@ -106,7 +106,7 @@ class ServerInfo(_Message):
     """Package version of the server."""
 
 
-class ForwardRequest(_Message):
+class ForwardRequest(_Message, kw_only=True):
     """Runs blocks ``[start, end)`` on hidden states, without a session."""
 
     version: str
@@ -135,7 +135,7 @@ class ForwardRequest(_Message):
     reply_codec: Codec = "none"
 
 
-class ForwardResponse(_Message):
+class ForwardResponse(_Message, kw_only=True):
     """The answer to a forward request."""
 
     hidden: Tensor
@@ -150,7 +150,7 @@ class ForwardResponse(_Message):
     """Names the kept graph in a backward request."""
 
 
-class BackwardRequest(_Message):
+class BackwardRequest(_Message, kw_only=True):
     """Asks for the gradients of a forward request: by ticket, or with the request itself to run again."""
 
     ticket: str | None = None
@@ -167,7 +167,7 @@ class BackwardRequest(_Message):
     reply_codec: Codec = "none"
 
 
-class BackwardResponse(_Message):
+class BackwardResponse(_Message, kw_only=True):
     """Gradients, in the order of the request's inputs."""
 
     grad_hidden: Tensor | None = None
@@ -187,7 +187,7 @@ class CacheOp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     indices: tuple[int, ...] = ()
 
 
-class SessionOpen(_Message):
+class SessionOpen(_Message, kw_only=True):
     """Opens a session, as the first message of an ``rpc_session`` stream; it ends with the stream."""
 
     version: str
@@ -200,7 +200,7 @@ class SessionOpen(_Message):
     """Keys and values that the cache starts with, K then V for each block."""
 
 
-class SessionOpened(_Message):
+class SessionOpened(_Message, kw_only=True):
     """The answer to an opened session."""
 
     session: str
@@ -209,7 +209,7 @@ class SessionOpened(_Message):
     """Longest sequence this server will hold for the session."""
 
 
-class SessionStep(_Message):
+class SessionStep(_Message, kw_only=True):
     """New tokens for a session: prefill, chunk of a prefill, or one decode step."""
 
     hidden: Tensor
@@ -228,7 +228,7 @@ class SessionStep(_Message):
     reply_codec: Codec = "none"
 
 
-class SessionStepResponse(_Message):
+class SessionStepResponse(_Message, kw_only=True):
     """The answer to a session step; fields as in ``ForwardResponse``."""
 
     hidden: Tensor
@@ -237,7 +237,7 @@ class SessionStepResponse(_Message):
     router_blocks: tuple[int, ...] = ()
 
 
-class AdapterUpload(_Message):
+class AdapterUpload(_Message, kw_only=True):
     """Ships an adapter; later requests name it by its digest."""
 
     digest: str
@@ -245,7 +245,7 @@ class AdapterUpload(_Message):
     tensors: tuple[Tensor, ...]
 
 
-class AdapterStored(_Message):
+class AdapterStored(_Message, kw_only=True):
     """The server has checked the adapter and holds it."""
 
     digest: str

@@ -1,0 +1,126 @@
+"""How a tensor's numbers become bytes: as they are, as half precision, or blockwise 8-bit.
+
+Pure torch, checked before it reads: a decoder takes a payload only if it has exactly the size that dtype, shape and
+codec ask for. (The compiled blockwise decoders of other packages trust lengths inside the payload.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.transport.messages import Codec
+
+__all__ = ["BLOCK_ELEMENTS", "MIN_PACKED_ELEMENTS", "has_non_finite", "is_packable", "pack", "packed_bytes", "unpack"]
+
+BLOCK_ELEMENTS = 256
+"""Elements that share one scale in the ``int8`` codec."""
+
+MIN_PACKED_ELEMENTS = 1024
+"""Smaller tensors travel as they are: packing would cost more than it saves."""
+
+_PACKABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_FLOAT16_MAX = 65504.0
+
+
+def is_packable(dtype: torch.dtype, num_elements: int) -> bool:
+    """Returns whether the codecs other than ``none`` apply to such a tensor."""
+    return dtype in _PACKABLE and num_elements >= MIN_PACKED_ELEMENTS
+
+
+def packed_bytes(codec: Codec, dtype: torch.dtype, num_elements: int) -> int:
+    """Returns the exact size of a packed tensor."""
+    if codec == "none":
+        return num_elements * dtype.itemsize
+    if codec == "float16":
+        return num_elements * 2
+    return 4 * math.ceil(num_elements / BLOCK_ELEMENTS) + num_elements
+
+
+def pack(tensor: Tensor, codec: Codec) -> Tensor:
+    """Packs a contiguous tensor on the CPU; the result is contiguous and may be the tensor itself.
+
+    ``float16`` saturates: a finite number beyond 65504 becomes 65504 instead of infinity, so that one large
+    activation does not look like a broken computation; infinities and NaN stay what they are.
+    """
+    if codec == "none":
+        return tensor
+    if codec == "float16":
+        return _to_float16(tensor)
+    return _to_int8(tensor)
+
+
+def unpack(payload: Tensor, codec: Codec, dtype: torch.dtype, num_elements: int) -> Tensor:
+    """Restores a flat tensor of ``dtype`` from the payload of a packing codec.
+
+    Args:
+        payload: Flat ``uint8`` of exactly ``packed_bytes(codec, dtype, num_elements)`` elements.
+        codec: ``float16`` or ``int8``.
+        dtype: Of the tensor before it was packed.
+        num_elements: Of the tensor before it was packed.
+
+    Raises:
+        ValueError: If the payload has another size.
+    """
+    if payload.numel() != packed_bytes(codec, dtype, num_elements):
+        raise ValueError(
+            f"{payload.numel()} bytes for {num_elements} elements packed by {codec}, "
+            f"which take {packed_bytes(codec, dtype, num_elements)}"
+        )
+    if codec == "float16":
+        half = payload.view(torch.float16)
+        # A clone where nothing is converted: the result must own its memory.
+        return half.clone() if dtype == torch.float16 else half.to(dtype)
+    return _from_int8(payload, dtype, num_elements)
+
+
+def has_non_finite(tensor: Tensor) -> bool:
+    """Returns whether a floating tensor holds NaN or infinity; False for other tensors."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return False
+    # One pass and no temporary: a finite sum proves that all terms are finite. Finite terms can overflow the sum,
+    # so the exact (slower) test decides when it is not.
+    if bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32))):
+        return False
+    return not bool(torch.isfinite(tensor.detach()).all())
+
+
+def _to_float16(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.float16:
+        return tensor
+    clamped = tensor.clamp(-_FLOAT16_MAX, _FLOAT16_MAX)
+    if has_non_finite(tensor):
+        clamped = torch.where(tensor.isinf(), tensor, clamped)
+    return clamped.to(torch.float16)
+
+
+def _to_int8(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1).float()
+    num_elements = flat.numel()
+    num_blocks = math.ceil(num_elements / BLOCK_ELEMENTS)
+    missing = num_blocks * BLOCK_ELEMENTS - num_elements
+    if missing:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    blocks = flat.view(num_blocks, BLOCK_ELEMENTS)  # [blocks, 256]
+    # A number too large to be halved survives: absmax is divided before anything is multiplied.
+    scales = blocks.abs().amax(dim=1) / 127.0  # [blocks]; NaN and infinity pass through
+    inverse = torch.where(scales > 0, scales.reciprocal(), torch.zeros_like(scales))
+    inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)  # subnormal scale: the block is zero
+    quantized = (blocks * inverse[:, None]).round_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
+    packed = torch.empty(4 * num_blocks + num_elements, dtype=torch.uint8)
+    packed[: 4 * num_blocks] = scales.view(torch.uint8)
+    packed[4 * num_blocks :] = quantized.view(-1)[:num_elements].view(torch.uint8)
+    return packed
+
+
+def _from_int8(payload: Tensor, dtype: torch.dtype, num_elements: int) -> Tensor:
+    num_blocks = math.ceil(num_elements / BLOCK_ELEMENTS)
+    scales = payload[: 4 * num_blocks].view(torch.float32)
+    values = payload[4 * num_blocks :].view(torch.int8).to(torch.float32)  # [n], fresh memory
+    whole = num_elements - num_elements % BLOCK_ELEMENTS
+    values[:whole].view(-1, BLOCK_ELEMENTS).mul_(scales[: whole // BLOCK_ELEMENTS, None])
+    if whole < num_elements:
+        values[whole:].mul_(scales[-1])
+    return values.to(dtype)

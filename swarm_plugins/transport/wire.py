@@ -1,0 +1,251 @@
+"""Messages as bytes: one encoder and one decoder.
+
+A frame is a header of 16 bytes, the metadata (msgpack) and the raw bytes of the tensors in the order in which the
+metadata names them, each padded to a multiple of 64 bytes:
+
+```text
+"SW" version kind | metadata bytes (u32) | payload bytes (u64) | metadata, padded | tensor | pad | tensor | pad ...
+```
+
+In the metadata a tensor stands as ``[dtype, codec, [shape]]``. Its place is not written down: the decoder keeps a
+cursor, so tensors can neither overlap nor be named twice, and the payload must be used up exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import threading
+from typing import Any, NamedTuple, cast, get_args
+
+import msgspec
+import torch
+from torch import Tensor
+
+from swarm_plugins.errors import ProtocolError
+from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpack
+from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
+from swarm_plugins.transport.messages import Codec, Message
+
+__all__ = ["END_FRAME", "HEADER_BYTES", "FrameHeader", "decode", "decode_body", "encode", "parse_header"]
+
+HEADER_BYTES = 16
+_HEADER = struct.Struct("<2sBBIQ")
+_MAGIC = b"SW"
+_VERSION = 1
+_KIND_MESSAGE, _KIND_END = 0, 1
+_ALIGN = 64
+_MAX_DIMS = 8
+_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CODECS = frozenset(get_args(Codec))
+_ZEROS = bytes(_ALIGN)
+
+END_FRAME = _HEADER.pack(_MAGIC, _VERSION, _KIND_END, 0, 0)
+"""Says that the sender has closed the stream on purpose."""
+
+
+class FrameHeader(NamedTuple):
+    """What the first bytes of a frame declare, within limits."""
+
+    is_end: bool
+    metadata_bytes: int
+    body_bytes: int
+    """Bytes that follow the header."""
+
+
+def encode(message: Message, *, codec: Codec = "none") -> list[bytes | memoryview]:
+    """Returns the parts of a message's frame, the header and metadata first.
+
+    Parts may be views of the message's tensors: do not change those before the parts are sent.
+
+    Raises:
+        ProtocolError: If a tensor has a dtype or more dimensions than the wire knows.
+    """
+    payload: list[bytes | memoryview] = []
+    payload_bytes = 0
+
+    def describe(tensor: object) -> list[object]:
+        nonlocal payload_bytes
+        if not isinstance(tensor, Tensor):
+            raise NotImplementedError(f"cannot send a {type(tensor).__name__}")  # msgspec's contract for enc_hook
+        description, data = _describe(tensor, codec)
+        payload_bytes += _padded(data.nbytes)
+        if data.nbytes:
+            payload.append(data)
+        if data.nbytes % _ALIGN:
+            payload.append(_ZEROS[: -data.nbytes % _ALIGN])
+        return description
+
+    metadata = msgspec.msgpack.Encoder(enc_hook=describe).encode(message)
+    header = _HEADER.pack(_MAGIC, _VERSION, _KIND_MESSAGE, len(metadata), payload_bytes)
+    return [header + metadata + _ZEROS[: -len(metadata) % _ALIGN], *payload]
+
+
+def decode(data: bytes | bytearray | memoryview, *, limits: WireLimits = DEFAULT_LIMITS) -> Message:
+    """Decodes one whole frame that holds a message; its tensors do not alias ``data``.
+
+    Raises:
+        ProtocolError: If it is malformed, too large, or not a message.
+    """
+    view = memoryview(data)
+    header = parse_header(view[:HEADER_BYTES], limits)
+    if header.is_end:
+        raise ProtocolError("expected a message, got the end of the stream")
+    if len(view) - HEADER_BYTES != header.body_bytes:
+        raise ProtocolError(f"frame has {len(view) - HEADER_BYTES} bytes after its header, declared {header.body_bytes}")
+    body = torch.empty(header.body_bytes, dtype=torch.uint8)
+    memoryview(body.numpy())[:] = view[HEADER_BYTES:]
+    return decode_body(header, body, limits)
+
+
+def parse_header(data: bytes | bytearray | memoryview, limits: WireLimits) -> FrameHeader:
+    """Reads a frame's header and checks what it declares against the limits.
+
+    Raises:
+        ProtocolError: If it is not a header, or declares too much.
+    """
+    if len(data) != HEADER_BYTES:
+        raise ProtocolError(f"a frame starts with {HEADER_BYTES} bytes of header, got {len(data)}")
+    magic, version, kind, metadata_bytes, payload_bytes = _HEADER.unpack(data)
+    if magic != _MAGIC or version != _VERSION or kind not in (_KIND_MESSAGE, _KIND_END):
+        raise ProtocolError(
+            f"not a frame of this protocol (version {_VERSION}): starts with {bytes(data[:4])!r}; "
+            "do both ends run the same release?"
+        )
+    if metadata_bytes > limits.max_metadata_bytes:
+        raise ProtocolError(f"metadata of {metadata_bytes} bytes declared, allowed are {limits.max_metadata_bytes}")
+    body_bytes = _padded(metadata_bytes) + payload_bytes
+    if body_bytes > limits.max_message_bytes:
+        raise ProtocolError(
+            f"a message of {body_bytes} bytes declared, allowed are {limits.max_message_bytes}: split the batch"
+        )
+    if kind == _KIND_END and body_bytes:
+        raise ProtocolError(f"an end of stream carries no body, this one declares {body_bytes} bytes")
+    return FrameHeader(kind == _KIND_END, metadata_bytes, body_bytes)
+
+
+def decode_body(header: FrameHeader, body: Tensor, limits: WireLimits = DEFAULT_LIMITS) -> Message:
+    """Decodes a message; its tensors are views of ``body``, which it thereby owns.
+
+    Args:
+        header: The frame's header.
+        body: Flat ``uint8`` of ``header.body_bytes`` elements that nobody else holds.
+        limits: Bounds.
+
+    Raises:
+        ProtocolError: If it is malformed.
+    """
+    buffer = memoryview(body.numpy())
+    reader = _TensorReader(buffer, _padded(header.metadata_bytes), limits)
+    _local.reader = reader
+    try:
+        message = cast(Message, _decoder.decode(buffer[: header.metadata_bytes]))
+    except ProtocolError:
+        raise
+    # msgspec names the field; recursion and overflow come from hostile nesting and numbers.
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, TypeError) as exc:
+        raise ProtocolError(f"malformed message: {exc}") from exc
+    finally:
+        _local.reader = None
+    if reader.cursor != len(buffer):
+        raise ProtocolError(f"message has {len(buffer) - reader.cursor} bytes that no tensor claims")
+    return message
+
+
+def _padded(num_bytes: int) -> int:
+    return num_bytes + (-num_bytes % _ALIGN)
+
+
+def _describe(tensor: Tensor, codec: Codec) -> tuple[list[object], memoryview]:
+    dtype_name = _DTYPE_NAMES.get(tensor.dtype)
+    if dtype_name is None:
+        raise ProtocolError(f"cannot send a tensor of {tensor.dtype}; allowed are {', '.join(_DTYPES)}: cast it first")
+    if tensor.dim() > _MAX_DIMS:
+        raise ProtocolError(f"cannot send a tensor of {tensor.dim()} dimensions; at most {_MAX_DIMS}: reshape it first")
+    used: Codec = codec if is_packable(tensor.dtype, tensor.numel()) else "none"
+    plain = tensor.detach().cpu().contiguous()
+    data = pack(plain, used).reshape(-1).view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
+    return [dtype_name, used, list(tensor.shape)], data
+
+
+class _TensorReader:
+    """Turns descriptions into tensors over a body, front to back."""
+
+    def __init__(self, buffer: memoryview, cursor: int, limits: WireLimits) -> None:
+        self.cursor = cursor
+        self._buffer = buffer
+        self._tensors_left = limits.max_tensors
+
+    def read(self, description: object) -> Tensor:
+        dtype, codec, shape = _check_description(description)
+        self._tensors_left -= 1
+        if self._tensors_left < 0:
+            raise ProtocolError("too many tensors in one message")
+        num_elements = math.prod(shape)
+        num_bytes = packed_bytes(codec, dtype, num_elements)
+        start, end = self.cursor, self.cursor + _padded(num_bytes)
+        if end > len(self._buffer):
+            raise ProtocolError(
+                f"tensor {dtype} {shape} ({codec}) needs {num_bytes} bytes, {len(self._buffer) - start} are left"
+            )
+        self.cursor = end
+        if num_elements == 0:
+            return torch.empty(shape, dtype=dtype)
+        raw = self._buffer[start : start + num_bytes]
+        if codec == "none":
+            if dtype == torch.bool:
+                _check_bools(raw)
+            return torch.frombuffer(raw, dtype=dtype).view(shape)
+        return unpack(torch.frombuffer(raw, dtype=torch.uint8), codec, dtype, num_elements).view(shape)
+
+
+def _check_description(description: object) -> tuple[torch.dtype, Codec, list[int]]:
+    if not isinstance(description, list) or len(description) != 3:
+        raise ProtocolError("a tensor is described by [dtype, codec, shape]")
+    dtype_name, codec, shape = description
+    dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        raise ProtocolError(f"tensor dtype {str(dtype_name)[:40]!r}; allowed are {', '.join(_DTYPES)}")
+    if not isinstance(codec, str) or codec not in _CODECS:
+        raise ProtocolError(f"tensor codec {str(codec)[:40]!r}; allowed are {', '.join(sorted(_CODECS))}")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
+        raise ProtocolError(f"a tensor shape is a list of at most {_MAX_DIMS} sizes")
+    # No dimension beyond 2**40, so that a zero beside it cannot smuggle strides that overflow into torch.
+    if any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape) or math.prod(shape) >= 1 << 48:
+        raise ProtocolError(f"tensor shape {str(shape)[:80]}: sizes must be whole numbers from 0 on, of sane size")
+    if math.prod(size or 1 for size in shape) >= 1 << 60:
+        raise ProtocolError(f"tensor shape {str(shape)[:80]} overflows")
+    if codec != "none" and not is_packable(dtype, math.prod(shape)):
+        raise ProtocolError(f"codec {codec} does not apply to a tensor of {dtype_name} {shape}")
+    return dtype, cast(Codec, codec), shape
+
+
+def _check_bools(raw: memoryview) -> None:
+    # Any other byte in a bool tensor is undefined behaviour in compiled kernels.
+    if torch.frombuffer(raw, dtype=torch.uint8).amax().item() > 1:
+        raise ProtocolError("a bool tensor may hold only the bytes 0 and 1")
+
+
+_local = threading.local()
+
+
+def _read_tensor(kind: type, description: Any) -> Tensor:
+    if kind is not Tensor:
+        raise NotImplementedError(f"cannot receive a {kind}")  # msgspec's contract for dec_hook
+    reader: _TensorReader | None = getattr(_local, "reader", None)
+    if reader is None:
+        raise ProtocolError("a tensor outside of a message")
+    return reader.read(description)
+
+
+# One decoder for all: building its table of types takes longer than decoding a message.
+_decoder = msgspec.msgpack.Decoder(Message, dec_hook=_read_tensor)
