@@ -1,0 +1,149 @@
+"""Where the files of a checkpoint are: the seam between a local directory and the Hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from swarm_plugins.errors import CheckpointError
+
+__all__ = ["CheckpointFiles", "LocalFiles", "Piece", "Progress", "file_size", "read_pieces"]
+
+Progress = Callable[[int], object]
+"""Called with the number of bytes that have arrived since the last call."""
+
+# One system call transfers at most about 2 GB; smaller steps also keep a progress bar moving.
+_READ_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A byte range of a file and the memory that it goes to."""
+
+    start: int
+    buffer: memoryview
+    """Writable, one byte per item."""
+
+    @property
+    def end(self) -> int:
+        """One past the last byte of the range."""
+        return self.start + len(self.buffer)
+
+
+class CheckpointFiles(Protocol):
+    """The files of one checkpoint; names are relative to its root. `LocalFiles` and `HubFiles` fit."""
+
+    @property
+    def label(self) -> str:
+        """Names the checkpoint in messages."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Returns the names of all files."""
+        ...
+
+    def path(self, file: str) -> Path:
+        """Returns where a small file (config, index) lies here, downloading it first if need be."""
+        ...
+
+    def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
+        """Returns the first bytes of a file (fewer if it is shorter) and its size, if known."""
+        ...
+
+    def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
+        """Fills all pieces.
+
+        Raises:
+            CheckpointError: If the file is missing, shorter than a piece needs, or cannot be fetched.
+        """
+        ...
+
+
+class LocalFiles:
+    """A checkpoint in a directory.
+
+    Args:
+        directory: Its path.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def label(self) -> str:
+        """The path of the directory."""
+        return str(self.directory)
+
+    def names(self) -> Sequence[str]:
+        """Returns the names of the files in the directory itself."""
+        try:
+            return sorted(entry.name for entry in self.directory.iterdir() if entry.is_file())
+        except OSError as exc:
+            raise CheckpointError(f"the directory {self.label} cannot be listed ({exc.strerror})") from exc
+
+    def path(self, file: str) -> Path:
+        """Returns the path of a file."""
+        return self.directory / file
+
+    def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
+        """Returns the first bytes of a file and its size."""
+        path = self._existing(file)
+        try:
+            with path.open("rb") as stream:
+                return stream.read(num_bytes), file_size(path)
+        except OSError as exc:
+            raise CheckpointError(f"{path} cannot be read ({exc.strerror})") from exc
+
+    def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
+        """Fills all pieces."""
+        read_pieces(self._existing(file), pieces, progress)
+
+    def _existing(self, file: str) -> Path:
+        path = self.directory / file
+        if not path.is_file():
+            raise CheckpointError(
+                f"the shard {file} is missing in {self.label}, which has {', '.join(self.names()) or 'no files'}: "
+                "fetch the checkpoint again"
+            )
+        return path
+
+
+def file_size(path: Path) -> int:
+    """Returns the size of a file in bytes."""
+    return path.stat().st_size
+
+
+def read_pieces(path: Path, pieces: Sequence[Piece], progress: Progress) -> None:
+    """Fills pieces from a local file, reading nothing else.
+
+    Raises:
+        CheckpointError: If the file cannot be read or ends before a piece does.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            for piece in pieces:
+                _fill(descriptor, path, piece, progress)
+        finally:
+            os.close(descriptor)
+    except CheckpointError:
+        raise
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read ({exc.strerror})") from exc
+
+
+def _fill(descriptor: int, path: Path, piece: Piece, progress: Progress) -> None:
+    done = 0
+    while done < len(piece.buffer):
+        step = piece.buffer[done : done + _READ_BYTES]
+        count = os.preadv(descriptor, [step], piece.start + done)
+        if count == 0:
+            raise CheckpointError(
+                f"{path} is truncated: bytes {piece.start} to {piece.end} are needed, it ends at "
+                f"{piece.start + done}: fetch it again"
+            )
+        done += count
+        progress(count)

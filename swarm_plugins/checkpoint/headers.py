@@ -1,0 +1,156 @@
+"""Reads safetensors headers: which bytes of which file hold a tensor.
+
+A file starts with the header's length (8 bytes, little endian), then the header (JSON), then the tensors.
+Headers come from strangers: every number is checked before it is used, so that a corrupt or hostile file ends in
+a sentence and not in a huge allocation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from swarm_plugins.errors import CheckpointError
+
+__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "TensorInfo", "header_bytes", "parse_header"]
+
+LENGTH_BYTES = 8
+"""Size of the length that a file starts with."""
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header that is read; safetensors itself allows no more."""
+
+_DTYPE_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+# An older torch may lack some of the 8-bit types.
+_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute) for name, attribute in _DTYPE_NAMES.items() if hasattr(torch, attribute)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies and what it is."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+    """File of the checkpoint, relative to its root."""
+    start: int
+    """First byte, counted from the beginning of the file."""
+    end: int
+    """One past the last byte."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return self.end - self.start
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def header_bytes(prefix: bytes, file: str, file_bytes: int | None) -> int:
+    """Returns the length of the header that a file announces in its first 8 bytes.
+
+    Args:
+        prefix: The beginning of the file.
+        file: Name for messages.
+        file_bytes: Size of the file, if known.
+
+    Raises:
+        CheckpointError: If there are fewer than 8 bytes, or the length is absurd.
+    """
+    if len(prefix) < LENGTH_BYTES:
+        raise CheckpointError(
+            f"{file} has {len(prefix)} bytes, which is no safetensors file (the header's length alone takes "
+            f"{LENGTH_BYTES}): fetch it again"
+        )
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    limit = MAX_HEADER_BYTES
+    if length < 2 or length > limit:
+        raise CheckpointError(
+            f"{file} announces a header of {length} bytes, allowed are 2 to {limit}: it is corrupt or no safetensors "
+            "file, fetch it again"
+        )
+    if file_bytes is not None and LENGTH_BYTES + length > file_bytes:
+        raise CheckpointError(
+            f"{file} is truncated: its header ends at byte {LENGTH_BYTES + length}, the file has {file_bytes} bytes: "
+            "fetch it again"
+        )
+    return length
+
+
+def parse_header(header: bytes, file: str, file_bytes: int | None) -> dict[str, TensorInfo]:
+    """Returns the tensors that a header lists.
+
+    Args:
+        header: The header without the length before it.
+        file: Name of the file.
+        file_bytes: Size of the file, if known: every tensor must end within.
+
+    Raises:
+        CheckpointError: If the header is not what the format allows, or a tensor lies beyond the end of the file.
+    """
+    try:
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(value, type=_Entry) for name, value in raw.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(f"{file} has a corrupt safetensors header ({exc}): fetch it again") from exc
+    data_start = LENGTH_BYTES + len(header)
+    tensors = {name: _tensor_info(name, entry, file, data_start) for name, entry in entries.items()}
+    if file_bytes is not None:
+        _check_ends(tensors, file, file_bytes)
+    return tensors
+
+
+def _tensor_info(name: str, entry: _Entry, file: str, data_start: int) -> TensorInfo:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise CheckpointError(
+            f"tensor {name!r} in {file} has the type {entry.dtype!r}, which this torch ({torch.__version__}) cannot "
+            f"hold; known: {', '.join(_DTYPES)}"
+        )
+    start, end = entry.data_offsets
+    needed = math.prod(entry.shape) * dtype.itemsize
+    if min(entry.shape, default=0) < 0 or start < 0 or end - start != needed:
+        raise CheckpointError(
+            f"tensor {name!r} in {file} has shape {list(entry.shape)} of {entry.dtype}, which takes {needed} bytes, "
+            f"but lies at bytes {start} to {end}: the header is corrupt, fetch the file again"
+        )
+    return TensorInfo(name, dtype, entry.shape, file, data_start + start, data_start + end)
+
+
+def _check_ends(tensors: dict[str, TensorInfo], file: str, file_bytes: int) -> None:
+    beyond = [info for info in tensors.values() if info.end > file_bytes]
+    if beyond:
+        first = min(beyond, key=lambda info: info.start)
+        expected = max(info.end for info in beyond)
+        raise CheckpointError(
+            f"{file} is truncated: tensor {first.name!r} ends at byte {first.end} and the whole file should have "
+            f"{expected} bytes, found {file_bytes}: fetch it again"
+        )

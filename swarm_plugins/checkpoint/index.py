@@ -1,0 +1,144 @@
+"""The list of all tensors of a checkpoint: one safetensors file, or shards with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+
+import msgspec
+
+from swarm_plugins.checkpoint.files import CheckpointFiles
+from swarm_plugins.checkpoint.headers import LENGTH_BYTES, TensorInfo, header_bytes, parse_header
+from swarm_plugins.errors import CheckpointError
+
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "TensorIndex"]
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Far above any real index (a trillion-parameter model has about 10 MB).
+_MAX_INDEX_BYTES = 500_000_000
+# A header spends about 120 bytes on a tensor: enough to get most headers with one request.
+_HEADER_BYTES_PER_TENSOR = 160
+_HEADER_BYTES_AT_LEAST = 4096
+
+
+class _IndexFile(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+class TensorIndex(Mapping[str, TensorInfo]):
+    """All tensors by name. A shard's header is read when one of its tensors is first asked for.
+
+    Args:
+        files: The checkpoint's files.
+    """
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        self._files = files
+        self._headers: dict[str, dict[str, TensorInfo]] = {}
+        names = files.names()
+        if INDEX_FILE in names:
+            self._file_of = _read_index(files)
+        elif SINGLE_FILE in names:
+            self._file_of = dict.fromkeys(self._header(SINGLE_FILE, None), SINGLE_FILE)
+        else:
+            raise CheckpointError(_no_weights(files.label, names))
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        file = self._file_of[name]
+        header = self._headers.get(file)
+        if header is None:
+            header = self._header(file, sum(other == file for other in self._file_of.values()))
+        if name not in header:
+            raise CheckpointError(
+                f"{INDEX_FILE} of {self._files.label} says that {file} holds the tensor {name!r}, but it does not: "
+                "index and shards are of different checkpoints, fetch them again"
+            )
+        return header[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        # Not by __getitem__, as Mapping does it: that reads a header.
+        return name in self._file_of
+
+    def files(self) -> list[str]:
+        """Returns the names of all shards, sorted."""
+        return sorted(set(self._file_of.values()))
+
+    def load_all(self) -> None:
+        """Reads all headers, so that every fault of the list shows now.
+
+        Raises:
+            CheckpointError: If a shard is missing or corrupt, or lacks a tensor that the index puts there.
+        """
+        for name in self._file_of:
+            self[name]
+
+    def _header(self, file: str, num_tensors: int | None) -> dict[str, TensorInfo]:
+        guess = max(_HEADER_BYTES_AT_LEAST, (num_tensors or 0) * _HEADER_BYTES_PER_TENSOR)
+        label = f"{self._files.label}/{file}"
+        head, size = self._files.head(file, guess)
+        end = LENGTH_BYTES + header_bytes(head, label, size)
+        if len(head) < end:
+            head, size = self._files.head(file, end)
+        if len(head) < end:
+            raise CheckpointError(
+                f"{label} is truncated: its header ends at byte {end}, found {len(head)} bytes: fetch it again"
+            )
+        tensors = parse_header(head[LENGTH_BYTES:end], label, size)
+        # Messages name the whole path; a tensor only its file in the checkpoint.
+        self._headers[file] = {
+            name: TensorInfo(name, info.dtype, info.shape, file, info.start, info.end) for name, info in tensors.items()
+        }
+        return self._headers[file]
+
+
+def _read_index(files: CheckpointFiles) -> dict[str, str]:
+    path = files.path(INDEX_FILE)
+    label = f"{files.label}/{INDEX_FILE}"
+    try:
+        size = path.stat().st_size
+        if size > _MAX_INDEX_BYTES:
+            raise CheckpointError(f"{label} has {size} bytes, allowed are {_MAX_INDEX_BYTES}: it is no index")
+        index = msgspec.json.decode(path.read_bytes(), type=_IndexFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(f"{label} is corrupt ({exc}): fetch it again") from exc
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{label} is missing: fetch it again") from exc
+    for name, file in index.weight_map.items():
+        _check_shard_name(name, file, label)
+    return index.weight_map
+
+
+def _check_shard_name(name: str, file: str, label: str) -> None:
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file or path.suffix != ".safetensors":
+        raise CheckpointError(
+            f"{label} puts the tensor {name!r} in {file!r}; allowed are names of .safetensors files inside the "
+            "checkpoint: do not trust this checkpoint"
+        )
+
+
+def _no_weights(label: str, names: object) -> str:
+    found = sorted(str(name) for name in names) if isinstance(names, (list, tuple)) else []
+    gguf = [name for name in found if name.endswith(".gguf")]
+    pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and "training_args" not in name]
+    message = f"{label} has no {SINGLE_FILE} and no {INDEX_FILE}, the weights that can be read in part"
+    if gguf:
+        return (
+            f"{message}; GGUF is not supported: convert {gguf[0]} once with "
+            f"AutoModelForCausalLM.from_pretrained(..., gguf_file={gguf[0]!r}).save_pretrained(NEW_DIRECTORY)"
+        )
+    if pickled:
+        return (
+            f"{message}; pickled weights ({pickled[0]}) are not supported, since reading them can run code: convert "
+            "them once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(NEW_DIRECTORY) if you trust them"
+        )
+    if "adapter_config.json" in found:
+        return f"{message}; it holds an adapter: give the base model that adapter_config.json names instead"
+    return f"{message}; it has {', '.join(found[:20]) or 'no files'}"

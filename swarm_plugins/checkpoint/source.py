@@ -1,0 +1,207 @@
+"""A checkpoint in HF's layout, read in parts: config, list of tensors, and any tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+
+from swarm_plugins.checkpoint.files import CheckpointFiles, LocalFiles, Piece, Progress
+from swarm_plugins.checkpoint.fingerprint import fingerprint
+from swarm_plugins.checkpoint.headers import TensorInfo
+from swarm_plugins.checkpoint.hub import HubFiles
+from swarm_plugins.checkpoint.index import TensorIndex
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.versions import ModelVersion
+
+__all__ = ["Checkpoint"]
+
+_CONFIG_FILE = "config.json"
+_GENERATION_FILE = "generation_config.json"
+# Below this a read is over before a bar is worth looking at.
+_PROGRESS_BYTES = 64 << 20
+
+
+class Checkpoint:
+    """A model's files, of which only the parts that are asked for are read or downloaded.
+
+    Made by [`open`][swarm_plugins.checkpoint.Checkpoint.open].
+    """
+
+    config: PreTrainedConfig
+    """The model's config, as transformers reads it."""
+    tensors: Mapping[str, TensorInfo]
+    """All tensors; looking one up may read a shard's header."""
+
+    def __init__(self, files: CheckpointFiles, name: str, config: PreTrainedConfig, tensors: TensorIndex) -> None:
+        self._files = files
+        self._index = tensors
+        self.name = name
+        self.config = config
+        self.tensors = tensors
+
+    @classmethod
+    def open(
+        cls,
+        name_or_dir: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        endpoint: str | None = None,
+    ) -> Checkpoint:
+        """Finds a checkpoint and reads its config and index, but no weights.
+
+        Args:
+            name_or_dir: A directory, or the id of a repository on the Hub such as ``mistralai/Mixtral-8x7B-v0.1``.
+            revision: Branch, tag or commit on the Hub; ``main`` by default. Directories have none.
+            token: Access token of the Hub; by default the one that ``hf auth login`` stored. False: none.
+            cache_dir: Cache of the Hub's files; by default that of huggingface_hub.
+            endpoint: Address of the Hub; by default that of huggingface_hub (``HF_ENDPOINT``).
+
+        Raises:
+            ConfigError: If there is no such directory or the name is no repository id.
+            CheckpointError: If the repository, the revision or a file is missing, cannot be reached or is corrupt.
+            UnsupportedError: If transformers does not know the model's architecture.
+        """
+        directory = Path(name_or_dir).expanduser()
+        if directory.is_dir():
+            return cls._open_local(str(name_or_dir), directory, revision)
+        _check_repo_id(str(name_or_dir), directory)
+        files = HubFiles.resolve(
+            str(name_or_dir), revision=revision, token=token, cache_dir=cache_dir, endpoint=endpoint
+        )
+        config = _read_config(files)
+        config._name_or_path = files.version.name
+        config._commit_hash = files.version.revision
+        return cls(files, files.version.name, config, TensorIndex(files))
+
+    @classmethod
+    def _open_local(cls, name: str, directory: Path, revision: str | None) -> Checkpoint:
+        if revision is not None:
+            raise ConfigError(
+                f"revision={revision!r} was given for the directory {name}, which has no revisions: leave it out, or "
+                "give the id of a repository on the Hub"
+            )
+        files = LocalFiles(directory)
+        config = _read_config(files)
+        config._name_or_path = name
+        index = TensorIndex(files)
+        index.load_all()
+        return cls(files, name, config, index)
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the checkpoint lies; None for one on the Hub."""
+        return self._files.directory if isinstance(self._files, LocalFiles) else None
+
+    @cached_property
+    def version(self) -> ModelVersion:
+        """The identity of the weights. For a directory, the first use reads a sample of every tensor.
+
+        Raises:
+            CheckpointError: If a file of a directory cannot be read.
+        """
+        if isinstance(self._files, HubFiles):
+            return self._files.version
+        directory = Path(self._files.label)
+        name = directory.resolve().name or "model"
+        return ModelVersion(name, f"local-{fingerprint(directory, self.tensors)}")
+
+    def read(self, names: Iterable[str], *, progress: bool = True) -> dict[str, torch.Tensor]:
+        """Reads tensors into memory of their own, and no other bytes but small gaps between them.
+
+        Args:
+            names: Names of tensors.
+            progress: Show a bar while many bytes are read.
+
+        Raises:
+            ConfigError: If the checkpoint has no tensor of that name.
+            CheckpointError: If a shard is missing, truncated or cannot be fetched.
+        """
+        infos = [self._info(name) for name in names]
+        buffers = {info.name: torch.empty(info.num_bytes, dtype=torch.uint8) for info in infos}
+        total = sum(buffer.numel() for buffer in buffers.values())
+        with tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc=f"Reading {self.name}",
+            disable=not progress or total < _PROGRESS_BYTES,
+        ) as bar:
+            self._fill(infos, buffers, bar.update)
+        return {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}
+
+    def generation_config(self) -> GenerationConfig | None:
+        """Returns the model's defaults for generation, or None if it brings none.
+
+        Raises:
+            CheckpointError: If the file is corrupt or cannot be fetched.
+        """
+        if _GENERATION_FILE not in self._files.names():
+            return None
+        path = self._files.path(_GENERATION_FILE)
+        try:
+            config: GenerationConfig = GenerationConfig.from_pretrained(path.parent, local_files_only=True)
+        except (OSError, ValueError) as exc:
+            raise CheckpointError(f"{self._files.label}/{_GENERATION_FILE} cannot be read: {exc}") from exc
+        return config
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self.tensors:
+            raise ConfigError(
+                f"{self._files.label} has no tensor {name!r}; it has {len(self.tensors)}, such as "
+                f"{', '.join(list(self.tensors)[:3])}"
+            )
+        return self.tensors[name]
+
+    def _fill(
+        self, infos: list[TensorInfo], buffers: Mapping[str, torch.Tensor], progress: Progress
+    ) -> None:
+        by_file: dict[str, list[TensorInfo]] = {}
+        for info in {info.name: info for info in infos}.values():
+            if info.num_bytes:
+                by_file.setdefault(info.file, []).append(info)
+        for file in sorted(by_file):
+            pieces = [
+                Piece(info.start, memoryview(buffers[info.name].numpy()))
+                for info in sorted(by_file[file], key=lambda info: info.start)
+            ]
+            self._files.read(file, pieces, progress)
+
+
+def _check_repo_id(name: str, path: Path) -> None:
+    if path.exists():
+        raise ConfigError(f"{name} is a file: give the directory that holds config.json and the weights")
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name or not name:
+        raise ConfigError(
+            f"there is no directory {name!r}: give a directory with config.json and safetensors weights, or the id of "
+            "a repository on the Hub such as 'mistralai/Mixtral-8x7B-v0.1'"
+        )
+
+
+def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
+    names = files.names()
+    if _CONFIG_FILE not in names:
+        raise CheckpointError(
+            f"{files.label} has no {_CONFIG_FILE}; it has {', '.join(names[:20]) or 'no files'}: give the directory or "
+            "repository of a transformers model"
+            + (" (this one holds an adapter: give its base model)" if "adapter_config.json" in names else "")
+        )
+    path = files.path(_CONFIG_FILE)
+    try:
+        # Code from the checkpoint is never run.
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            path.parent, trust_remote_code=False, local_files_only=True
+        )
+    except OSError as exc:
+        raise CheckpointError(f"{files.label}/{_CONFIG_FILE} cannot be read: {exc}") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise UnsupportedError(
+            f"transformers cannot make a config of {files.label}/{_CONFIG_FILE}: {exc}"
+        ) from exc
+    return config
