@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 PROBE = """
 import json, os, sys, threading
 seen = []
-watched = ("socket.", "subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec", "os.system", "_thread.start_new_thread")
+watched = ("socket.", "subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec", "_thread.start_new_thread")
 sys.addaudithook(lambda event, args: seen.append(event) if event.startswith(watched) else None)
 before = dict(os.environ)
 import swarm_plugins

@@ -1,0 +1,117 @@
+"""`swarm bench`: how fast the swarm is against the same model run by transformers here, in one run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarm_plugins.errors import SwarmError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from swarm_plugins.cli._bench.figures import Report
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="bench",
+    help="Measure a swarm on this machine against the same model run locally, one thread a side.",
+    no_args_is_help=True,
+)
+
+Model = Annotated[
+    Path, typer.Option(help="Directory of the model: config.json and safetensors files.", exists=True, file_okay=False)
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.", dir_okay=False)]
+Rounds = Annotated[int, typer.Option(help="Rounds whose medians are shown, after one to warm up.", min=1, max=1000)]
+Servers = Annotated[int, typer.Option(help="Servers in the chain.", min=1, max=64)]
+NewTokens = Annotated[int, typer.Option(help="Tokens decoded in each round.", min=4, max=4096)]
+
+
+@app.command()
+def decode(
+    model: Model,
+    servers: Annotated[list[int] | None, typer.Option(help="Servers in the chain; may be given several times.")] = None,
+    new_tokens: NewTokens = 32,
+    rounds: Rounds = 7,
+    json: Json = None,
+) -> None:
+    """Time per token of one sequence after a prefix of 128 tokens, through chains of 1 and of 3 servers."""
+
+    def run(report: Report, progress: Progress) -> None:
+        from swarm_plugins.cli._bench.decode import bench_decode
+
+        chains = servers or [1, 3]
+        bench_decode(report, model, servers=chains, new_tokens=new_tokens, rounds=rounds, progress=progress)
+
+    _measure("decode", model, json, run)
+
+
+@app.command()
+def train(model: Model, servers: Servers = 1, rounds: Rounds = 7, json: Json = None) -> None:
+    """Time of forward, and of forward with backward of a soft prompt, for 1 x 64 and 8 x 64 tokens."""
+
+    def run(report: Report, progress: Progress) -> None:
+        from swarm_plugins.cli._bench.train import bench_train
+
+        bench_train(report, model, num_servers=servers, rounds=rounds, progress=progress)
+
+    _measure("train", model, json, run)
+
+
+@app.command()
+def sessions(
+    model: Model,
+    sessions: Annotated[
+        list[int] | None, typer.Option(help="Client processes that decode together; may be given several times.")
+    ] = None,
+    servers: Servers = 1,
+    new_tokens: NewTokens = 32,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """Tokens per second of 4 and of 8 client processes together, against one alone."""
+
+    def run(report: Report, progress: Progress) -> None:
+        from swarm_plugins.cli._bench.sessions import bench_sessions
+
+        bench_sessions(
+            report,
+            model,
+            sessions=sessions or [4, 8],
+            num_servers=servers,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+        )
+
+    _measure("sessions", model, json, run)
+
+
+def _measure(what: str, model: Path, json: Path | None, run: Callable[[Report, Progress], None]) -> None:
+    # Read when torch is loaded, so before that; one thread a side keeps the two from competing for cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from swarm_plugins.cli._bench.figures import Report
+
+    torch.set_num_threads(1)
+    report = Report(command=shlex.join(["swarm", "bench", what, *sys.argv[3:]]), model=model.resolve().name)
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            run(report, progress)
+        if json is not None:
+            report.write_json(json)
+    except SwarmError as exc:
+        typer.echo(f"swarm bench {what}: {exc}", err=True)
+        raise typer.Exit(1) from exc
+    report.print_table(Console())
