@@ -1,0 +1,81 @@
+"""The code of the README and the docs runs, and the commands they show exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from swarm_plugins.cli.main import app
+from swarm_plugins.testing.models import save_tiny
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+# The pages name a real model; the tests put a tiny random one in its place.
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each `swarm ...` line of the pages' consoles, with its page; and those inside running text."""
+    found = []
+    for page in PAGES:
+        lines = [line for block in blocks(page, "console") for line in block.splitlines()]
+        inline = re.findall(r"`(swarm (?:serve|status|bench)[^`]*)`", page.read_text())
+        found += [(page_id(page), line) for line in [*lines, *inline] if line.startswith("swarm ")]
+    return found
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+def test_the_pages_have_code_and_commands() -> None:
+    # Guards the tests below against a pattern that finds nothing.
+    assert sum(len(blocks(page, "python")) for page in PAGES) >= 8
+    assert len(commands()) >= 8
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_id)
+def test_code_of_a_page_runs_from_top_to_bottom(page: Path, tiny: Path, tmp_path: Path) -> None:
+    code = "\n".join(blocks(page, "python"))
+    script = tmp_path / "page.py"
+    script.write_text(code.replace(f'"{MODEL}"', repr(str(tiny))))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "default"}
+    result = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, f"{code}\n\n{result.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize(("page", "line"), commands(), ids=lambda value: value.replace("/", "_"))
+def test_commands_and_options_of_a_page_exist(page: str, line: str) -> None:
+    words = shlex.split(line)[1:]
+    command: click.Command = typer.main.get_command(app)
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        name = words.pop(0)
+        following = command.get_command(click.Context(command), name)
+        if following is None:
+            # "swarm bench decode | train" and the like stop at the first word that is no command.
+            pytest.fail(f"{page}: there is no command {name!r} in {line!r}")
+        command = following
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known | {"--help"}]
+    assert not unknown, f"{page}: {line!r} uses {unknown}; {command.name} knows {sorted(known)}"
