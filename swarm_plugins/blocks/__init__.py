@@ -1,0 +1,33 @@
+"""Runs a span of any HF decoder model: loading, forward, sessions with their caches, shipped adapters.
+
+[`load_span`][swarm_plugins.blocks.load.load_span] loads a span, [`Span`][swarm_plugins.blocks.span.Span] runs it.
+"""
+
+from __future__ import annotations
+
+from swarm_plugins.blocks.kv import KVPool, Session
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.blocks.span import Span
+from swarm_plugins.blocks.types import (
+    AdapterUse,
+    LoadedAdapter,
+    SessionCache,
+    SpanInputs,
+    SpanOutputs,
+    SpanRunner,
+    StepInputs,
+)
+
+__all__ = [
+    "AdapterUse",
+    "KVPool",
+    "LoadedAdapter",
+    "Session",
+    "SessionCache",
+    "Span",
+    "SpanInputs",
+    "SpanOutputs",
+    "SpanRunner",
+    "StepInputs",
+    "load_span",
+]

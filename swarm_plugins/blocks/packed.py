@@ -1,0 +1,217 @@
+"""Several sessions in one forward: projections and experts see all tokens, attention runs session by session.
+
+The tokens of all sessions lie one behind another in one sequence ``[1, T, D]``. Two functions under a name of ours
+take the place of a family's attention and mask: the mask function returns a recipe instead of a tensor, the attention
+function cuts queries by session and calls the family's own attention on each session's keys and values, with the mask
+that the recipe makes for it.
+
+Letters in shapes: ``T`` tokens of all sessions, ``B`` rows of a session, ``S`` its new tokens per row, ``L`` its
+cached and new tokens, ``H`` heads, ``W`` head width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from swarm_plugins.blocks.kv import Session
+from swarm_plugins.blocks.past import Past
+from swarm_plugins.errors import UnsupportedError
+
+__all__ = ["PACKED", "PackedPast", "PackedRows", "packed_past"]
+
+PACKED = "swarm_packed"
+"""Name of the attention and mask implementation."""
+
+_PAST: ContextVar[PackedPast | None] = ContextVar("swarm_packed_past", default=None)
+
+
+class PackedRows:
+    """The tokens of one session in a packed forward.
+
+    Args:
+        session: Its cache.
+        start: Where its tokens start in the packed sequence.
+        num_new: New tokens per row.
+        attention_mask: ``[B, L]``, bool. None: no padding.
+    """
+
+    def __init__(self, session: Session, start: int, num_new: int, attention_mask: Tensor | None) -> None:
+        self.session = session
+        self.batch_size = session.batch_size
+        self.num_new = num_new
+        self.start = start
+        self.num_tokens = session.batch_size * num_new
+        self.length = session.length + num_new
+        self.attention_mask = attention_mask
+
+    def rows(self, packed: Tensor) -> Tensor:
+        """Cuts this session's tokens out of ``[1, H, T, W]``, as ``[B, H, S, W]``."""
+        cut = packed.narrow(2, self.start, self.num_tokens)
+        if self.batch_size == 1:
+            return cut
+        _, heads, _, width = cut.shape
+        return cut.reshape(heads, self.batch_size, self.num_new, width).transpose(0, 1)
+
+
+class PackedPast(Past):
+    """The caches of several sessions.
+
+    Args:
+        parts: The sessions' tokens, in their order in the packed sequence.
+        attention: The attention implementation that the family uses otherwise.
+        joined: By block, whether a family works on keys and values between the cache and attention (as MLA does, which
+            caches latents): then it gets all sessions' in one tensor. Learnt on the way.
+    """
+
+    def __init__(self, parts: Sequence[PackedRows], attention: str, joined: dict[int, bool]) -> None:
+        super().__init__(0)
+        self.parts = parts
+        self.attention = attention
+        self._joined = joined
+        self._handed: tuple[int, Tensor, Tensor] | None = None
+        self._functions: dict[type[nn.Module], Callable[..., Any]] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends each session's tokens to its cache."""
+        for part in self.parts:
+            part.session.append(layer_idx, part.rows(key_states), part.rows(value_states))
+        if self._joined.get(layer_idx, True):
+            key_states, value_states = self._join(layer_idx)
+        self._handed = (layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: PackedMask | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """Runs the family's attention for each session."""
+        if self._handed is None:
+            raise UnsupportedError(
+                f"{type(module).__name__} runs attention without having updated its cache: such blocks cannot be packed"
+            )
+        block, handed_key, handed_value = self._handed
+        is_untouched = key is handed_key and value is handed_value
+        self._joined.setdefault(block, not is_untouched)
+        function = self._function(module)
+        outputs = []
+        start = 0
+        for index, part in enumerate(self.parts):
+            if is_untouched:
+                keys, values = part.session.view(block, part.length)
+            else:
+                keys, values = _cut(key, start, part), _cut(value, start, part)
+                start += part.batch_size * part.length
+            part_mask = None if mask is None else mask.of(index)
+            output = function(module, part.rows(query), keys, values, part_mask, **kwargs)[0]  # [B, S, H, W]
+            outputs.append(output if part.batch_size == 1 else output.reshape(1, part.num_tokens, *output.shape[2:]))
+        return torch.cat(outputs, dim=1), None  # [1, T, H, W]
+
+    def _join(self, block: int) -> tuple[Tensor, Tensor]:
+        keys, values = zip(*(part.session.view(block, part.length) for part in self.parts), strict=True)
+        return _flat(keys), _flat(values)
+
+    def _function(self, module: nn.Module) -> Callable[..., Any]:
+        kind = type(module)
+        if kind not in self._functions:
+            self._functions[kind] = _family_attention(kind, self.attention)
+        return self._functions[kind]
+
+
+class PackedMask:
+    """What a family asked a mask for, to be made for each session when its attention runs."""
+
+    def __init__(self, past: PackedPast, arguments: dict[str, Any]) -> None:
+        self._past = past
+        self._arguments = arguments
+        self._made: dict[int, Tensor | None] = {}
+
+    def of(self, index: int) -> Tensor | None:
+        """Returns the mask of a session, None where its attention needs none."""
+        if index not in self._made:
+            part = self._past.parts[index]
+            sizes = {
+                "batch_size": part.batch_size,
+                "q_length": part.num_new,
+                "kv_length": part.length,
+                "q_offset": part.length - part.num_new,
+                "kv_offset": 0,
+                "attention_mask": part.attention_mask,
+            }
+            make = ALL_MASK_ATTENTION_FUNCTIONS[self._past.attention]
+            self._made[index] = make(**{**self._arguments, **sizes})
+        return self._made[index]
+
+
+class packed_past:  # noqa: N801  # a context manager, used like a function
+    """Makes a packed past the one that this thread's attention works on."""
+
+    def __init__(self, past: PackedPast) -> None:
+        self._past = past
+
+    def __enter__(self) -> PackedPast:
+        self._token = _PAST.set(self._past)
+        return self._past
+
+    def __exit__(self, *exc_info: object) -> None:
+        _PAST.reset(self._token)
+
+
+def _current() -> PackedPast:
+    past = _PAST.get()
+    if past is None:
+        raise UnsupportedError(f"the attention implementation {PACKED!r} only works inside a packed step")
+    return past
+
+
+def _packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: PackedMask | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    return _current().attend(module, query, key, value, attention_mask, **kwargs)
+
+
+def _packed_mask(**arguments: Any) -> PackedMask:
+    return PackedMask(_current(), arguments)
+
+
+def _family_attention(kind: type[nn.Module], attention: str) -> Callable[..., Any]:
+    if attention != "eager":
+        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[attention]
+        return function
+    for ancestor in kind.__mro__:
+        found = getattr(sys.modules.get(ancestor.__module__), "eager_attention_forward", None)
+        if found is not None:
+            eager: Callable[..., Any] = found
+            return eager
+    raise UnsupportedError(f"{kind.__name__} has no eager_attention_forward beside it: its blocks cannot be packed")
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Joins ``[B, H, L, W]`` of all sessions to ``[1, H, sum of B * L, W]``."""
+    flat = [
+        tensor if tensor.shape[0] == 1 else tensor.transpose(0, 1).reshape(1, tensor.shape[1], -1, tensor.shape[3])
+        for tensor in tensors
+    ]
+    return torch.cat(flat, dim=2)
+
+
+def _cut(joined: Tensor, start: int, part: PackedRows) -> Tensor:
+    """Cuts a session's ``[B, H, L, W]`` out of ``[1, H, sum of B * L, W]``."""
+    cut = joined.narrow(2, start, part.batch_size * part.length)
+    if part.batch_size == 1:
+        return cut
+    _, heads, _, width = cut.shape
+    return cut.reshape(heads, part.batch_size, part.length, width).transpose(0, 1)
+
+
+AttentionInterface.register(PACKED, _packed_attention)
+AttentionMaskInterface.register(PACKED, _packed_mask)

@@ -1,0 +1,130 @@
+"""What a model's forward gets as ``past_key_values``: a session's cache, several sessions' caches, or a prefix.
+
+Each is a transformers ``Cache`` without layers of its own: it answers how long the past is, and takes and returns
+keys and values. Sliding-window layers keep everything; their mask makes the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from swarm_plugins.blocks.kv import BlockKV, Session
+from swarm_plugins.errors import UnsupportedError
+
+__all__ = ["Past", "PrefixPast", "ProbePast", "SessionPast"]
+
+
+class Past(Cache):  # type: ignore[misc]  # transformers' classes are untyped here
+    """A past of a known length."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(layers=[])
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns the number of tokens before the new ones."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Returns how many tokens a mask covers, and where it starts."""
+        return self.length + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Returns -1: no maximum."""
+        return -1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes new keys and values of a block, returns those of all its tokens."""
+        raise NotImplementedError
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Refuses blocks with a recurrent state."""
+        return _refuse()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Refuses blocks with a recurrent state."""
+        return _refuse()
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Refuses blocks with a recurrent state."""
+        return _refuse()
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Refuses blocks with a recurrent state."""
+        return _refuse()
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Refuses blocks with a recurrent state."""
+        return _refuse()
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Refuses blocks that cache more than keys and values."""
+        return _refuse()
+
+
+class SessionPast(Past):
+    """One session's cache: appends in place and returns views."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.length)
+        self._session = session
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends, and returns the whole sequence."""
+        self._session.append(layer_idx, key_states, value_states)
+        return self._session.view(layer_idx, self.length + key_states.shape[2])
+
+
+class PrefixPast(Past):
+    """Keys and values put before the sequence, differentiable.
+
+    Args:
+        prefix: K then V for each block, ``[B, H, P, W]``.
+        blocks: The blocks they belong to.
+    """
+
+    def __init__(self, prefix: Sequence[Tensor], blocks: range) -> None:
+        super().__init__(prefix[0].shape[2])
+        self._prefix = {block: (prefix[2 * i], prefix[2 * i + 1]) for i, block in enumerate(blocks)}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Returns prefix and new tokens; keeps nothing."""
+        keys, values = self._prefix[layer_idx]
+        return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
+
+
+class ProbePast(Past):
+    """Notes what each block caches, for a first token."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layouts: dict[int, BlockKV] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Notes shapes and type, returns what came in."""
+        self.layouts[layer_idx] = BlockKV(
+            key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3], key_states.dtype
+        )
+        return key_states, value_states
+
+
+def _refuse() -> Any:
+    raise UnsupportedError(
+        "blocks that cache more than keys and values (recurrent or convolution states, an indexer) are not supported: "
+        "serve a model whose blocks use attention"
+    )

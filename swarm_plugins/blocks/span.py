@@ -1,0 +1,331 @@
+"""Runs a span of any HF decoder model: HF's own forward of the base model, on some of its blocks.
+
+`Span.forward` is stateless and differentiable. `Span.step` appends to the caches of sessions; several sessions run as
+one packed forward. A step may run in the middle of a forward or its backward, in the same thread, from
+`Span.on_block_boundary`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from swarm_plugins.blocks.checks import check_blocks, check_hidden, check_mask, check_positions, check_prefix
+from swarm_plugins.blocks.context import Call, CallStack
+from swarm_plugins.blocks.kv import BlockKV, KVPool, Session
+from swarm_plugins.blocks.layers import BlockList, SkippedBlock, Watched
+from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past
+from swarm_plugins.blocks.past import Past, PrefixPast, ProbePast, SessionPast
+from swarm_plugins.blocks.routers import Routers
+from swarm_plugins.blocks.types import SessionCache, SpanInputs, SpanOutputs, StepInputs
+from swarm_plugins.errors import ConfigError, UnsupportedError
+
+__all__ = ["Span"]
+
+_PROBE_SEED = 0x5EED
+
+
+class Span:
+    """Consecutive blocks of a model, ready to run. All calls come from one thread.
+
+    Args:
+        model: HF's base model, cut down to the span.
+        layer_path: Path of its layer list.
+        blocks: Global indices of the blocks it holds.
+        pool: Budget of the sessions' keys and values.
+
+    Raises:
+        UnsupportedError: If the model does more with hidden states than hand them from block to block.
+    """
+
+    on_block_boundary: Callable[[], None] | None = None
+    """Called between blocks of `forward` and of its backward; may call `step`."""
+
+    def __init__(self, model: PreTrainedModel, layer_path: str, blocks: range, pool: KVPool) -> None:
+        self.model = model
+        self.config = model.config
+        self.start, self.end = blocks.start, blocks.stop
+        self.pool = pool
+        self.hidden_size = int(self.config.hidden_size)
+        layers = model.get_submodule(layer_path)
+        if not isinstance(layers, BlockList):
+            raise ConfigError(f"the layer list {layer_path} is a {type(layers).__name__}, not a BlockList")
+        self._layers: list[nn.Module] = list(layers)
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.dtype = _compute_dtype(model)
+        self._attention: str = self.config._attn_implementation
+        self._calls = CallStack(layers, self.config)
+        self._skipped = [SkippedBlock(layer, in_tuple=False) for layer in self._layers]
+        self._tables: dict[tuple[int, int], list[Any]] = {}
+        self._joined: dict[int, bool] = {}
+        self._routers = Routers(model, self._layers, blocks, lambda: self._calls.current)
+        self._is_packable = bool(model._supports_attention_backend) and _rope_is_static(self.config)
+        self._probe_passing()
+        self.kv_layouts: Mapping[int, BlockKV] = self._probe_caches()
+
+    @property
+    def blocks(self) -> range:
+        """Global indices of the span's blocks."""
+        return range(self.start, self.end)
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence of the model."""
+        return int(getattr(self.config, "max_position_embeddings", 0) or 1 << 20)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes that one token of one row takes in all blocks."""
+        return sum(layout.token_bytes for layout in self.kv_layouts.values())
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that the KV budget still has room for, in all blocks."""
+        return self.pool.free_tokens(self.kv_token_bytes)
+
+    def module(self, block: int, path: str) -> nn.Module:
+        """Returns a module of a block.
+
+        Raises:
+            AttributeError: If there is none at the path.
+        """
+        return self._layers[block].get_submodule(path)
+
+    def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> Session:
+        """Opens a session's cache; see `SpanRunner`."""
+        check_blocks(blocks, self.start, self.end)
+        check_prefix(prefix, len(blocks), batch_size)
+        session = Session(self.pool, self.kv_layouts, blocks, batch_size, self.device)
+        if prefix:
+            try:
+                self._fill(session, prefix)
+            except BaseException:
+                session.close()
+                raise
+        return session
+
+    def forward(self, inputs: SpanInputs) -> SpanOutputs:
+        """Runs blocks without a session; differentiable where gradients are enabled. See `SpanRunner`."""
+        self._check_forward(inputs)
+        past = PrefixPast(inputs.prefix, inputs.blocks) if inputs.prefix else None
+        between: list[Tensor] = []
+        call = Call(
+            table=self._watched_table(
+                inputs.blocks, between if inputs.collect_hidden else None, self.on_block_boundary
+            ),
+            attention=self._attention,
+            router_logits={} if inputs.collect_router else None,
+        )
+        with self._calls.running(call):
+            hidden = self._run(inputs.hidden, inputs.attention_mask, inputs.position_ids, past)
+        return _outputs(hidden, between, call)
+
+    def step(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+        """Runs new tokens of sessions and appends to their caches; see `SpanRunner`."""
+        if not steps:
+            return []
+        sessions = [self._check_step(step, steps[0].blocks) for step in steps]
+        if len({id(session) for session in sessions}) != len(sessions):
+            raise ConfigError("a session appears twice in one step: its steps follow one another")
+        for step, session in zip(steps, sessions, strict=True):
+            session.reserve(step.hidden.shape[1])
+        # Caches count new tokens only when everything has run, so an exception leaves all as they were.
+        with torch.no_grad():
+            if len(steps) > 1 and self._is_packable:
+                outputs = self._step_packed(steps, sessions)
+            else:
+                outputs = [self._step_one(step, session) for step, session in zip(steps, sessions, strict=True)]
+        for step, session in zip(steps, sessions, strict=True):
+            session.length += step.hidden.shape[1]
+        return outputs
+
+    def _step_one(self, step: StepInputs, session: Session) -> SpanOutputs:
+        between: list[Tensor] = []
+        call = Call(
+            table=self._watched_table(step.blocks, between, None) if step.collect_hidden else self._table(step.blocks),
+            attention=self._attention,
+            router_logits={} if step.collect_router else None,
+        )
+        with self._calls.running(call):
+            hidden = self._run(step.hidden, _padding(step), step.position_ids, SessionPast(session))
+        return _outputs(hidden, between, call)
+
+    def _step_packed(self, steps: Sequence[StepInputs], sessions: Sequence[Session]) -> list[SpanOutputs]:
+        parts: list[PackedRows] = []
+        start = 0
+        for step, session in zip(steps, sessions, strict=True):
+            parts.append(PackedRows(session, start, step.hidden.shape[1], _padding(step)))
+            start += parts[-1].num_tokens
+        hidden = torch.cat([step.hidden.reshape(1, -1, self.hidden_size) for step in steps], dim=1)  # [1, T, D]
+        positions = torch.cat([_positions(step, part) for step, part in zip(steps, parts, strict=True)], dim=1)
+        between: list[Tensor] = []
+        wants_hidden = any(step.collect_hidden for step in steps)
+        blocks = steps[0].blocks
+        call = Call(
+            table=self._watched_table(blocks, between, None) if wants_hidden else self._table(blocks),
+            attention=PACKED,
+            router_logits={} if any(step.collect_router for step in steps) else None,
+        )
+        with packed_past(PackedPast(parts, self._attention, self._joined)) as past, self._calls.running(call):
+            hidden = self._run(hidden, None, positions, past)
+        return [_unpack(step, part, hidden, between, call) for step, part in zip(steps, parts, strict=True)]
+
+    def _run(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None, past: Past | None) -> Tensor:
+        output = self.model(
+            inputs_embeds=hidden,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=past,
+            use_cache=past is not None,
+        )
+        last: Tensor = output.last_hidden_state
+        return last
+
+    def _table(self, blocks: range) -> list[Any]:
+        key = (blocks.start, blocks.stop)
+        if key not in self._tables:
+            pairs = enumerate(zip(self._layers, self._skipped, strict=True))
+            self._tables[key] = [layer if index in blocks else skipped for index, (layer, skipped) in pairs]
+        return self._tables[key]
+
+    def _watched_table(
+        self, blocks: range, between: list[Tensor] | None, boundary: Callable[[], None] | None
+    ) -> list[Any]:
+        table = self._table(blocks)
+        if between is None and boundary is None:
+            return table
+
+        def seen(_: int, hidden: Tensor) -> None:
+            if between is not None:
+                between.append(hidden)
+            if boundary is not None:
+                if hidden.requires_grad:
+                    hidden.register_hook(lambda _: boundary())
+                boundary()
+
+        table = list(table)
+        for block in blocks[:-1]:
+            table[block] = Watched(self._layers[block], block, seen)
+        return table
+
+    def _check_forward(self, inputs: SpanInputs) -> None:
+        check_blocks(inputs.blocks, self.start, self.end)
+        check_hidden(inputs.hidden, self.hidden_size, self.dtype)
+        batch_size, num_new = inputs.hidden.shape[:2]
+        check_prefix(inputs.prefix, len(inputs.blocks), batch_size)
+        before = inputs.prefix[0].shape[2] if inputs.prefix else 0
+        check_positions(inputs.position_ids, batch_size, num_new, before, self.max_positions)
+        check_mask(inputs.attention_mask, batch_size, before + num_new)
+
+    def _check_step(self, step: StepInputs, blocks: range) -> Session:
+        session = step.cache
+        if not isinstance(session, Session):
+            raise ConfigError(f"a step needs a cache from new_cache, got a {type(session).__name__}")
+        if step.blocks != blocks:
+            raise ConfigError(f"the steps of one call name blocks {blocks} and {step.blocks}: group them by blocks")
+        if step.blocks.start < session.blocks.start or step.blocks.stop > session.blocks.stop:
+            raise ConfigError(f"blocks {step.blocks} are asked of a session opened for blocks {session.blocks}")
+        check_blocks(step.blocks, self.start, self.end)
+        check_hidden(step.hidden, self.hidden_size, self.dtype)
+        batch_size, num_new = step.hidden.shape[:2]
+        if batch_size != session.batch_size:
+            raise ConfigError(f"hidden states have {batch_size} rows, the session has {session.batch_size}")
+        check_positions(step.position_ids, batch_size, num_new, session.length, self.max_positions)
+        check_mask(step.attention_mask, batch_size, session.length + num_new)
+        return session
+
+    def _fill(self, session: Session, prefix: Sequence[Tensor]) -> None:
+        length = prefix[0].shape[2]
+        session.reserve(length)
+        for index, block in enumerate(session.blocks):
+            layout = self.kv_layouts[block]
+            keys, values = prefix[2 * index], prefix[2 * index + 1]
+            wanted = ((layout.key_heads, layout.key_width), (layout.value_heads, layout.value_width))
+            found = ((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+            if wanted != found:
+                raise ConfigError(f"the prefix of block {block} has (heads, width) {found}; the block caches {wanted}")
+            session.append(block, keys, values)
+        session.length = length
+
+    def _probe_passing(self) -> None:
+        """Finds out in which form layers return hidden states, and that nothing else touches them."""
+        generator = torch.Generator().manual_seed(_PROBE_SEED)
+        hidden = torch.randn(1, 3, self.hidden_size, generator=generator).to(self.device, self.dtype)
+        for in_tuple in (False, True):
+            skipped = [SkippedBlock(layer, in_tuple) for layer in self._layers]
+            try:
+                with torch.no_grad(), self._calls.running(Call(table=skipped, attention=self._attention)):
+                    output = self._run(hidden, None, None, None)
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+                continue
+            if torch.equal(output, hidden):
+                self._skipped = skipped
+                return
+        raise UnsupportedError(
+            f"{type(self.model).__name__} changes hidden states outside its blocks (it scales embeddings or adds "
+            "positions in its own forward): its blocks cannot be served apart from it"
+        )
+
+    def _probe_caches(self) -> dict[int, BlockKV]:
+        past = ProbePast()
+        hidden = torch.zeros(1, 1, self.hidden_size, device=self.device, dtype=self.dtype)
+        with torch.no_grad(), self._calls.running(Call(table=self._table(self.blocks), attention=self._attention)):
+            self._run(hidden, None, None, past)
+        return past.layouts
+
+
+def _padding(step: StepInputs) -> Tensor | None:
+    # Without padding most kernels need no mask at all.
+    mask = step.attention_mask
+    return None if mask is None or bool(mask.all()) else mask
+
+
+def _positions(step: StepInputs, part: PackedRows) -> Tensor:
+    if step.position_ids is None:
+        positions = torch.arange(part.length - part.num_new, part.length, device=step.hidden.device).unsqueeze(0)
+    else:
+        positions = step.position_ids
+    return positions.expand(part.batch_size, -1).reshape(1, -1)  # [1, B * S]
+
+
+def _outputs(hidden: Tensor, between: list[Tensor], call: Call) -> SpanOutputs:
+    routers = call.router_logits or {}
+    return SpanOutputs(
+        hidden=hidden,
+        hidden_states=tuple(between),
+        router_logits=tuple(routers.values()),
+        router_blocks=tuple(routers),
+    )
+
+
+def _unpack(step: StepInputs, part: PackedRows, hidden: Tensor, between: list[Tensor], call: Call) -> SpanOutputs:
+    shape = step.hidden.shape
+    routers = call.router_logits if step.collect_router and call.router_logits else {}
+    return SpanOutputs(
+        hidden=hidden.narrow(1, part.start, part.num_tokens).reshape(shape),
+        hidden_states=tuple(state.narrow(1, part.start, part.num_tokens).reshape(shape) for state in between)
+        if step.collect_hidden
+        else (),
+        router_logits=tuple(logits.narrow(0, part.start, part.num_tokens) for logits in routers.values()),
+        router_blocks=tuple(routers),
+    )
+
+
+def _compute_dtype(model: nn.Module) -> torch.dtype:
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.ndim > 1:
+            return parameter.dtype
+    return torch.get_default_dtype()
+
+
+def _rope_is_static(config: Any) -> bool:
+    # These re-compute frequencies from the longest position of a call, which would mix sessions.
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    is_static = all(kind.get("rope_type", "default") not in ("dynamic", "longrope") for kind in kinds)
+    return is_static and getattr(config, "attention_chunk_size", None) is None
