@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from swarm_plugins.cli._bench.figures import Figure, Report
+from swarm_plugins.errors import ConfigError
+
+
+def figure(ratio: float, goal: float | None, *, upper: bool = False) -> Figure:
+    return Figure(
+        name="decode", unit="ms", local=50.0, swarm=50.0 / ratio, ratio=ratio, goal=goal, goal_is_upper_bound=upper
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "goal", "upper", "reached"),
+    [
+        pytest.param(0.96, 0.95, False, True, id="above"),
+        pytest.param(0.94, 0.95, False, False, id="below"),
+        pytest.param(0.5, 0.6, True, True, id="under-the-bound"),
+        pytest.param(0.7, 0.6, True, False, id="over-the-bound"),
+        pytest.param(0.7, None, False, None, id="no-goal"),
+    ],
+)
+def test_a_figure_knows_whether_its_goal_is_reached(
+    ratio: float, goal: float | None, upper: bool, reached: bool | None
+) -> None:
+    assert figure(ratio, goal, upper=upper).reached is reached
+
+
+def test_the_table_shows_figure_goal_and_machine() -> None:
+    report = Report(command="swarm bench decode", model="toy", figures=[figure(0.94, 0.95)], notes=["a note"])
+    output = io.StringIO()
+    report.print_table(Console(file=output, width=200))
+    text = output.getvalue()
+    for word in ("swarm bench decode, toy", "0.94", ">= 0.95", "missed", "a note", "torch 2."):
+        assert word in text
+
+
+def test_json_carries_every_figure(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    Report(command="swarm bench decode", model="toy", figures=[figure(0.96, 0.95)]).write_json(path)
+    content = json.loads(path.read_text())
+    assert content["figures"][0]["ratio"] == 0.96
+    assert content["figures"][0]["reached"] is True
+    assert content["machine"]["cores"]
+
+
+def test_an_unwritable_json_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "figures.json"
+    with pytest.raises(ConfigError, match=r"cannot write the figures to .*missing/figures\.json"):
+        Report(command="swarm bench decode", model="toy").write_json(path)

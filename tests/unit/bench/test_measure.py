@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from swarm_plugins.cli._bench.measure import Arm, cpu_seconds, interleave, private_bytes, process_tree
+
+HOLD_100_MB = "import sys; held = bytearray(b'x' * 100_000_000); print('ready', flush=True); sys.stdin.read()"
+SPIN = "import sys, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('ready', flush=True); sys.stdin.read()"  # noqa: E501
+
+
+@pytest.fixture
+def child(request: pytest.FixtureRequest):
+    command = [sys.executable, "-c", request.param]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.communicate(timeout=10)
+
+
+def test_arms_take_turns_and_the_order_is_reversed_every_other_round() -> None:
+    order: list[str] = []
+
+    def arm(name: str, seconds: float) -> Arm:
+        def run() -> float:
+            order.append(name)
+            return seconds
+
+        return Arm(run, (os.getpid(),))
+
+    interleave([arm("a", 1.0), arm("b", 2.0)], rounds=3)
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]
+
+
+def test_warm_up_rounds_do_not_count() -> None:
+    times = iter([100.0, 3.0, 1.0, 2.0])
+    arm = Arm(lambda: next(times), (os.getpid(),))
+    interleave([arm], rounds=3, warm_up=1)
+    assert [sample.seconds for sample in arm.samples] == [3.0, 1.0, 2.0]
+    assert arm.median_s == 2.0
+
+
+@pytest.mark.parametrize("child", [SPIN], indirect=True, ids=["spin"])
+def test_cpu_seconds_counts_children(child: subprocess.Popen[str]) -> None:
+    assert cpu_seconds([child.pid]) >= 0.3
+    assert cpu_seconds([os.getpid()]) >= cpu_seconds([child.pid])
+
+
+@pytest.mark.parametrize("child", [HOLD_100_MB], indirect=True, ids=["hold"])
+def test_private_bytes_sees_what_a_process_holds(child: subprocess.Popen[str]) -> None:
+    # 100 MB held, and an interpreter of at most 60 MB around them.
+    assert 100e6 <= private_bytes([child.pid], settle_s=0.0) <= 160e6
+
+
+def test_a_process_that_is_gone_counts_as_nothing() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(timeout=10)
+    assert process_tree([process.pid]) == []
+    assert cpu_seconds([process.pid]) == 0.0
+
+
+def test_a_process_named_twice_counts_once() -> None:
+    assert len({one.pid for one in process_tree([os.getpid()] * 2)}) == len(process_tree([os.getpid()] * 2))
