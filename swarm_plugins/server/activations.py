@@ -1,0 +1,151 @@
+"""Graphs of forward requests that are kept for the backward request to come, under a byte budget.
+
+With the graph at hand the backward needs no second forward; when the budget is full the oldest graph goes and the
+client sends its inputs again, with the same gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["ActivationStore", "GraphMeter"]
+
+T = TypeVar("T")
+
+
+class GraphMeter:
+    """Counts the bytes that a graph under construction keeps alive.
+
+    Args:
+        limit_bytes: Above this the graph is given up: what it saves from then on is released at once.
+        free_storages: Addresses of storages that cost nothing, because they live anyway (the weights).
+    """
+
+    def __init__(self, limit_bytes: int, free_storages: Collection[int]) -> None:
+        """Starts at zero."""
+        self.num_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._free = free_storages
+        self._seen: set[int] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the graph has outgrown the limit and cannot be used."""
+        return self.num_bytes > self._limit_bytes
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Adds the storages of tensors that are kept beside the graph."""
+        for tensor in tensors:
+            self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._seen and address not in self._free:
+            self._seen.add(address)
+            self.num_bytes += storage.nbytes()
+
+    def _pack(self, tensor: Tensor) -> Tensor | None:
+        self._add(tensor)
+        return None if self.is_over else tensor
+
+    @staticmethod
+    def _unpack(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            raise RuntimeError("the graph outgrew its budget and cannot be used")
+        return tensor
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Counts everything autograd saves inside the ``with`` block."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+
+@dataclass(frozen=True)
+class _Kept(Generic[T]):
+    peer: str
+    value: T
+    num_bytes: int
+    expires: float
+
+
+class ActivationStore(Generic[T]):
+    """Keeps values by unguessable ticket; least recently stored go first. Safe to use from several threads.
+
+    Args:
+        budget_bytes: Bytes of all kept graphs; 0 keeps none.
+        ttl_s: A graph nobody asked for in this time is dropped.
+    """
+
+    def __init__(self, budget_bytes: int, *, ttl_s: float = 300.0) -> None:
+        """Starts empty."""
+        if budget_bytes < 0:
+            raise ConfigError(f"the activation budget must be 0 or more bytes, got {budget_bytes}; 0 keeps nothing")
+        self.budget_bytes = budget_bytes
+        self.ttl_s = ttl_s
+        self._kept: OrderedDict[str, _Kept[T]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all kept graphs."""
+        return self._used_bytes
+
+    def __len__(self) -> int:
+        """Returns the number of kept graphs."""
+        return len(self._kept)
+
+    def put(self, peer: str, value: T, num_bytes: int) -> str | None:
+        """Keeps ``value`` for ``peer``; returns its ticket, or None if it is larger than the whole budget."""
+        if num_bytes > self.budget_bytes:
+            return None
+        ticket = secrets.token_urlsafe(16)
+        with self._lock:
+            self._drop_expired(time.monotonic())
+            while self._used_bytes + num_bytes > self.budget_bytes:
+                self._drop(next(iter(self._kept)))
+            self._kept[ticket] = _Kept(peer, value, num_bytes, time.monotonic() + self.ttl_s)
+            self._used_bytes += num_bytes
+        return ticket
+
+    def take(self, peer: str, ticket: str) -> T | None:
+        """Returns and forgets what ``peer`` has kept; None if it is gone or belongs to another peer."""
+        with self._lock:
+            kept = self._kept.get(ticket)
+            if kept is None or kept.peer != peer:
+                return None
+            return self._drop(ticket).value
+
+    def drop_expired(self) -> None:
+        """Drops what nobody asked for in time."""
+        with self._lock:
+            self._drop_expired(time.monotonic())
+
+    def clear(self) -> None:
+        """Drops everything."""
+        with self._lock:
+            self._kept.clear()
+            self._used_bytes = 0
+
+    def _drop_expired(self, now: float) -> None:
+        for ticket in [ticket for ticket, kept in self._kept.items() if kept.expires <= now]:
+            self._drop(ticket)
+
+    def _drop(self, ticket: str) -> _Kept[T]:
+        kept = self._kept.pop(ticket)
+        self._used_bytes -= kept.num_bytes
+        return kept

@@ -1,0 +1,53 @@
+"""Turns what went wrong while serving a request into the typed answer its sender gets.
+
+The message tells the sender what was wrong with the request; it never holds paths, stack frames or other inner
+state of this machine. Those go to the log.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from swarm_plugins.errors import CapacityError, CheckpointError, ProtocolError
+from swarm_plugins.transport.messages import Failure, FailureKind
+
+__all__ = ["RequestError", "failure_of"]
+
+log = logging.getLogger(__name__)
+
+_MAX_MESSAGE_CHARS = 1000
+
+
+class RequestError(Exception):
+    """A request cannot be served; becomes a ``Failure`` of this kind."""
+
+    def __init__(self, kind: FailureKind, message: str) -> None:
+        """Stores the kind and the sentence."""
+        super().__init__(message)
+        self.kind: FailureKind = kind
+
+
+def failure_of(error: Exception, *, peer: str, rpc: str) -> Failure:
+    """Returns the answer for ``error`` and logs what the peer is not told."""
+    kind = _kind_of(error)
+    if kind == "internal":
+        log.error("%s from %s failed", rpc, peer, exc_info=error)
+        return Failure(kind=kind, message=f"the server failed in {rpc} ({type(error).__name__}); its log says more")
+    log.debug("%s from %s refused as %s: %s", rpc, peer, kind, error)
+    message = str(error) or type(error).__name__
+    return Failure(kind=kind, message=message[:_MAX_MESSAGE_CHARS])
+
+
+def _kind_of(error: Exception) -> FailureKind:
+    if isinstance(error, RequestError):
+        return error.kind
+    if isinstance(error, CapacityError):
+        return "out_of_memory"
+    if isinstance(error, CheckpointError):
+        return "internal"
+    # UnsupportedError is a NotImplementedError: something that cannot work on these blocks, whoever asks.
+    if isinstance(error, (ProtocolError, ValueError, NotImplementedError)):
+        return "bad_request"
+    if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
+        return "out_of_memory"
+    return "internal"

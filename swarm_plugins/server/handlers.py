@@ -1,0 +1,86 @@
+"""The server's side of every rpc, and the loop they share: any number of requests on one stream, one after another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.server.failures import RequestError, failure_of
+from swarm_plugins.server.service import Service
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import Codec, InfoRequest, Message
+
+__all__ = ["Answer", "answer_requests", "info_handler", "push_handler", "send_failure"]
+
+log = logging.getLogger(__name__)
+
+Answer = tuple[Message, Codec]
+"""A message and how to pack its tensors."""
+
+
+async def answer_requests(
+    channel: Channel,
+    rpc: str,
+    kinds: tuple[type[Message], ...],
+    answer: Callable[[Any], Awaitable[Answer]],
+    *,
+    idle_s: float,
+) -> None:
+    """Answers the requests of one stream until its sender closes it, leaves or goes silent.
+
+    A request that cannot be served is answered with a ``Failure``, and the stream lives on. A message that cannot be
+    read ends it: what follows cannot be trusted to begin where a message begins.
+    """
+    while True:
+        try:
+            request = await channel.receive(timeout_s=idle_s)
+        except RequestTimeoutError:
+            log.debug("%s from %s was silent for %.0f s: closed", rpc, channel.remote_peer, idle_s)
+            return
+        except ProtocolError as error:
+            await send_failure(channel, rpc, error)
+            return
+        except TransportError:
+            return
+        if request is None:
+            return
+        try:
+            if not isinstance(request, kinds):
+                due = " or ".join(kind.__name__ for kind in kinds)
+                raise RequestError("bad_request", f"{rpc} got a {type(request).__name__} where {due} was due")
+            message, codec = await answer(request)
+        except Exception as error:  # noqa: BLE001 - every fault becomes a typed answer
+            if not await send_failure(channel, rpc, error):
+                return
+            continue
+        try:
+            await channel.send(message, codec=codec)
+        except TransportError as error:
+            log.debug("%s to %s: the answer could not be sent: %s", rpc, channel.remote_peer, error)
+            return
+
+
+async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
+    """Sends the failure that ``error`` means; False if the stream is broken."""
+    try:
+        await channel.send(failure_of(error, peer=channel.remote_peer, rpc=rpc))
+    except TransportError:
+        return False
+    return True
+
+
+async def info_handler(service: Service, channel: Channel) -> None:
+    """Says what is served here."""
+
+    async def answer(_: InfoRequest) -> Answer:
+        return service.info(), "none"
+
+    await answer_requests(channel, "rpc_info", (InfoRequest,), answer, idle_s=service.limits.idle_stream_s)
+
+
+async def push_handler(service: Service, channel: Channel) -> None:
+    """Refuses: this version of the server does not hand outputs on to other servers."""
+    error = RequestError("bad_request", "rpc_push is not served here: send the output to the next server yourself")
+    await send_failure(channel, "rpc_push", error)

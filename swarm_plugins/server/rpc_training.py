@@ -1,0 +1,161 @@
+"""``rpc_forward`` and ``rpc_backward``: a span's forward without a session, and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs
+from swarm_plugins.server.checks import (
+    check_batch_tokens,
+    check_blocks,
+    check_finite,
+    check_hidden,
+    check_mask,
+    check_positions,
+    check_prefix,
+    check_rows,
+    check_seed,
+    check_version,
+)
+from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.handlers import Answer, answer_requests
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.training import Gradients, KeptForward, forward_keeping, forward_only, gradients
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
+
+__all__ = ["backward_handler", "forward_handler"]
+
+
+async def forward_handler(service: Service, channel: Channel) -> None:
+    """Answers forward requests."""
+    peer = channel.remote_peer
+
+    async def answer(request: ForwardRequest) -> Answer:
+        timeout_s = service.limits.request_timeout_s
+        with _checked_inputs(service, request) as inputs:
+            outputs, ticket = await service.scheduler.train(
+                lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s
+            )
+        return _response(outputs, ticket, request.hidden.dtype), request.reply_codec
+
+    await answer_requests(channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s)
+
+
+async def backward_handler(service: Service, channel: Channel) -> None:
+    """Answers backward requests."""
+    peer = channel.remote_peer
+
+    async def answer(request: BackwardRequest) -> Answer:
+        _check_gradients(service, request)
+        dtype = request.grad_hidden.dtype
+        kept: KeptForward | SpanInputs | None = None
+        if request.ticket is not None:
+            kept = service.activations.take(peer, request.ticket)
+        with contextlib.ExitStack() as stack:
+            if kept is None:
+                if request.forward is None:
+                    raise RequestError(
+                        "unknown_ticket",
+                        "the graph of this forward is not kept here (any more): send the forward request along",
+                    )
+                kept = stack.enter_context(_checked_inputs(service, request.forward))
+            found = await _backward(service, kept, request)
+        return _gradient_response(found, dtype), request.reply_codec
+
+    await answer_requests(channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s)
+
+
+@contextlib.contextmanager
+def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanInputs]:
+    """Gives a request's inputs, checked, in the server's dtype; its adapters stay held meanwhile."""
+    check_version(service, request.version)
+    blocks = check_blocks(service, request.start, request.end)
+    check_hidden(service, request.hidden)
+    check_batch_tokens(service, request.hidden)
+    batch_size, length = request.hidden.shape[:2]
+    check_positions(request.position_ids, batch_size, length)
+    prefix_tokens = check_prefix(request.prefix, blocks, batch_size)
+    check_mask(request.attention_mask, batch_size, prefix_tokens + length)
+    check_rows(request.adapter_rows, batch_size, len(request.adapters))
+    check_seed(request.dropout_seed)
+    with service.adapters.using(request.adapters) as adapters:
+        yield SpanInputs(
+            blocks=blocks,
+            hidden=request.hidden.to(service.device, service.dtype),
+            position_ids=_to_device(service, request.position_ids),
+            attention_mask=_to_device(service, request.attention_mask),
+            adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
+            prefix=tuple(tensor.to(service.device, service.dtype) for tensor in request.prefix),
+            collect_hidden=request.collect_hidden,
+            collect_router=request.collect_router,
+        )
+
+
+def _to_device(service: Service, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(service.device)
+
+
+def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> tuple[SpanOutputs, str | None]:
+    """Runs on the compute thread."""
+    budget = service.activations.budget_bytes
+    if not keep or not budget:
+        return forward_only(service.runner, inputs), None
+    outputs, kept, num_bytes = forward_keeping(service.runner, inputs, limit_bytes=budget, weights=service.weights)
+    return outputs, None if kept is None else service.activations.put(peer, kept, num_bytes)
+
+
+def _response(outputs: SpanOutputs, ticket: str | None, dtype: torch.dtype) -> ForwardResponse:
+    check_finite(outputs.hidden, "the output of the blocks")
+    return ForwardResponse(
+        hidden=_for_wire(outputs.hidden, dtype),
+        hidden_states=tuple(_for_wire(tensor, dtype) for tensor in outputs.hidden_states),
+        # Routers may work in a wider type than the blocks, on purpose: theirs is kept.
+        router_logits=tuple(tensor.cpu() for tensor in outputs.router_logits),
+        router_blocks=outputs.router_blocks,
+        ticket=ticket,
+    )
+
+
+def _for_wire(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to("cpu", dtype)
+
+
+def _check_gradients(service: Service, request: BackwardRequest) -> None:
+    check_hidden(service, request.grad_hidden, "grad_hidden")
+    for tensor in (*request.grad_hidden_states, *request.grad_router_logits):
+        if not tensor.dtype.is_floating_point:
+            raise RequestError("bad_request", f"a gradient has dtype {tensor.dtype}: floating types are allowed")
+        check_finite(tensor, "a gradient")
+
+
+async def _backward(service: Service, kept: KeptForward | SpanInputs, request: BackwardRequest) -> Gradients:
+    device = service.device
+    return await service.scheduler.train(
+        lambda: gradients(
+            service.runner,
+            kept,
+            grad_hidden=request.grad_hidden.to(device),
+            grad_hidden_states=[tensor.to(device) for tensor in request.grad_hidden_states],
+            grad_router_logits=[tensor.to(device) for tensor in request.grad_router_logits],
+            needs_hidden=request.needs_hidden,
+            needs_adapters=request.needs_adapters,
+            needs_prefix=request.needs_prefix,
+        ),
+        timeout_s=service.limits.request_timeout_s,
+    )
+
+
+def _gradient_response(found: Gradients, dtype: torch.dtype) -> BackwardResponse:
+    every = (*(() if found.hidden is None else (found.hidden,)), *found.adapters, *found.prefix)
+    for tensor in every:
+        check_finite(tensor, "a gradient of the blocks")
+    return BackwardResponse(
+        grad_hidden=None if found.hidden is None else _for_wire(found.hidden, dtype),
+        grad_adapters=tuple(tensor.cpu() for tensor in found.adapters),
+        grad_prefix=tuple(_for_wire(tensor, dtype) for tensor in found.prefix),
+    )

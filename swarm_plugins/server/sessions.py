@@ -1,0 +1,143 @@
+"""The sessions a server holds: unguessable names, limits for each peer, forks only by the same peer."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from dataclasses import dataclass, field
+
+from swarm_plugins.blocks.types import SessionCache
+from swarm_plugins.server.failures import RequestError
+from swarm_plugins.transport.messages import CacheOp
+
+__all__ = ["Session", "SessionTable", "apply_ops", "shape_after"]
+
+
+@dataclass(eq=False)
+class Session:
+    """One generation stream's cache on this server."""
+
+    peer: str
+    blocks: range
+    cache: SessionCache
+    name: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    is_closed: bool = False
+
+    def close(self) -> None:
+        """Gives the cache back; only on the compute thread. Idempotent."""
+        self.is_closed = True
+        self.cache.close()
+
+
+class SessionTable:
+    """All open sessions, by name.
+
+    Args:
+        max_per_peer: Sessions that one peer may hold open.
+    """
+
+    def __init__(self, max_per_peer: int) -> None:
+        """Starts empty."""
+        self.max_per_peer = max_per_peer
+        self._sessions: dict[str, Session] = {}
+        self._per_peer: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """Returns the number of open sessions."""
+        return len(self._sessions)
+
+    def reserve(self, peer: str) -> None:
+        """Counts a session of ``peer`` that is about to be opened; ``release`` takes it back.
+
+        Raises:
+            RequestError: ``overloaded`` if the peer has too many.
+        """
+        if self._per_peer[peer] >= self.max_per_peer:
+            raise RequestError(
+                "overloaded",
+                f"{self._per_peer[peer]} sessions of this client are open here, {self.max_per_peer} are allowed: "
+                "close some, or batch the sequences",
+            )
+        self._per_peer[peer] += 1
+
+    def release(self, peer: str) -> None:
+        """Takes back what ``reserve`` counted."""
+        self._per_peer[peer] -= 1
+        if self._per_peer[peer] <= 0:
+            del self._per_peer[peer]
+
+    def add(self, session: Session) -> None:
+        """Lists an open session."""
+        self._sessions[session.name] = session
+
+    def remove(self, session: Session) -> None:
+        """Forgets a session. Idempotent."""
+        self._sessions.pop(session.name, None)
+
+    def find(self, peer: str, name: str) -> Session:
+        """Returns a session of ``peer``.
+
+        Raises:
+            RequestError: ``unknown_session`` if there is none of this name that belongs to the peer.
+        """
+        session = self._sessions.get(name)
+        if session is None or session.peer != peer or session.is_closed:
+            raise RequestError("unknown_session", f"session {name[:64]!r} is not open here: open a new one and replay")
+        return session
+
+    def cached_tokens(self, peer: str) -> int:
+        """Returns the tokens (rows times length times blocks) that a peer's sessions hold."""
+        return sum(
+            session.cache.batch_size * session.cache.length * len(session.blocks)
+            for session in self._sessions.values()
+            if session.peer == peer and not session.is_closed
+        )
+
+
+def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int) -> tuple[int, int]:
+    """Returns batch size and length that a cache will have after ``ops``.
+
+    Raises:
+        RequestError: ``bad_request`` if an operation cannot be applied; nothing has been changed then.
+    """
+    for op in ops:
+        indices = op.indices
+        if op.kind in ("crop", "repeat") and len(indices) != 1:
+            raise RequestError("bad_request", f"cache operation {op.kind} takes one index, got {len(indices)}")
+        if op.kind == "crop":
+            if not 0 <= indices[0] <= length:
+                raise RequestError("bad_request", f"cannot crop a cache of {length} tokens to {indices[0]}")
+            length = indices[0]
+        elif op.kind == "repeat":
+            if indices[0] < 1:
+                raise RequestError("bad_request", f"cannot repeat rows {indices[0]} times: 1 or more are allowed")
+            batch_size *= indices[0]
+        elif op.kind == "reset":
+            length = 0
+        else:
+            wrong = [index for index in indices if not 0 <= index < batch_size]
+            if wrong or not indices:
+                raise RequestError(
+                    "bad_request",
+                    f"cache operation {op.kind} names row {wrong[0] if wrong else 'nothing'}, "
+                    f"rows 0 to {batch_size - 1} exist",
+                )
+            if op.kind == "reorder" and len(indices) != batch_size:
+                raise RequestError(
+                    "bad_request", f"cache operation reorder names {len(indices)} rows, the cache has {batch_size}"
+                )
+            batch_size = len(indices)
+    return batch_size, length
+
+
+def apply_ops(ops: tuple[CacheOp, ...], cache: SessionCache) -> None:
+    """Applies checked operations; only on the compute thread."""
+    for op in ops:
+        if op.kind == "crop":
+            cache.crop(op.indices[0])
+        elif op.kind == "repeat":
+            cache.repeat(op.indices[0])
+        elif op.kind == "reset":
+            cache.crop(0)
+        else:
+            cache.select(op.indices)
