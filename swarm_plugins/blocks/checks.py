@@ -93,6 +93,6 @@ def check_prefix(prefix: Sequence[Tensor], num_blocks: int, batch_size: int) -> 
     for tensor in prefix:
         if tensor.ndim != 4 or tensor.shape[0] != batch_size or tensor.shape[2] != length or not length:
             raise ConfigError(
-                f"a prefix tensor has shape {list(tensor.shape)}; allowed is [{batch_size}, heads, {length or 'length'}, "
-                "width], of one length for all blocks"
+                f"a prefix tensor has shape {list(tensor.shape)}; allowed is [{batch_size}, heads, "
+                f"{length or 'length'}, width], of one length for all blocks"
             )

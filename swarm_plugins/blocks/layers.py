@@ -65,6 +65,7 @@ class SkippedBlock:
         self._in_tuple = in_tuple
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        """Hands the hidden states on."""
         return (hidden_states,) if self._in_tuple else hidden_states
 
     def __getattr__(self, name: str) -> Any:
@@ -86,6 +87,7 @@ class Watched:
         self._seen = seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block and shows its output."""
         output = self._layer(*args, **kwargs)
         self._seen(self._block, output[0] if isinstance(output, tuple) else output)
         return output

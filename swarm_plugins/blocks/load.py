@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.layers import BlockList, Passing
@@ -70,7 +73,7 @@ def load_span(
         target + name[len(prefix) :]: tensor for name, tensor in checkpoint.read(names, progress=progress).items()
     }
     model = _load(_cut_class(base_class, path, blocks), config, tensors, dtype, checkpoint.name)
-    model.to(device)
+    nn.Module.to(model, device)
     return Span(model, path, blocks, KVPool(kv_bytes))
 
 
@@ -90,15 +93,13 @@ def _span_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 def _base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     try:
-        base_class = MODEL_MAPPING[type(config)]
+        base_class: Any = MODEL_MAPPING[type(config)]
     except KeyError:
         raise UnsupportedError(
             f"transformers has no model for the config {type(config).__name__} (model_type {config.model_type!r}); "
             "known are the decoder models of the installed transformers"
         ) from None
-    if isinstance(base_class, tuple):
-        base_class = base_class[0]
-    found: type[PreTrainedModel] = base_class
+    found: type[PreTrainedModel] = base_class[0] if isinstance(base_class, tuple) else base_class
     return found
 
 
@@ -140,9 +141,12 @@ def _load(
     name: str,
 ) -> PreTrainedModel:
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=wanted, output_loading_info=True
-    )
+    with _no_progress_bar():
+        loaded: Any = model_class.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=wanted, output_loading_info=True
+        )
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
@@ -151,6 +155,18 @@ def _load(
     wrong = sorted(str(entry) for entry in info["mismatched_keys"])
     if wrong:
         raise CheckpointError(f"{name} has {len(wrong)} tensors of a wrong shape, such as {wrong[0]}: not its config")
-    model.eval()
+    model.train(False)
     model.requires_grad_(False)
     return model
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Silences HF's bar, which shows the conversion of tensors that are in memory already."""
+    was_enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_enabled:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -12,7 +12,8 @@ cached and new tokens, ``H`` heads, ``W`` head width.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -152,18 +153,14 @@ class PackedMask:
         return self._made[index]
 
 
-class packed_past:  # noqa: N801  # a context manager, used like a function
+@contextmanager
+def packed_past(past: PackedPast) -> Iterator[PackedPast]:
     """Makes a packed past the one that this thread's attention works on."""
-
-    def __init__(self, past: PackedPast) -> None:
-        self._past = past
-
-    def __enter__(self) -> PackedPast:
-        self._token = _PAST.set(self._past)
-        return self._past
-
-    def __exit__(self, *exc_info: object) -> None:
-        _PAST.reset(self._token)
+    token = _PAST.set(past)
+    try:
+        yield past
+    finally:
+        _PAST.reset(token)
 
 
 def _current() -> PackedPast:

@@ -19,7 +19,7 @@ from swarm_plugins.errors import UnsupportedError
 __all__ = ["Past", "PrefixPast", "ProbePast", "SessionPast"]
 
 
-class Past(Cache):  # type: ignore[misc]  # transformers' classes are untyped here
+class Past(Cache):
     """A past of a known length."""
 
     def __init__(self, length: int) -> None:
@@ -46,29 +46,29 @@ class Past(Cache):  # type: ignore[misc]  # transformers' classes are untyped he
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Refuses blocks with a recurrent state."""
-        return _refuse()
+        raise _no_state()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Refuses blocks with a recurrent state."""
-        return _refuse()
+        raise _no_state()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Refuses blocks with a recurrent state."""
-        return _refuse()
+        raise _no_state()
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Refuses blocks with a recurrent state."""
-        return _refuse()
+        raise _no_state()
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         """Refuses blocks with a recurrent state."""
-        return _refuse()
+        raise _no_state()
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Refuses blocks that cache more than keys and values."""
-        return _refuse()
+        raise _no_state()
 
 
 class SessionPast(Past):
@@ -123,8 +123,8 @@ class ProbePast(Past):
         return key_states, value_states
 
 
-def _refuse() -> Any:
-    raise UnsupportedError(
+def _no_state() -> UnsupportedError:
+    return UnsupportedError(
         "blocks that cache more than keys and values (recurrent or convolution states, an indexer) are not supported: "
         "serve a model whose blocks use attention"
     )

@@ -13,6 +13,10 @@ from swarm_plugins.blocks.context import Call
 __all__ = ["Routers"]
 
 
+class _NoModule(nn.Module):
+    """A class that nothing is of, for recorders that go by name only."""
+
+
 class Routers:
     """Watches the routers of a span's blocks.
 
@@ -53,7 +57,7 @@ def _recorder(spec: Any) -> OutputRecorder | None:
     if spec is None or isinstance(spec, OutputRecorder):
         return spec
     if isinstance(spec, str):
-        return OutputRecorder(target_class=None, index=1, class_name=spec)
+        return OutputRecorder(target_class=_NoModule, index=1, class_name=spec)
     return OutputRecorder(target_class=spec, index=1)
 
 

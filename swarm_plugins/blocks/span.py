@@ -21,7 +21,7 @@ from swarm_plugins.blocks.layers import BlockList, SkippedBlock, Watched
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past
 from swarm_plugins.blocks.past import Past, PrefixPast, ProbePast, SessionPast
 from swarm_plugins.blocks.routers import Routers
-from swarm_plugins.blocks.types import SessionCache, SpanInputs, SpanOutputs, StepInputs
+from swarm_plugins.blocks.types import SpanInputs, SpanOutputs, StepInputs
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 __all__ = ["Span"]
@@ -205,7 +205,7 @@ class Span:
                 between.append(hidden)
             if boundary is not None:
                 if hidden.requires_grad:
-                    hidden.register_hook(lambda _: boundary())
+                    hidden.register_hook(lambda _: boundary())  # type: ignore[no-untyped-call]
                 boundary()
 
         table = list(table)

@@ -74,7 +74,9 @@ class SessionCache(Protocol):
     """Keys and values of one session, for the blocks it was opened with."""
 
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        """Rows."""
+        ...
 
     @property
     def length(self) -> int:
