@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.progress import Progress
@@ -44,7 +45,7 @@ def bench_decode(
             there = Arm(
                 _round(remote, prompt, new_tokens, expected), (os.getpid(), *(server.pid for server in swarm.servers))
             )
-            interleave([here, there], rounds=rounds, on_round=lambda task=bar: progress.advance(task))
+            interleave([here, there], rounds=rounds, on_round=partial(progress.advance, bar))
         report.figures.append(
             Figure(
                 name=f"decode, batch 1, {num_servers} server{'s' if num_servers > 1 else ''}",

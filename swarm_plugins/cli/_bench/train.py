@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def bench_train(report: Report, directory: Path, *, num_servers: int, rounds: in
             ours, theirs = work(local, tokens), work(remote, tokens)
             _check_equal(what, ours.result(), theirs.result())
             here, there = Arm(_timed(ours.result), (os.getpid(),)), Arm(_timed(theirs.result), pids)
-            interleave([here, there], rounds=rounds, on_round=lambda task=bar: progress.advance(task))
+            interleave([here, there], rounds=rounds, on_round=partial(progress.advance, bar))
             report.figures.append(
                 Figure(
                     name=f"{what}, {batch} x {TOKENS} tokens",
@@ -87,12 +88,9 @@ class _ForwardBackward:
         self.prompt = nn.Parameter(embedded[:1, :PROMPT_TOKENS].clone())
 
     def result(self) -> Tensor:
-        self.prompt.grad = None
         inputs = torch.cat([self.prompt.expand(len(self.tokens), -1, -1), self.rest], dim=1)  # [B, S, D]
-        self.model(inputs_embeds=inputs, labels=self.tokens, use_cache=False).loss.backward()
-        if self.prompt.grad is None:
-            raise SwarmError("backward left the soft prompt without a gradient")
-        return self.prompt.grad
+        loss = self.model(inputs_embeds=inputs, labels=self.tokens, use_cache=False).loss
+        return torch.autograd.grad(loss, self.prompt)[0]
 
 
 def _batch(directory: Path, batch: int, vocab_size: int) -> Tensor:
