@@ -51,7 +51,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --quiet --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
 # The wheel is imported in an environment of its own, where the checkout cannot be seen; the packages it depends on
 # are borrowed from .venv, whose own copy of this package (an editable install) is not visible that way.

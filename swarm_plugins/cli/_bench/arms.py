@@ -34,7 +34,9 @@ def local_model(directory: Path) -> PreTrainedModel:
     if not (directory / "config.json").is_file():
         raise ConfigError(f"there is no model in {directory}: it needs a config.json and safetensors files")
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return model.eval().requires_grad_(False)
+    model.eval()
+    model.requires_grad_(False)
+    return model
 
 
 def swarm_model(directory: Path, initial_peers: Sequence[str]) -> PreTrainedModel:
@@ -42,7 +44,9 @@ def swarm_model(directory: Path, initial_peers: Sequence[str]) -> PreTrainedMode
     model: PreTrainedModel = AutoSwarmModelForCausalLM.from_pretrained(
         directory, initial_peers=list(initial_peers), dtype=torch.float32
     )
-    return model.eval().requires_grad_(False)
+    model.eval()
+    model.requires_grad_(False)
+    return model
 
 
 def prompt_tokens(directory: Path, *, length: int, vocab_size: int, shift: int = 0) -> Tensor:
