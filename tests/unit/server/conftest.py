@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fake_server import VERSION, WIDTH, FakeRunner, replace_info
+
+from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.server.activations import ActivationStore
+from swarm_plugins.server.adapters import AdapterStore
+from swarm_plugins.server.scheduler import Scheduler, SchedulerConfig
+from swarm_plugins.server.service import Service, ServiceLimits
+from swarm_plugins.server.sessions import SessionTable
+from swarm_plugins.transport.messages import ServerInfo
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def scheduler(runner: FakeRunner) -> Iterator[Scheduler]:
+    scheduler = Scheduler(runner, SchedulerConfig(max_pack_tokens=64, max_waiting_steps=16, max_waiting_trainings=4))
+    scheduler.start()
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture
+def service(runner: FakeRunner, scheduler: Scheduler) -> Service:
+    info = ServerInfo(
+        version=VERSION, model="tiny", num_blocks=8, start=2, end=6, dtype="float32", quantization="none"
+    )
+    return Service(
+        version=VERSION,
+        num_blocks=8,
+        hidden_size=WIDTH,
+        dtype=torch.float32,
+        runner=runner,
+        scheduler=scheduler,
+        info=lambda: replace_info(info, load=scheduler.load),
+        check_adapter=lambda digest, spec, tensors: LoadedAdapter(digest=digest, spec=spec, tensors=tensors),
+        limits=ServiceLimits(max_batch_tokens=256, max_session_tokens=100, max_sessions_per_peer=3),
+        kv_tokens=200,
+        activations=ActivationStore(1 << 20),
+        adapters=AdapterStore(1 << 16),
+        sessions=SessionTable(3),
+    )

@@ -1,0 +1,129 @@
+"""A runner without a model: each block adds its index + 1 to the hidden states, caches count tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from torch import Tensor
+
+from swarm_plugins.blocks.types import SpanInputs, SpanOutputs, StepInputs
+from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.server.rpc_adapter import adapter_handler
+from swarm_plugins.server.rpc_session import session_handler
+from swarm_plugins.server.rpc_training import backward_handler, forward_handler
+from swarm_plugins.server.handlers import info_handler
+from swarm_plugins.server.service import Service
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.messages import ServerInfo
+
+VERSION = "tiny@local-0123456789abcdef"
+WIDTH = 4
+
+
+class FakeCache:
+    """Remembers the first number of every token of the first row."""
+
+    def __init__(self, runner: FakeRunner, batch_size: int, length: int = 0) -> None:
+        self.runner = runner
+        self.batch_size = batch_size
+        self.length = length
+        self.is_closed = False
+        runner.open_caches.append(self)
+
+    def crop(self, length: int) -> None:
+        if self.is_closed:
+            raise ConfigError("closed")
+        self.length = length
+
+    def select(self, indices: Sequence[int]) -> None:
+        self.batch_size = len(indices)
+
+    def repeat(self, times: int) -> None:
+        self.batch_size *= times
+
+    def fork(self) -> FakeCache:
+        return FakeCache(self.runner, self.batch_size, self.length)
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.runner.open_caches.remove(self)
+
+
+class FakeRunner:
+    start, end = 2, 6
+    on_block_boundary: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        self.open_caches: list[FakeCache] = []
+        self.packs: list[list[tuple[int, int]]] = []
+        self.threads: set[int] = set()
+        self.block_s = 0.0
+        self.max_cached = 1_000_000
+        self.gate: threading.Event | None = None
+        self.events: list[str] = []
+
+    def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> FakeCache:
+        self.threads.add(threading.get_ident())
+        return FakeCache(self, batch_size, prefix[0].shape[2] if prefix else 0)
+
+    def forward(self, inputs: SpanInputs) -> SpanOutputs:
+        self.threads.add(threading.get_ident())
+        hidden, states = inputs.hidden, []
+        for block in inputs.blocks:
+            if block > inputs.blocks.start and self.on_block_boundary is not None:
+                self.on_block_boundary()
+            self.events.append(f"block {block}")
+            time.sleep(self.block_s)
+            hidden = hidden * (1.0 + block) + sum(t.sum() for a in inputs.adapters.adapters for t in a.tensors)
+            for prefix in inputs.prefix:
+                hidden = hidden + prefix.mean()
+            states.append(hidden)
+        return SpanOutputs(hidden=hidden, hidden_states=tuple(states[:-1]) if inputs.collect_hidden else ())
+
+    def step(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+        self.threads.add(threading.get_ident())
+        if self.gate is not None:
+            self.gate.wait(5.0)
+        self.packs.append([(step.hidden.shape[0], step.hidden.shape[1]) for step in steps])
+        for step in steps:
+            if bool((step.hidden == 666).any()):
+                raise RuntimeError("secret path /home/host")
+            if step.cache.length + step.hidden.shape[1] > self.max_cached:
+                raise CapacityError(f"{step.cache.length} used, {step.hidden.shape[1]} asked, limit {self.max_cached}")
+        time.sleep(self.block_s)
+        outputs = []
+        for step in steps:
+            self.events.append("step")
+            hidden = step.hidden
+            logits = hidden.reshape(-1, WIDTH)
+            for block in step.blocks:
+                hidden = hidden + (block + 1)
+            step.cache.length += step.hidden.shape[1]
+            outputs.append(
+                SpanOutputs(
+                    hidden=hidden,
+                    hidden_states=(hidden,) if step.collect_hidden else (),
+                    router_logits=(logits,) if step.collect_router else (),
+                    router_blocks=(2,) if step.collect_router else (),
+                )
+            )
+        return outputs
+
+
+def replace_info(info: ServerInfo, *, load: float) -> ServerInfo:
+    return msgspec.structs.replace(info, load=load)
+
+
+def transport_to(service: Service, client: str = "alice") -> LocalTransport:
+    handlers = {
+        "rpc_info": lambda channel: info_handler(service, channel),
+        "rpc_forward": lambda channel: forward_handler(service, channel),
+        "rpc_backward": lambda channel: backward_handler(service, channel),
+        "rpc_session": lambda channel: session_handler(service, channel),
+        "rpc_adapter": lambda channel: adapter_handler(service, channel),
+    }
+    return LocalTransport({"server": handlers}, client=client)

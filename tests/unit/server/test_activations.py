@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.activations import ActivationStore, GraphMeter
+
+
+def test_meter_counts_each_storage_once_and_no_weights() -> None:
+    weight = torch.randn(64, 64)
+    hidden = torch.randn(8, 64, requires_grad=True)
+    meter = GraphMeter(1 << 20, {weight.untyped_storage().data_ptr()})
+    with meter.recording():
+        out = (hidden @ weight).tanh() * 2  # tanh saves its output; the product with a number saves nothing
+        both = out * out  # saves one tensor twice
+    # matmul saves hidden's storage only for weights that need gradients: tanh's output and `out` remain.
+    assert meter.num_bytes == 2 * 8 * 64 * 4
+    assert not meter.is_over
+    both.sum().backward()
+    assert hidden.grad is not None
+
+
+def test_meter_releases_what_outgrows_the_limit() -> None:
+    hidden = torch.randn(64, 64, requires_grad=True)
+    meter = GraphMeter(3 * 64 * 64 * 4, ())
+    with meter.recording():
+        out = hidden
+        refs = []
+        for _ in range(8):
+            out = out.tanh()
+            refs.append(weakref.ref(out))
+    gc.collect()
+    assert meter.is_over
+    with pytest.raises(RuntimeError, match="outgrew its budget"):
+        out.sum().backward()
+
+
+def test_oldest_goes_first_and_ticket_works_once() -> None:
+    store: ActivationStore[str] = ActivationStore(100)
+    tickets = [store.put("alice", f"graph {i}", 40) for i in range(3)]
+    assert store.used_bytes == 80
+    assert [store.take("alice", ticket or "") for ticket in tickets] == [None, "graph 1", "graph 2"]
+    assert store.take("alice", tickets[1] or "") is None
+    assert store.used_bytes == 0
+
+
+def test_ticket_of_another_peer_is_unknown_and_stays() -> None:
+    store: ActivationStore[str] = ActivationStore(100)
+    ticket = store.put("alice", "graph", 10) or ""
+    assert store.take("mallory", ticket) is None
+    assert store.take("alice", ticket) == "graph"
+
+
+def test_larger_than_the_budget_is_not_kept() -> None:
+    store: ActivationStore[str] = ActivationStore(100)
+    kept = store.put("alice", "small", 100)
+    assert store.put("alice", "large", 101) is None
+    assert store.take("alice", kept or "") == "small"
+
+
+def test_expired_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("swarm_plugins.server.activations.time.monotonic", lambda: now)
+    store: ActivationStore[str] = ActivationStore(100, ttl_s=5.0)
+    ticket = store.put("alice", "graph", 10) or ""
+    now = 1005.0
+    store.drop_expired()
+    assert len(store) == 0
+    assert store.take("alice", ticket) is None
+
+
+def test_negative_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 or more bytes, got -1"):
+        ActivationStore(-1)

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+from fake_server import WIDTH, FakeCache, FakeRunner
+
+from swarm_plugins.blocks.types import SpanInputs, StepInputs
+from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.scheduler import Scheduler, SchedulerConfig
+
+BLOCKS = range(2, 6)
+ADDED = 3 + 4 + 5 + 6
+
+
+def step_of(runner: FakeRunner, num_tokens: int = 1, batch_size: int = 1, value: float = 1.0) -> StepInputs:
+    hidden = torch.full((batch_size, num_tokens, WIDTH), value)
+    return StepInputs(cache=FakeCache(runner, batch_size), blocks=BLOCKS, hidden=hidden, collect_router=True)
+
+
+async def until(condition: object) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
+def test_waiting_steps_run_as_one_pack(runner: FakeRunner, scheduler: Scheduler) -> None:
+    async def scene() -> None:
+        runner.gate = threading.Event()
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        await asyncio.sleep(0.05)  # the first one is now running, alone
+        others = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5)) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        runner.gate.set()
+        for task in (first, *others):
+            assert float((await task).hidden[0, 0, 0]) == 1.0 + ADDED
+
+    asyncio.run(scene())
+    assert runner.packs == [[(1, 1)], [(1, 1)] * 5]
+    assert len(runner.threads) == 1
+
+
+def test_long_prefill_is_cut_and_joined(runner: FakeRunner, scheduler: Scheduler) -> None:
+    step = step_of(runner, num_tokens=100, batch_size=2)
+    values = torch.arange(200.0).reshape(2, 100, 1).expand(2, 100, WIDTH)
+    step = StepInputs(cache=step.cache, blocks=BLOCKS, hidden=values, collect_router=True, collect_hidden=True)
+    outputs = asyncio.run(scheduler.step(step, timeout_s=5))
+    assert runner.packs == [[(2, 32)], [(2, 32)], [(2, 32)], [(2, 4)]]
+    assert torch.equal(outputs.hidden, values + ADDED)
+    assert torch.equal(outputs.hidden_states[0], values + ADDED)
+    assert torch.equal(outputs.router_logits[0], values.reshape(-1, WIDTH))
+    assert step.cache.length == 100
+
+
+def test_decode_goes_between_the_chunks_of_a_prefill(runner: FakeRunner, scheduler: Scheduler) -> None:
+    async def scene() -> None:
+        runner.gate = threading.Event()
+        prefill = asyncio.create_task(scheduler.step(step_of(runner, num_tokens=150), timeout_s=5))
+        await asyncio.sleep(0.05)
+        decode = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        await asyncio.sleep(0.02)
+        runner.gate.set()
+        await asyncio.gather(prefill, decode)
+
+    asyncio.run(scene())
+    assert runner.packs == [[(1, 64)], [(1, 63), (1, 1)], [(1, 23)]] or runner.packs == [
+        [(1, 64)],
+        [(1, 1), (1, 63)],
+        [(1, 23)],
+    ]
+
+
+def test_one_bad_step_of_a_pack_fails_alone(runner: FakeRunner, scheduler: Scheduler) -> None:
+    async def scene() -> list[object]:
+        runner.gate = threading.Event()
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        await asyncio.sleep(0.05)
+        tasks = [asyncio.create_task(scheduler.step(step_of(runner, value=v), timeout_s=5)) for v in (1, 666, 2)]
+        await asyncio.sleep(0.02)
+        runner.gate.set()
+        await first
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    good, bad, other = asyncio.run(scene())
+    assert isinstance(bad, RuntimeError)
+    assert float(good.hidden[0, 0, 0]) == 1 + ADDED  # type: ignore[attr-defined]
+    assert float(other.hidden[0, 0, 0]) == 2 + ADDED  # type: ignore[attr-defined]
+
+
+def test_prefill_that_fails_half_way_leaves_its_cache_as_it_was(runner: FakeRunner, scheduler: Scheduler) -> None:
+    runner.max_cached = 70
+    step = step_of(runner, num_tokens=100)
+    step.cache.length = 3  # type: ignore[misc]
+    with pytest.raises(CapacityError, match="67 used"):
+        asyncio.run(scheduler.step(step, timeout_s=5))
+    assert step.cache.length == 3
+
+
+def test_decode_runs_between_the_blocks_of_a_training_item(runner: FakeRunner, scheduler: Scheduler) -> None:
+    runner.block_s = 0.05
+
+    async def scene() -> None:
+        inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
+        training = asyncio.create_task(scheduler.train(lambda: runner.forward(inputs), timeout_s=5))
+        await until(lambda: runner.events)
+        await scheduler.step(step_of(runner), timeout_s=5)
+        assert not training.done()
+        await training
+
+    asyncio.run(scene())
+    assert runner.events == ["block 2", "step", "block 3", "block 4", "block 5"]
+    assert runner.on_block_boundary is None
+
+
+def test_training_is_not_starved_by_steps(runner: FakeRunner, scheduler: Scheduler) -> None:
+    runner.block_s = 0.002
+
+    async def scene() -> None:
+        is_over = False
+
+        async def decode() -> None:
+            while not is_over:
+                await scheduler.step(step_of(runner), timeout_s=5)
+
+        decoders = [asyncio.create_task(decode()) for _ in range(8)]
+        await until(lambda: len(runner.packs) > 10)
+        inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
+        await scheduler.train(lambda: runner.forward(inputs), timeout_s=5)
+        is_over = True
+        await asyncio.gather(*decoders)
+
+    asyncio.run(scene())
+
+
+def test_cancelled_request_never_runs(runner: FakeRunner, scheduler: Scheduler) -> None:
+    async def scene() -> None:
+        runner.gate = threading.Event()
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        await asyncio.sleep(0.05)
+        gone = asyncio.create_task(scheduler.step(step_of(runner, batch_size=7), timeout_s=5))
+        ran: list[int] = []
+        gone_training = asyncio.create_task(scheduler.train(lambda: ran.append(1), timeout_s=5))
+        await asyncio.sleep(0.02)
+        gone.cancel()
+        gone_training.cancel()
+        await asyncio.sleep(0.02)
+        runner.gate.set()
+        await first
+        await scheduler.call(lambda: None, timeout_s=5)
+        await scheduler.train(lambda: None, timeout_s=5)
+        assert not ran
+
+    asyncio.run(scene())
+    assert runner.packs == [[(1, 1)]]
+    assert scheduler.num_waiting == 0
+
+
+def test_abandoned_training_stops_at_the_next_block(runner: FakeRunner, scheduler: Scheduler) -> None:
+    runner.block_s = 0.05
+
+    async def scene() -> None:
+        inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
+        with pytest.raises(RequestError, match=r"no result within 0.07 s"):
+            await scheduler.train(lambda: runner.forward(inputs), timeout_s=0.07)
+        await scheduler.train(lambda: None, timeout_s=5)
+
+    asyncio.run(scene())
+    assert len(runner.events) < len(BLOCKS)
+
+
+def test_full_queue_is_refused_with_its_limit(runner: FakeRunner, scheduler: Scheduler) -> None:
+    async def scene() -> None:
+        runner.gate = threading.Event()
+        tasks = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5)) for _ in range(16)]
+        await asyncio.sleep(0.02)
+        with pytest.raises(RequestError, match="16 step requests wait") as caught:
+            await scheduler.step(step_of(runner), timeout_s=5)
+        assert caught.value.kind == "overloaded"
+        runner.gate.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scene())
+
+
+def test_cache_operations_run_right_before_their_step(runner: FakeRunner, scheduler: Scheduler) -> None:
+    step = step_of(runner)
+    step.cache.length = 10  # type: ignore[misc]
+    asyncio.run(scheduler.step(step, timeout_s=5, prepare=lambda: step.cache.crop(4)))
+    assert step.cache.length == 5
+
+
+def test_close_fails_what_waits(runner: FakeRunner) -> None:
+    scheduler = Scheduler(runner)
+    scheduler.start()
+
+    async def scene() -> list[object]:
+        runner.gate = threading.Event()
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        await asyncio.sleep(0.02)
+        asyncio.get_running_loop().call_later(0.05, runner.gate.set)
+        await asyncio.to_thread(scheduler.close)
+        with pytest.raises(RequestError, match="shutting down"):
+            await scheduler.step(step_of(runner), timeout_s=5)
+        return await asyncio.gather(first, waiting, return_exceptions=True)
+
+    first, waiting = asyncio.run(scene())
+    assert not isinstance(first, Exception)
+    assert isinstance(waiting, RequestError)
+    assert waiting.kind == "overloaded"
+    scheduler.close()
+
+
+def test_load_rises_with_work_and_falls_without(runner: FakeRunner, scheduler: Scheduler) -> None:
+    runner.block_s = 0.3
+    assert scheduler.load == 0.0
+    asyncio.run(scheduler.step(step_of(runner), timeout_s=5))
+    # 0.3 s of work, averaged over 10 s: 1 - exp(-0.03) = 0.0296; the upper bound leaves room for a slow machine.
+    assert 0.025 < scheduler.load < 0.2
+
+
+def test_bounds_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_pack_tokens must be at least 1, got 0"):
+        SchedulerConfig(max_pack_tokens=0)
