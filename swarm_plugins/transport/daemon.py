@@ -1,0 +1,187 @@
+"""Starts the libp2p daemon and notices its end.
+
+The daemon is a process of its own that hivemind brings along. It ends by itself when its parent's socket closes, so
+it cannot outlive a killed parent (tests/integration/test_p2p_daemon.py); that it ends before its parent is for us to notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hivemind.p2p import P2P, P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
+from swarm_plugins.transport.config import NodeConfig
+
+__all__ = ["Daemon", "start_daemon"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_ATTEMPTS = 2
+_STOP_TIMEOUT_S = 5.0
+
+
+class Daemon:
+    """A running libp2p daemon."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self.p2p = p2p
+        self.peer_id: str = p2p.peer_id.to_base58()
+        self.socket_path: str = p2p.daemon_listen_maddr["unix"]
+        self._is_stopping = False
+        self._death = asyncio.create_task(self._watch(), name="watch libp2p daemon")
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return int(self.p2p._child.pid)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return not self._death.done() and self.p2p._child.returncode is None
+
+    def check_alive(self) -> None:
+        """Raises if the process has ended.
+
+        Raises:
+            TransportError: If it has.
+        """
+        if not self.is_alive:
+            raise TransportError(self._obituary())
+
+    async def wait_dead(self) -> None:
+        """Returns when the process has ended, for whatever reason."""
+        await asyncio.shield(self._death)
+
+    async def race(self, work: Coroutine[Any, Any, _T], *, timeout_s: float, what: str) -> _T:
+        """Runs ``work`` that talks to the daemon; gives up when the daemon dies, which ``work`` would not notice.
+
+        Raises:
+            RequestTimeoutError: After ``timeout_s``.
+            TransportError: If the daemon has ended.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        if task.done() and not task.cancelled():
+            return task.result()
+        self.check_alive()
+        raise RequestTimeoutError(f"{what} took longer than {timeout_s:g} s")
+
+    async def stop(self) -> None:
+        """Ends the process and waits for its end, by force if need be. Idempotent."""
+        self._is_stopping = True
+        child = self.p2p._child
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self.p2p.shutdown()
+        except TimeoutError:
+            log.warning("the libp2p daemon (pid %d) ignores SIGTERM; killing it", child.pid)
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+        await asyncio.wait({self._death}, timeout=_STOP_TIMEOUT_S)
+
+    async def _watch(self) -> None:
+        await self.p2p._child.wait()
+        if not self._is_stopping:
+            log.error("%s", self._obituary())
+
+    def _obituary(self) -> str:
+        return (
+            f"the libp2p daemon of this node has ended (exit code {self.p2p._child.returncode}): start a new node; "
+            "if the system killed it, it ran out of memory or open files"
+        )
+
+
+async def start_daemon(config: NodeConfig, identity_path: Path) -> Daemon:
+    """Starts the daemon.
+
+    Raises:
+        ConfigError: If an address is in use or cannot be listened on.
+        TransportError: If no initial peer can be reached, or the daemon does not start.
+    """
+    if not config.client_mode:
+        for address in config.host_maddrs:
+            _check_port_free(address)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return Daemon(await P2P.create(**_arguments(config, identity_path)))
+        except P2PDaemonError as exc:
+            if "failed to start in" in str(exc) and attempt < _ATTEMPTS:
+                log.warning("the libp2p daemon has not started within %g s; trying again", config.start_timeout_s)
+                continue
+            raise _translate(exc, config) from exc
+        except OSError as exc:
+            raise TransportError(f"cannot start the libp2p daemon: {exc}; is /tmp writable and the package whole?") from exc
+    raise TransportError("the libp2p daemon was not started")
+
+
+def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
+    reaches_outside = not config.client_mode and not config.is_loopback_only
+    return {
+        "initial_peers": list(config.initial_peers),
+        "announce_maddrs": list(config.announce_maddrs) or None,
+        "host_maddrs": list(config.host_maddrs),
+        "identity_path": str(identity_path),
+        # Ours is checked by a lock: hivemind's check starts a second daemon.
+        "check_if_identity_free": False,
+        "dht_mode": "client" if config.client_mode else "server",
+        "no_listen": config.client_mode and not config.use_auto_relay,
+        "auto_nat": reaches_outside,
+        "nat_port_map": reaches_outside and config.nat_port_map,
+        "use_relay": config.use_relay,
+        "use_auto_relay": config.use_auto_relay,
+        "startup_timeout": config.start_timeout_s,
+    }
+
+
+def _translate(exc: Exception, config: NodeConfig) -> TransportError | ConfigError:
+    reason = str(exc)
+    if "bootstrap peers" in reason:
+        return TransportError(
+            f"none of the initial peers can be reached: {', '.join(config.initial_peers)}; "
+            "check that a server runs there, and its address, port and firewall"
+        )
+    if "not found" in reason or "incompatible" in reason:
+        return TransportError(
+            f"hivemind's libp2p daemon cannot be run ({reason}); reinstall it: pip install --force-reinstall hivemind"
+        )
+    if "failed to start in" in reason:
+        return TransportError(
+            f"the libp2p daemon has not started within {config.start_timeout_s:g} s, {_ATTEMPTS} times; "
+            "the machine is overloaded, or initial_peers lead to a firewall that drops packets"
+        )
+    if "listen" in reason or "assign" in reason:
+        return ConfigError(f"cannot listen on {', '.join(config.host_maddrs)}: {reason}; use an address of this machine")
+    return TransportError(f"the libp2p daemon does not start: {reason}")
+
+
+def _check_port_free(address: str) -> None:
+    # libp2p sets SO_REUSEPORT: a second daemon on a port would silently get a random half of the connections.
+    parsed = Multiaddr(address)
+    if "tcp" not in parsed or int(parsed["tcp"]) == 0:
+        return
+    family, host = (socket.AF_INET6, parsed["ip6"]) if "ip6" in parsed else (socket.AF_INET, parsed["ip4"])
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+        try:
+            probe.bind((host, int(parsed["tcp"])))
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot listen on {address}: {os.strerror(exc.errno or 0)}; "
+                "give another port (0 picks a free one) or an address of this machine"
+            ) from exc

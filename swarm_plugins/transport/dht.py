@@ -1,0 +1,205 @@
+"""Who serves what, as far as the DHT knows: announce, withdraw, look up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple
+
+from hivemind.dht.node import DHTNode
+
+from swarm_plugins.errors import ConfigError, ProtocolError, TransportError
+from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.daemon import Daemon
+from swarm_plugins.transport.guards import BoundedStorage
+from swarm_plugins.transport.identity import Identity
+from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.records import (
+    MAX_TTL_S,
+    GoneRecord,
+    ModelRecord,
+    OwnedRecordValidator,
+    Record,
+    ServerRecord,
+    check_server_info,
+    key_id,
+    model_keys,
+    open_record,
+    own_model_key,
+    own_server_key,
+    server_keys,
+    sign_record,
+)
+
+__all__ = ["ModelInfo", "SwarmDHT"]
+
+log = logging.getLogger(__name__)
+
+_BOOTSTRAP_TIMEOUT_S = 30.0
+_TOMBSTONE_S = 60.0
+# Two records of one owner under one key are told apart by their expiration.
+_LATER_S = 0.001
+
+
+class ModelInfo(NamedTuple):
+    """A model version that is announced in the swarm."""
+
+    model: str
+    """Name, for people."""
+    num_blocks: int
+    """Blocks of the whole model."""
+    num_servers: int
+    """Peers that say they serve some of it."""
+
+
+class SwarmDHT:
+    """The part of a node that keeps and finds records.
+
+    Args:
+        daemon: The running daemon.
+        identity: Signs what this node announces.
+        config: Of the node.
+    """
+
+    def __init__(self, daemon: Daemon, identity: Identity, config: NodeConfig) -> None:
+        self._daemon = daemon
+        self._identity = identity
+        self._config = config
+        self._dht: DHTNode | None = None
+        self._version: str | None = None
+        self._expirations: dict[str, float] = {}
+
+    async def start(self) -> None:
+        """Joins the DHT.
+
+        Raises:
+            TransportError: If none of the initial peers takes part in it.
+        """
+        try:
+            self._dht = await self._daemon.race(
+                DHTNode.create(
+                    p2p=self._daemon.p2p,
+                    initial_peers=list(self._config.initial_peers) or None,
+                    client_mode=self._config.client_mode,
+                    record_validator=OwnedRecordValidator(),
+                    # Caches would answer with servers of minutes ago; every look-up here asks the network.
+                    cache_locally=False,
+                    cache_nearest=0,
+                    cache_on_store=False,
+                    # A clock that is off, or a firewall before a server, is worth a warning and no refusal.
+                    strict=False,
+                ),
+                timeout_s=_BOOTSTRAP_TIMEOUT_S,
+                what="joining the DHT",
+            )
+        except RuntimeError as exc:
+            raise TransportError(
+                f"initial peers {', '.join(self._config.initial_peers)} do not answer as members of a swarm: "
+                "give the address of a running server, with its present peer id"
+            ) from exc
+        self._dht.protocol.storage = BoundedStorage()
+        self._dht.protocol.cache.maxsize = 1
+
+    async def close(self) -> None:
+        """Leaves the DHT. Idempotent."""
+        dht, self._dht = self._dht, None
+        if dht is not None:
+            await dht.shutdown()
+
+    async def announce(self, info: ServerInfo, ttl_s: float) -> None:
+        """Says that this node serves what ``info`` says, for ``ttl_s`` seconds; see `SwarmNode.announce`."""
+        if self._config.client_mode:
+            raise ConfigError("a node in client mode cannot announce: it could not be reached")
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise ConfigError(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, got {ttl_s}")
+        try:
+            check_server_info(info)
+        except ProtocolError as exc:
+            raise ConfigError(f"cannot announce this: {exc}") from exc
+        server_key = own_server_key(info.version, self._daemon.peer_id)
+        wanted: dict[str, Record] = {
+            server_key: ServerRecord(info=info),
+            own_model_key(self._daemon.peer_id): ModelRecord(
+                version=info.version, model=info.model, num_blocks=info.num_blocks
+            ),
+        }
+        if self._version not in (None, info.version):
+            wanted |= self._gone()
+        await self._store(wanted, ttl_s)
+        self._version = info.version
+
+    async def retract(self) -> None:
+        """Says that this node serves nothing any more. Idempotent."""
+        if self._version is None:
+            return
+        nothing = ModelRecord(version="", model="", num_blocks=0)
+        await self._store(self._gone() | {own_model_key(self._daemon.peer_id): nothing}, _TOMBSTONE_S)
+        self._version = None
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        """Returns the servers of a model version, by peer id; see `Directory`."""
+        found = {}
+        for peer, record in await self._find(server_keys(version)):
+            if isinstance(record, ServerRecord) and record.info.num_blocks == num_blocks:
+                found[peer] = record.info
+        return found
+
+    async def models(self) -> dict[str, ModelInfo]:
+        """Returns all model versions that are announced, by version."""
+        found: dict[str, ModelInfo] = {}
+        for _, record in await self._find(model_keys()):
+            if isinstance(record, ModelRecord) and record.version:
+                known = found.get(record.version, ModelInfo(record.model, record.num_blocks, 0))
+                found[record.version] = known._replace(num_servers=known.num_servers + 1)
+        return found
+
+    def _gone(self) -> dict[str, Record]:
+        version = self._version or ""
+        return {own_server_key(version, self._daemon.peer_id): GoneRecord(version=version)}
+
+    def _running(self) -> DHTNode:
+        self._daemon.check_alive()
+        if self._dht is None:
+            raise TransportError("this node has not joined the DHT: call start() first, and nothing after close()")
+        return self._dht
+
+    async def _store(self, wanted: dict[str, Record], ttl_s: float) -> None:
+        dht = self._running()
+        keys = list(wanted)
+        # A node keeps the record that expires last, so each must expire after the one it replaces.
+        soonest = time.time() + ttl_s
+        expirations = [max(soonest, self._expirations.get(key, 0.0) + _LATER_S) for key in keys]
+        values = [
+            sign_record(self._identity, key, wanted[key], expiration)
+            for key, expiration in zip(keys, expirations, strict=True)
+        ]
+        stored = await self._daemon.race(
+            dht.store_many(keys, values, expirations, subkeys=[self._daemon.peer_id] * len(keys)),
+            timeout_s=self._config.dht_timeout_s,
+            what="announcing to the DHT",
+        )
+        self._expirations.update(zip(keys, expirations, strict=True))
+        if not all(stored.values()):
+            raise TransportError(
+                "no node of the DHT has taken the announcement: check that the clock of this machine is right, "
+                "and that the initial peers still run"
+            )
+
+    async def _find(self, keys: list[str]) -> list[tuple[str, Record]]:
+        dht = self._running()
+        found = await self._daemon.race(
+            # Infinity: do not stop at the first node that knows something, it may know only some of the servers.
+            dht.get_many(keys, sufficient_expiration_time=float("inf")),
+            timeout_s=self._config.dht_timeout_s,
+            what="asking the DHT",
+        )
+        opened = []
+        for key, result in found.items():
+            if result is None or not isinstance(result.value, dict):
+                continue
+            for peer, item in result.value.items():
+                try:
+                    opened.append((peer, open_record(key_id(key), peer, item.value, item.expiration_time)))
+                except ProtocolError as exc:
+                    log.debug("dropped a record under %s: %s", key, exc)
+        return opened

@@ -1,0 +1,139 @@
+"""Bounds on what hivemind believes of its peers.
+
+hivemind 1.1.12 trusts the network in places that an open swarm cannot. Each guard replaces one internal function by a
+checked one; all of them keep what honest peers see. Drop a guard when a release of hivemind has the check, which the
+attack tests (tests/unit/transport/test_guards.py) show when run without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import math
+from typing import Any, cast
+
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.p2p import P2P
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import HeapEntry, TimedStorage, ValueWithExpiration, get_dht_time
+
+__all__ = ["BoundedStorage", "install_guards"]
+
+MAX_NESTING = 8
+"""Extension types inside each other that hivemind's msgpack may decode; honest values need 2."""
+
+MAX_STREAM_MESSAGE_BYTES = 16 << 20
+"""Longest message of hivemind's own streams (ours have their own framing)."""
+
+MAX_SUBKEYS = 4096
+"""Owners under one DHT key."""
+
+MAX_KEYS = 4096
+"""DHT keys that a node keeps for others."""
+
+MAX_RECORDS = 20_000
+"""Records of all keys; at 4 KiB each they take 80 MB."""
+
+MAX_KEYS_PER_OWNER = 16
+"""DHT keys that one owner may stand under; a server needs two."""
+
+_depth: contextvars.ContextVar[int] = contextvars.ContextVar("msgpack_depth", default=0)
+_plain_decode = MSGPackSerializer.__dict__["_decode_ext_types"].__func__
+
+
+def install_guards() -> None:
+    """Replaces hivemind's trusting functions in this process. Idempotent."""
+    MSGPackSerializer._decode_ext_types = classmethod(_decode_nested)
+    TimedStorage.store = _store_finite
+    DictionaryDHTValue.__init__ = _init_bounded
+    DictionaryDHTValue.unpackb = classmethod(_unpack_dictionary)
+    P2P.receive_raw_data = staticmethod(_receive_bounded)
+
+
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+    """A DHT node's store of others' records, bounded in keys, in records and in keys per owner."""
+
+    def __init__(self) -> None:
+        super().__init__(maxsize=MAX_KEYS)
+
+    def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """Stores a record, or a later one of the same owner; False if it is older or a bound is reached."""
+        present = self.get(key)
+        is_new = present is None or not isinstance(present.value, DictionaryDHTValue) or subkey not in present.value
+        if is_new and not self._has_room(subkey):
+            return False
+        return cast(bool, super().store_subkey(key, subkey, value, expiration_time))
+
+    def _has_room(self, subkey: Any) -> bool:
+        records = keys_of_owner = 0
+        for _, (value, _) in self.items():
+            if isinstance(value, DictionaryDHTValue):
+                records += len(value.data)
+                keys_of_owner += subkey in value.data
+        return records < MAX_RECORDS and keys_of_owner < MAX_KEYS_PER_OWNER
+
+
+def _decode_nested(cls: type[MSGPackSerializer], type_code: int, data: bytes) -> Any:
+    # Each nested extension is a nested call of the C decoder: 200 levels in 914 bytes overflow the stack.
+    depth = _depth.get()
+    if depth >= MAX_NESTING:
+        raise ValueError(f"msgpack extensions nested deeper than {MAX_NESTING}")
+    token = _depth.set(depth + 1)
+    try:
+        return _plain_decode(cls, type_code, data)
+    finally:
+        _depth.reset(token)
+
+
+def _store_finite(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
+    """Replaces ``TimedStorage.store``.
+
+    Upstream takes a NaN time, which stops all eviction; forgets a record early when an older one is offered again;
+    and lets its heap grow with every refused offer.
+    """
+    if not isinstance(expiration_time, int | float) or not math.isfinite(expiration_time):
+        return False
+    if expiration_time < get_dht_time() and not self.frozen:
+        return False
+    present = self.data.get(key)
+    if present is not None and present.expiration_time >= expiration_time:
+        return False
+    self.key_to_heap[key] = HeapEntry(expiration_time, key)
+    heapq.heappush(self.expiration_heap, self.key_to_heap[key])
+    self.data[key] = ValueWithExpiration(value, expiration_time)
+    if len(self.expiration_heap) > 2 * len(self.data) + 64:
+        self.expiration_heap[:] = self.key_to_heap.values()
+        heapq.heapify(self.expiration_heap)
+    self._remove_outdated()
+    return True
+
+
+def _init_bounded(self: Any, maxsize: int | None = None) -> None:
+    """Replaces ``DictionaryDHTValue.__init__``: no peer decides how large a value may grow."""
+    TimedStorage.__init__(self, MAX_SUBKEYS)
+
+
+def _unpack_dictionary(cls: type[DictionaryDHTValue], raw: bytes) -> DictionaryDHTValue:
+    """Replaces ``DictionaryDHTValue.unpackb``: sizes and times are counted, not believed."""
+    unpacked = MSGPackSerializer.loads(raw)
+    if not isinstance(unpacked, list) or len(unpacked) != 3 or not isinstance(unpacked[2], list):
+        raise ValueError("malformed dictionary value")
+    items = unpacked[2]
+    if len(items) > MAX_SUBKEYS:
+        raise ValueError(f"dictionary value with {len(items)} items, allowed are {MAX_SUBKEYS}")
+    with cls().freeze() as dictionary:
+        for subkey, value, expiration_time in items:
+            if not isinstance(value, bytes) or not isinstance(expiration_time, float):
+                raise ValueError("malformed item of a dictionary value")
+            dictionary.store(subkey, value, expiration_time)
+        return dictionary
+
+
+async def _receive_bounded(reader: asyncio.StreamReader) -> bytes:
+    """Replaces ``P2P.receive_raw_data``, which reads as many bytes as the peer declares."""
+    header = await reader.readexactly(P2P.HEADER_LEN)
+    num_bytes = int.from_bytes(header, P2P.BYTEORDER)
+    if num_bytes > MAX_STREAM_MESSAGE_BYTES:
+        raise ValueError(f"stream message of {num_bytes} bytes declared, allowed are {MAX_STREAM_MESSAGE_BYTES}")
+    return await reader.readexactly(num_bytes)

@@ -1,0 +1,187 @@
+"""Who a peer is: a libp2p key pair, kept in a file that the daemon reads too.
+
+The peer id is a hash of (or simply is) the public key, so a record signed by the private key proves its owner to
+anyone, without asking anyone. See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
+from google.protobuf.message import DecodeError
+from hivemind.proto import crypto_pb2
+
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["Identity", "IdentityFile", "create_identity_file", "is_signed_by", "load_identity", "peer_id_of"]
+
+_MAX_INLINE_KEY_BYTES = 42
+_RSA_BITS = range(2048, 8193)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A private key and what follows from it."""
+
+    private_key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
+    public_key: bytes
+    """In libp2p's encoding."""
+    peer_id: str
+    """Base58."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Returns a signature that [`is_signed_by`][swarm_plugins.transport.identity.is_signed_by] accepts."""
+        if isinstance(self.private_key, rsa.RSAPrivateKey):
+            return self.private_key.sign(data, padding.PKCS1v15(), hashes.SHA256())
+        return self.private_key.sign(data)
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """Returns the peer id (base58) of a public key in libp2p's encoding."""
+    if len(public_key) <= _MAX_INLINE_KEY_BYTES:
+        multihash = bytes([0x00, len(public_key)]) + public_key
+    else:
+        multihash = b"\x12\x20" + hashlib.sha256(public_key).digest()
+    return base58.b58encode(multihash).decode()
+
+
+def is_signed_by(public_key: bytes, data: bytes, signature: bytes) -> bool:
+    """Returns whether ``signature`` is one of ``data`` by the owner of a public key in libp2p's encoding."""
+    try:
+        parsed = crypto_pb2.PublicKey.FromString(public_key)
+        if parsed.key_type == crypto_pb2.Ed25519:
+            ed25519.Ed25519PublicKey.from_public_bytes(parsed.data).verify(signature, data)
+            return True
+        if parsed.key_type == crypto_pb2.RSA:
+            key = serialization.load_der_public_key(parsed.data)
+            if isinstance(key, rsa.RSAPublicKey) and key.key_size in _RSA_BITS:
+                key.verify(signature, data, padding.PKCS1v15(), hashes.SHA256())
+                return True
+    except (DecodeError, ValueError, InvalidSignature):
+        return False
+    return False
+
+
+def create_identity_file(path: Path) -> None:
+    """Writes a new identity to a file that must not exist yet, readable by its owner only.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
+    key = ed25519.Ed25519PrivateKey.generate()
+    data = key.private_bytes_raw() + key.public_key().public_bytes_raw()
+    content = crypto_pb2.PrivateKey(key_type=crypto_pb2.Ed25519, data=data).SerializeToString()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot write a new identity to {path}: {exc.strerror}; give a file in a directory that exists and is writable"
+        ) from exc
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+class IdentityFile:
+    """An identity file in use by this process, and by no other on this machine.
+
+    Args:
+        path: The file.
+        identity: What is in it.
+        lock: Descriptor that holds the lock.
+        is_temporary: Delete it at the end.
+    """
+
+    def __init__(self, path: Path, identity: Identity, lock: int, *, is_temporary: bool) -> None:
+        self.path = path
+        self.identity = identity
+        self._lock: int | None = lock
+        self._is_temporary = is_temporary
+
+    @classmethod
+    def take(cls, path: Path | None) -> IdentityFile:
+        """Opens an identity file and makes it if it is not there; None: a temporary one.
+
+        Raises:
+            ConfigError: If it cannot be read, made, or is in use.
+        """
+        if path is None:
+            # A directory that only its owner may enter.
+            temporary = Path(tempfile.mkdtemp(prefix="swarm-identity-")) / "identity"
+            create_identity_file(temporary)
+            return cls._lock_and_load(temporary, is_temporary=True)
+        path = Path(path)
+        if not path.exists():
+            create_identity_file(path)
+        return cls._lock_and_load(path, is_temporary=False)
+
+    @classmethod
+    def _lock_and_load(cls, path: Path, *, is_temporary: bool) -> IdentityFile:
+        identity = load_identity(path)
+        lock = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(lock)
+            raise ConfigError(
+                f"the identity {path} ({identity.peer_id}) is in use by another node on this machine; "
+                "two peers with one id cannot be told apart: give each its own file"
+            ) from exc
+        return cls(path, identity, lock, is_temporary=is_temporary)
+
+    def give_back(self) -> None:
+        """Unlocks the file; deletes it if it is temporary. Idempotent."""
+        if self._lock is None:
+            return
+        os.close(self._lock)
+        self._lock = None
+        if self._is_temporary:
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+
+
+def load_identity(path: Path) -> Identity:
+    """Reads an identity file, ours or one that hivemind or another libp2p program has written.
+
+    Raises:
+        ConfigError: If it cannot be read, or holds no Ed25519 or RSA key.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"cannot read the identity {path}: {exc.strerror}") from exc
+    try:
+        parsed = crypto_pb2.PrivateKey.FromString(content)
+        if parsed.key_type == crypto_pb2.Ed25519:
+            return _from_ed25519(ed25519.Ed25519PrivateKey.from_private_bytes(parsed.data[:32]))
+        if parsed.key_type == crypto_pb2.RSA:
+            key = serialization.load_der_private_key(parsed.data, password=None)
+            if isinstance(key, rsa.RSAPrivateKey):
+                return _from_rsa(key)
+    except (DecodeError, ValueError) as exc:
+        raise ConfigError(
+            f"{path} is not a libp2p private key ({exc}); delete it to have a new one made, or name another file"
+        ) from exc
+    raise ConfigError(f"the identity {path} has a key of type {parsed.key_type}; Ed25519 and RSA are known")
+
+
+def _from_ed25519(key: ed25519.Ed25519PrivateKey) -> Identity:
+    public = crypto_pb2.PublicKey(key_type=crypto_pb2.Ed25519, data=key.public_key().public_bytes_raw())
+    encoded = public.SerializeToString()
+    return Identity(key, encoded, peer_id_of(encoded))
+
+
+def _from_rsa(key: rsa.RSAPrivateKey) -> Identity:
+    der = key.public_key().public_bytes(
+        encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+    return Identity(key, encoded, peer_id_of(encoded))

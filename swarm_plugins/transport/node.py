@@ -1,0 +1,178 @@
+"""A peer of the swarm: identity, libp2p daemon, DHT, streams; all on the running event loop."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+
+from swarm_plugins.errors import ConfigError, TransportError
+from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.contract import protocol_name
+from swarm_plugins.transport.daemon import Daemon, start_daemon
+from swarm_plugins.transport.dht import ModelInfo, SwarmDHT
+from swarm_plugins.transport.guards import install_guards
+from swarm_plugins.transport.identity import IdentityFile
+from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
+from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.p2p_channel import Acceptor, open_channel
+from swarm_plugins.transport.stream import ReceiveBudget
+
+__all__ = ["ModelInfo", "NodeConfig", "SwarmNode"]
+
+log = logging.getLogger(__name__)
+
+
+class SwarmNode:
+    """A peer; fits [`Transport`][swarm_plugins.transport.channel.Transport] and
+    [`Directory`][swarm_plugins.transport.channel.Directory].
+
+    All methods belong on the event loop that ran ``start``. When the libp2p daemon dies, every waiting and later call
+    raises `TransportError` at once; the node cannot be revived: close it, start another, serve and announce again.
+
+    Args:
+        config: How to join.
+        limits: Bounds on what peers send.
+    """
+
+    def __init__(self, config: NodeConfig | None = None, *, limits: WireLimits = DEFAULT_LIMITS) -> None:
+        self._config = config or NodeConfig()
+        self._limits = limits
+        self._budget = ReceiveBudget(limits.max_receiving_bytes)
+        self._acceptor = Acceptor(limits, self._budget)
+        self._identity: IdentityFile | None = None
+        self._daemon: Daemon | None = None
+        self._dht: SwarmDHT | None = None
+
+    async def start(self) -> None:
+        """Starts the daemon and joins the swarm.
+
+        Raises:
+            ConfigError: If an address or the identity cannot be used.
+            TransportError: If no initial peer can be reached, or the daemon does not start.
+        """
+        if self._daemon is not None:
+            raise ConfigError("this node has been started already")
+        install_guards()
+        try:
+            self._identity = IdentityFile.take(self._config.identity_path)
+            self._daemon = await start_daemon(self._config, self._identity.path)
+            self._dht = SwarmDHT(self._daemon, self._identity.identity, self._config)
+            await self._dht.start()
+        except BaseException:
+            await self.close()
+            raise
+        log.info("joined as %s", self._daemon.peer_id)
+
+    async def close(self) -> None:
+        """Ends all streams, leaves the DHT, ends the daemon. Idempotent."""
+        await self._acceptor.close()
+        dht, self._dht = self._dht, None
+        daemon, self._daemon = self._daemon, None
+        identity, self._identity = self._identity, None
+        try:
+            if dht is not None:
+                await dht.close()
+        finally:
+            if daemon is not None:
+                await daemon.stop()
+            if identity is not None:
+                identity.give_back()
+
+    async def __aenter__(self) -> SwarmNode:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def peer_id(self) -> str:
+        """Base58 id of this peer."""
+        return self._running().peer_id
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has been started, not closed, and its daemon runs."""
+        return self._daemon is not None and self._daemon.is_alive
+
+    @property
+    def num_streams(self) -> int:
+        """Incoming streams that are open."""
+        return self._acceptor.num_streams
+
+    async def wait_dead(self) -> None:
+        """Returns when the daemon has ended."""
+        await self._running().wait_dead()
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Returns the addresses by which others reach (and join by) this node; empty in client mode."""
+        daemon = self._running()
+        if self._config.client_mode:
+            return ()
+        visible = await daemon.race(
+            daemon.p2p.get_visible_maddrs(latest=True), timeout_s=10.0, what="asking the libp2p daemon"
+        )
+        return tuple(str(address) for address in visible)
+
+    async def serve(self, handlers: Mapping[str, Handler]) -> None:
+        """Calls a handler for each incoming stream of its rpc.
+
+        Raises:
+            ConfigError: If an rpc is unknown, or the node is in client mode.
+        """
+        daemon = self._running()
+        if self._config.client_mode:
+            raise ConfigError("a node in client mode cannot serve: start it with client_mode=False")
+        for rpc, handler in handlers.items():
+            accept = functools.partial(self._acceptor.accept, handler)
+            register = daemon.p2p.add_binary_stream_handler(protocol_name(rpc), accept)
+            await daemon.race(register, timeout_s=10.0, what=f"registering {rpc}")
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        """Opens a channel; see [`Transport`][swarm_plugins.transport.channel.Transport]."""
+        daemon = self._running()
+        daemon.check_alive()
+        return await open_channel(
+            daemon.socket_path,
+            peer,
+            protocol_name(rpc),
+            timeout_s=timeout_s,
+            limits=self._limits,
+            budget=self._budget,
+        )
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        """Returns the servers of a model version; see [`Directory`][swarm_plugins.transport.channel.Directory]."""
+        return await self._joined().servers(version, num_blocks)
+
+    async def models(self) -> dict[str, ModelInfo]:
+        """Returns all model versions that are announced, by version."""
+        return await self._joined().models()
+
+    async def announce(self, info: ServerInfo, ttl_s: float) -> None:
+        """Says in the DHT that this node serves what ``info`` says, for ``ttl_s`` seconds; repeat before they end.
+
+        Raises:
+            ConfigError: If ``info`` or ``ttl_s`` is out of range, or the node is in client mode.
+            TransportError: If no node of the DHT takes it.
+        """
+        await self._joined().announce(info, ttl_s)
+
+    async def retract(self) -> None:
+        """Takes the announcement back. Idempotent."""
+        await self._joined().retract()
+
+    def _running(self) -> Daemon:
+        if self._daemon is None:
+            raise TransportError("this node is not running: call start() first, and nothing after close()")
+        return self._daemon
+
+    def _joined(self) -> SwarmDHT:
+        if self._dht is None:
+            raise TransportError("this node is not running: call start() first, and nothing after close()")
+        return self._dht

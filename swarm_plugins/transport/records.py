@@ -1,0 +1,228 @@
+"""What stands in the DHT: small typed records, signed by their owner, that expire.
+
+| key | subkey | record |
+|---|---|---|
+| ``swarm_plugins/1/servers/<model version>/<shard>`` | peer id | ``ServerRecord``: what the peer serves |
+| ``swarm_plugins/1/models/<shard>`` | peer id | ``ModelRecord``: which model version the peer serves |
+
+A peer's shard follows from its id. Keys per block would store and fetch a server's record once for each of its
+blocks; keys per version need a handful of look-ups however many blocks a model has, and shards keep one value small.
+
+A record is accepted (by every node, before it is stored and again when it is read) only if its public key hashes to
+the subkey, its signature covers key, expiration and payload, and its payload belongs under its key.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import struct
+import time
+from typing import cast
+
+import msgspec
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+
+from swarm_plugins.errors import ConfigError, ProtocolError
+from swarm_plugins.transport.identity import Identity, is_signed_by, peer_id_of
+from swarm_plugins.transport.messages import ServerInfo
+
+__all__ = [
+    "MAX_RECORD_BYTES",
+    "MAX_TTL_S",
+    "GoneRecord",
+    "ModelRecord",
+    "OwnedRecordValidator",
+    "Record",
+    "ServerRecord",
+    "check_server_info",
+    "key_id",
+    "model_keys",
+    "open_record",
+    "own_model_key",
+    "own_server_key",
+    "server_keys",
+    "sign_record",
+]
+
+MAX_RECORD_BYTES = 4096
+"""Largest signed record."""
+
+MAX_TTL_S = 3600.0
+"""Longest life of a record."""
+
+_CLOCK_SLACK_S = 120.0
+_NUM_SHARDS = 4
+_MAX_BLOCKS = 100_000
+_MAX_NAME_CHARS = 512
+_DOMAIN = b"swarm_plugins/record/1\0"
+
+
+class ServerRecord(msgspec.Struct, frozen=True, kw_only=True, tag="server", forbid_unknown_fields=True):
+    """A peer serves blocks of a model version."""
+
+    info: ServerInfo
+
+
+class GoneRecord(msgspec.Struct, frozen=True, kw_only=True, tag="gone", forbid_unknown_fields=True):
+    """A peer has stopped serving; stands where its record stood, because a DHT cannot delete."""
+
+    version: str
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, tag="model", forbid_unknown_fields=True):
+    """A peer serves a model version; the empty version: it has stopped."""
+
+    version: str
+    model: str
+    num_blocks: int
+
+
+Record = ServerRecord | GoneRecord | ModelRecord
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    public_key: bytes
+    signature: bytes
+    payload: bytes
+
+
+_record_decoder = msgspec.msgpack.Decoder(Record)
+_envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
+_bytes_decoder = msgspec.msgpack.Decoder(bytes)
+
+
+def server_keys(version: str) -> list[str]:
+    """Returns the keys under which the servers of a model version stand."""
+    return [_server_key(version, shard) for shard in range(_NUM_SHARDS)]
+
+
+def model_keys() -> list[str]:
+    """Returns the keys under which all model versions stand."""
+    return [f"swarm_plugins/1/models/{shard}" for shard in range(_NUM_SHARDS)]
+
+
+def own_server_key(version: str, peer_id: str) -> str:
+    """Returns the key under which one server stands."""
+    return _server_key(version, _shard_of(peer_id))
+
+
+def own_model_key(peer_id: str) -> str:
+    """Returns the key under which one server says which model version it serves."""
+    return model_keys()[_shard_of(peer_id)]
+
+
+def sign_record(identity: Identity, key: str, record: Record, expiration: float) -> bytes:
+    """Returns a record as it stands in the DHT.
+
+    Raises:
+        ConfigError: If it is too large.
+    """
+    payload = msgspec.msgpack.encode(record)
+    signature = identity.sign(_signed_bytes(key_id(key), expiration, payload))
+    blob = msgspec.msgpack.encode(_Envelope(identity.public_key, signature, payload))
+    if len(blob) > MAX_RECORD_BYTES:
+        raise ConfigError(
+            f"the announcement takes {len(blob)} bytes, allowed are {MAX_RECORD_BYTES}: announce fewer adapters"
+        )
+    return blob
+
+
+def open_record(hashed_key: bytes, peer_id: str, blob: bytes, expiration: float) -> Record:
+    """Checks a record and returns what it says.
+
+    Args:
+        hashed_key: Hash of the key it stands under.
+        peer_id: The subkey it stands under.
+        blob: The record.
+        expiration: Unix time at which it expires.
+
+    Raises:
+        ProtocolError: If it is malformed, too long-lived, not signed by its owner, or under a key it does not fit.
+    """
+    now = time.time()
+    if not math.isfinite(expiration) or not now - _CLOCK_SLACK_S < expiration <= now + MAX_TTL_S + _CLOCK_SLACK_S:
+        raise ProtocolError(f"record expires at {expiration!r}, allowed is up to {MAX_TTL_S:g} s from now ({now:.0f})")
+    if len(blob) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"record has {len(blob)} bytes, allowed are {MAX_RECORD_BYTES}")
+    return _open_signed(hashed_key, peer_id, blob, expiration)
+
+
+def check_server_info(info: ServerInfo) -> None:
+    """Checks what a server says of itself for plain nonsense.
+
+    Raises:
+        ProtocolError: If a number or name is out of range.
+    """
+    if not 0 <= info.start < info.end <= info.num_blocks <= _MAX_BLOCKS:
+        raise ProtocolError(f"server claims blocks [{info.start}, {info.end}) of {info.num_blocks}")
+    if not all(math.isfinite(value) and value >= 0 for value in (info.throughput, info.decode_s, info.load)):
+        raise ProtocolError("server claims a throughput, step time or load that is negative or not finite")
+    counts = (info.free_kv_tokens, info.total_kv_tokens, info.max_batch_tokens, info.max_session_tokens)
+    if not all(0 <= value < 1 << 53 for value in counts):
+        raise ProtocolError(f"server claims impossible token counts {counts}")
+    if not info.version or max(len(info.version), len(info.model), len(info.software)) > _MAX_NAME_CHARS:
+        raise ProtocolError(f"server claims names that are empty or longer than {_MAX_NAME_CHARS} characters")
+
+
+class OwnedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """Lets hivemind's DHT hold nothing but this package's records, each written by its owner."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Returns whether a record may be stored or believed."""
+        try:
+            peer_id = msgspec.msgpack.decode(record.subkey, type=str)
+            open_record(record.key, peer_id, _bytes_decoder.decode(record.value), record.expiration_time)
+        except (ProtocolError, msgspec.MsgspecError, ValueError, TypeError):
+            return False
+        return True
+
+
+# Verifying takes 0.1 ms, and the same records come back with every look-up until they are renewed.
+@functools.lru_cache(maxsize=8192)
+def _open_signed(hashed_key: bytes, peer_id: str, blob: bytes, expiration: float) -> Record:
+    try:
+        envelope = _envelope_decoder.decode(blob)
+        if peer_id_of(envelope.public_key) != peer_id:
+            raise ProtocolError(f"record under {peer_id} comes with the key of {peer_id_of(envelope.public_key)}")
+        signed = _signed_bytes(hashed_key, expiration, envelope.payload)
+        if not is_signed_by(envelope.public_key, signed, envelope.signature):
+            raise ProtocolError(f"record under {peer_id} has a wrong signature")
+        record = cast(Record, _record_decoder.decode(envelope.payload))
+    except (msgspec.MsgspecError, RecursionError, ValueError) as exc:
+        raise ProtocolError(f"malformed record: {exc}") from exc
+    if hashed_key != key_id(_key_of(record, peer_id)):
+        raise ProtocolError(f"record of {peer_id} stands under a key it does not belong to")
+    if isinstance(record, ServerRecord):
+        check_server_info(record.info)
+    return record
+
+
+def _key_of(record: Record, peer_id: str) -> str:
+    if isinstance(record, ServerRecord):
+        return own_server_key(record.info.version, peer_id)
+    if isinstance(record, GoneRecord):
+        return own_server_key(record.version, peer_id)
+    if max(len(record.version), len(record.model)) > _MAX_NAME_CHARS or not 0 <= record.num_blocks <= _MAX_BLOCKS:
+        raise ProtocolError("model record with impossible names or numbers")
+    return own_model_key(peer_id)
+
+
+def _server_key(version: str, shard: int) -> str:
+    return f"swarm_plugins/1/servers/{version}/{shard}"
+
+
+def _shard_of(peer_id: str) -> int:
+    return hashlib.blake2b(peer_id.encode(), digest_size=1).digest()[0] % _NUM_SHARDS
+
+
+@functools.lru_cache(maxsize=4096)
+def key_id(key: str) -> bytes:
+    """Returns the hash under which the DHT keeps a key."""
+    return cast(bytes, DHTID.generate(source=key).to_bytes())
+
+
+def _signed_bytes(hashed_key: bytes, expiration: float, payload: bytes) -> bytes:
+    return _DOMAIN + hashed_key + struct.pack(">d", expiration) + payload

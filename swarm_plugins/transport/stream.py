@@ -1,0 +1,343 @@
+"""Reads and writes frames on one byte stream (a socket of the libp2p daemon).
+
+Bytes are received straight into the memory that the tensors will own: one system call and no copy for a message of
+the usual size, no task per message. Memory grows as bytes arrive, never by what a peer merely declares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.transport.limits import WireLimits
+from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, parse_header
+
+__all__ = ["Frame", "FrameStream", "ReceiveBudget"]
+
+_STAGING_BYTES = 64 * 1024
+_SLICE_BYTES = 256 * 1024
+_JOIN_BYTES = 64 * 1024
+_MAX_WAITING_FRAMES = 2
+_LINGER_S = 10.0
+
+
+class Frame(NamedTuple):
+    """A message as it arrived."""
+
+    header: FrameHeader
+    body: Tensor
+    """Flat ``uint8``, owned by whoever takes the frame."""
+
+
+class ReceiveBudget:
+    """Counts the memory of all unfinished incoming messages of a node."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def claim(self, num_bytes: int) -> None:
+        """Takes memory.
+
+        Raises:
+            ProtocolError: If the budget is full.
+        """
+        if self.used_bytes + num_bytes > self.limit_bytes:
+            raise ProtocolError(
+                f"incoming messages hold {self.used_bytes} bytes, {num_bytes} more asked, allowed are "
+                f"{self.limit_bytes}: send less at once, or raise max_receiving_bytes"
+            )
+        self.used_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Gives memory back."""
+        self.used_bytes -= num_bytes
+
+
+class FrameStream(asyncio.BufferedProtocol):
+    """The protocol object of one stream. One task at a time may send and one may receive."""
+
+    def __init__(self, peer: str, limits: WireLimits, budget: ReceiveBudget) -> None:
+        self._peer = peer
+        self._limits = limits
+        self._budget = budget
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._staging = memoryview(bytearray(_STAGING_BYTES))
+        self._header_part = bytearray()
+        self._body: _Body | None = None
+        self._frames: deque[Frame] = deque()
+        self._receiver: asyncio.Future[None] | None = None
+        self._sender: asyncio.Future[None] | None = None
+        self._is_reading_paused = False
+        self._is_writing_paused = False
+        self._error: TransportError | None = None
+        self._has_ended = False
+        self.is_closed = False
+        self.received_bytes = 0
+        self.on_lost: Callable[[], None] | None = None
+
+    # -- from the transport ------------------------------------------------------------------------------------
+
+    def attach(self, transport: asyncio.Transport, already_read: bytes) -> None:
+        """Takes over a connected transport from another protocol, with the bytes that one has read."""
+        self._transport = transport
+        # Zero: a send returns only when the kernel has all bytes, so its caller may reuse the memory.
+        transport.set_write_buffer_limits(high=0)
+        transport.set_protocol(self)
+        if already_read:
+            self._feed(memoryview(already_read))
+        if not self._is_reading_paused:
+            transport.resume_reading()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._staging if self._body is None else self._body.free_space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.received_bytes += nbytes
+        try:
+            if self._body is None:
+                self._feed(self._staging[:nbytes])
+            else:
+                self._body.advance(nbytes)
+                self._finish_body()
+        except ProtocolError as exc:
+            self.abort(exc)
+
+    def eof_received(self) -> bool:
+        return False  # close the transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._error is None:
+            reason = f": {exc}" if exc else ""
+            self._error = TransportError(f"the stream to peer {self._peer} broke{reason}")
+        self._drop_body()
+        self._wake_receiver()
+        self._wake_sender()
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def pause_writing(self) -> None:
+        self._is_writing_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_writing_paused = False
+        self._wake_sender()
+
+    # -- to the channel ----------------------------------------------------------------------------------------
+
+    async def write(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Writes one frame; returns when the kernel has taken all of it.
+
+        Raises:
+            TransportError: If the stream is broken.
+            RequestTimeoutError: If the other end takes no byte for ``send_stall_timeout_s``.
+        """
+        transport = self._check_usable()
+        if sum(map(len, parts)) <= _JOIN_BYTES:
+            parts = [b"".join(parts)]  # one system call, one packet
+        for part in parts:
+            view = memoryview(part)
+            # In slices, because the transport copies what the kernel does not take at once.
+            for offset in range(0, len(view), _SLICE_BYTES):
+                transport.write(view[offset : offset + _SLICE_BYTES])
+                if self._is_writing_paused:
+                    await self._wait_writable()
+                self._check_usable()
+
+    async def read(self, timeout_s: float) -> Frame | None:
+        """Returns the next frame; None when the other end has closed the stream.
+
+        Raises:
+            RequestTimeoutError: If no whole frame has arrived within ``timeout_s``; a later call may get it.
+            ProtocolError: If what arrived is not a frame, or too large.
+            TransportError: If the stream is broken.
+        """
+        if not self._frames and not self._has_ended and self._error is None:
+            self._check_usable()
+            await self._wait_for_frame(timeout_s)
+        if self._frames:
+            frame = self._frames.popleft()
+            self._resume_reading()
+            return frame
+        if self._has_ended and not self.is_closed:
+            return None
+        self._check_usable()
+        raise TransportError(f"the stream to peer {self._peer} was woken without a frame")
+
+    def put_back(self, frame: Frame) -> None:
+        """Makes a frame that was read the next one to be read."""
+        self._frames.appendleft(frame)
+
+    def close(self) -> None:
+        """Says the end and closes the stream. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        transport = self._transport
+        if self._sender is not None:
+            self.abort(TransportError(f"the channel to peer {self._peer} was closed in mid-message"))
+        elif transport is not None and not transport.is_closing():
+            transport.write(END_FRAME)
+            transport.close()
+            # A peer that reads nothing must not keep the socket for ever.
+            self._loop.call_later(_LINGER_S, transport.abort)
+        self._frames.clear()
+        self._drop_body()
+        self._wake_receiver()
+
+    def abort(self, error: TransportError) -> None:
+        """Breaks the stream; waiting and later calls raise ``error``."""
+        if self._error is None:
+            self._error = error
+        if self._transport is not None:
+            self._transport.abort()
+        self._drop_body()
+        self._wake_receiver()
+        self._wake_sender()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _feed(self, data: memoryview) -> None:
+        while len(data) and not self._has_ended:
+            if self._body is None:
+                missing = HEADER_BYTES - len(self._header_part)
+                self._header_part += data[:missing]
+                data = data[missing:]
+                if len(self._header_part) < HEADER_BYTES:
+                    return
+                self._start_body()
+            if self._body is not None:
+                data = data[self._body.take(data) :]
+                self._finish_body()
+
+    def _start_body(self) -> None:
+        header = parse_header(self._header_part, self._limits)
+        self._header_part.clear()
+        if header.is_end:
+            self._has_ended = True
+            self._wake_receiver()
+        elif header.body_bytes == 0:
+            raise ProtocolError("a message without metadata")
+        else:
+            self._body = _Body(header, self._limits.first_chunk_bytes, self._budget)
+
+    def _finish_body(self) -> None:
+        body = self._body
+        if body is None or not body.is_complete:
+            return
+        frame = Frame(body.header, body.joined())
+        self._drop_body()
+        self._frames.append(frame)
+        if len(self._frames) >= _MAX_WAITING_FRAMES and not self._is_reading_paused and self._transport is not None:
+            self._is_reading_paused = True
+            self._transport.pause_reading()
+        self._wake_receiver()
+
+    def _resume_reading(self) -> None:
+        if self._is_reading_paused and self._transport is not None and not self._transport.is_closing():
+            self._is_reading_paused = False
+            self._transport.resume_reading()
+
+    async def _wait_for_frame(self, timeout_s: float) -> None:
+        self._receiver = self._loop.create_future()
+        # Cheaper than asyncio.timeout, which costs more than the rest of a small message.
+        timer = self._loop.call_later(timeout_s, self._expire_receiver, timeout_s)
+        try:
+            await self._receiver
+        finally:
+            timer.cancel()
+            self._receiver = None
+
+    async def _wait_writable(self) -> None:
+        self._sender = self._loop.create_future()
+        stall_s = self._limits.send_stall_timeout_s
+        timer = self._loop.call_later(stall_s, self._give_up_sending, stall_s)
+        try:
+            await self._sender
+        except asyncio.CancelledError:
+            # Half a frame is out: nothing that follows could be understood.
+            self.abort(TransportError(f"sending to peer {self._peer} was cancelled in mid-message"))
+            raise
+        finally:
+            timer.cancel()
+            self._sender = None
+
+    def _give_up_sending(self, stall_s: float) -> None:
+        self.abort(RequestTimeoutError(f"peer {self._peer} has accepted no data for {stall_s:g} s"))
+
+    def _wake_receiver(self) -> None:
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
+
+    def _expire_receiver(self, timeout_s: float) -> None:
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_exception(
+                RequestTimeoutError(f"no message from peer {self._peer} within {timeout_s:g} s")
+            )
+
+    def _wake_sender(self) -> None:
+        if self._sender is not None and not self._sender.done():
+            self._sender.set_result(None)
+
+    def _check_usable(self) -> asyncio.Transport:
+        if self.is_closed:
+            raise TransportError(f"the channel to peer {self._peer} is closed: open a new one")
+        if self._error is not None:
+            raise self._error
+        if self._transport is None or self._transport.is_closing():
+            raise TransportError(f"the stream to peer {self._peer} broke")
+        return self._transport
+
+    def _drop_body(self) -> None:
+        if self._body is not None:
+            self._budget.release(self._body.claimed_bytes)
+            self._body = None
+
+
+class _Body:
+    """The body of one frame, while it arrives."""
+
+    def __init__(self, header: FrameHeader, first_chunk_bytes: int, budget: ReceiveBudget) -> None:
+        self.header = header
+        self.claimed_bytes = 0
+        self._budget = budget
+        self._chunks: list[Tensor] = []
+        self._grow(min(header.body_bytes, first_chunk_bytes))
+
+    @property
+    def is_complete(self) -> bool:
+        return self.claimed_bytes == self.header.body_bytes and self._filled == len(self._view)
+
+    def free_space(self) -> memoryview:
+        return self._view[self._filled :]
+
+    def take(self, data: memoryview) -> int:
+        """Copies as much of ``data`` as fits in the current chunk; returns how much that was."""
+        count = min(len(data), len(self._view) - self._filled)
+        self._view[self._filled : self._filled + count] = data[:count]
+        self.advance(count)
+        return count
+
+    def advance(self, num_bytes: int) -> None:
+        self._filled += num_bytes
+        if self._filled == len(self._view) and self.claimed_bytes < self.header.body_bytes:
+            # Doubling: never more than twice what has really arrived.
+            self._grow(min(self.header.body_bytes - self.claimed_bytes, self.claimed_bytes))
+
+    def joined(self) -> Tensor:
+        return self._chunks[0] if len(self._chunks) == 1 else torch.cat(self._chunks)
+
+    def _grow(self, num_bytes: int) -> None:
+        self._budget.claim(num_bytes)
+        self.claimed_bytes += num_bytes
+        chunk = torch.empty(num_bytes, dtype=torch.uint8)
+        self._chunks.append(chunk)
+        self._view = cast(memoryview, chunk.numpy().data)
+        self._filled = 0
