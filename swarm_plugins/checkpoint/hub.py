@@ -2,42 +2,266 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-from swarm_plugins.checkpoint.files import Piece, Progress
-from swarm_plugins.errors import CheckpointError
+import httpx2
+from huggingface_hub import HfApi, hf_hub_download, hf_hub_url, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import build_hf_headers
+
+from swarm_plugins.checkpoint.files import Piece, Progress, read_pieces
+from swarm_plugins.checkpoint.ranges import coalesce, fetch_range, scatter
+from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["HubFiles"]
 
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+_STREAMS = 4
+_CONFIG_FILE = "config.json"
+
 
 class HubFiles:
-    """The files of one commit of a repository.
+    """The files of one commit of a repository. Made by `resolve`.
 
     Args:
         version: The repository and the commit.
+        names: Names of its files.
+        token: Access token, None for the stored one, False for none.
+        cache_dir: Cache of whole files; None for huggingface_hub's.
+        endpoint: Address of the Hub; None for huggingface_hub's.
     """
 
-    def __init__(self, version: ModelVersion) -> None:
+    def __init__(
+        self,
+        version: ModelVersion,
+        names: Sequence[str],
+        *,
+        token: str | bool | None,
+        cache_dir: str | Path | None,
+        endpoint: str | None,
+    ) -> None:
         self.version = version
+        self._names = sorted(names)
+        self._token = token
+        self._cache_dir = cache_dir
+        self._endpoint = endpoint
 
     @classmethod
-    def resolve(cls, name: str, *, revision: str | None, token: str | bool | None, cache_dir: str | Path | None, endpoint: str | None) -> HubFiles:
-        raise CheckpointError(f"{name}: reading from the Hub comes with the next change")
+    def resolve(
+        cls,
+        name: str,
+        *,
+        revision: str | None,
+        token: str | bool | None,
+        cache_dir: str | Path | None,
+        endpoint: str | None,
+    ) -> HubFiles:
+        """Asks the Hub for the commit and the list of files; if it cannot be reached, the cache.
+
+        Raises:
+            ConfigError: If the name is not a repository id.
+            CheckpointError: If the repository or the revision is not there, or neither Hub nor cache has it.
+        """
+        wanted = revision or "main"
+        api = HfApi(endpoint=endpoint, token=token)
+        try:
+            with _translated(name, wanted):
+                info = api.model_info(name, revision=wanted, timeout=_ANSWER_S)
+        except _UnreachableError as exc:
+            version, names = _cached_version(name, wanted, cache_dir, exc)
+        else:
+            version = ModelVersion(info.id, str(info.sha))
+            names = [sibling.rfilename for sibling in info.siblings or ()]
+        return cls(version, names, token=token, cache_dir=cache_dir, endpoint=endpoint)
 
     @property
     def label(self) -> str:
+        """Repository and commit."""
         return str(self.version)
 
     def names(self) -> Sequence[str]:
-        raise NotImplementedError
+        """Returns the names of the files of the commit."""
+        return self._names
 
     def path(self, file: str) -> Path:
-        raise NotImplementedError
+        """Downloads a small file to the cache."""
+        with self._translated():
+            return Path(
+                hf_hub_download(
+                    self.version.name,
+                    file,
+                    revision=self.version.revision,
+                    cache_dir=self._cache_dir,
+                    token=self._token,
+                    endpoint=self._endpoint,
+                    etag_timeout=_ANSWER_S,
+                )
+            )
 
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
-        raise NotImplementedError
+        """Returns the first bytes of a file and its size, if the server says it."""
+        cached = self._cached(file)
+        if cached is not None:
+            with cached.open("rb") as stream:
+                return stream.read(num_bytes), cached.stat().st_size
+        data = bytearray()
+        with self._translated():
+            size = fetch_range(
+                self._url(file),
+                self._headers(),
+                0,
+                num_bytes,
+                lambda _, chunk: data.extend(chunk),
+                label=f"{self.label}/{file}",
+                may_be_shorter=True,
+            )
+        return bytes(data), size
 
     def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
-        raise NotImplementedError
+        """Fills all pieces, from the cache if the whole file is there, else by range."""
+        cached = self._cached(file)
+        if cached is not None:
+            read_pieces(cached, pieces, progress)
+            return
+        lock = threading.Lock()
+        url, headers = self._url(file), self._headers()
+
+        def fetch(part: tuple[int, int]) -> None:
+            mine = [piece for piece in pieces if piece.start < part[1] and piece.end > part[0]]
+
+            def sink(position: int, data: bytes) -> None:
+                wanted = scatter(mine, position, data)
+                with lock:
+                    progress(wanted)
+
+            fetch_range(url, headers, *part, sink, label=f"{self.label}/{file}")
+
+        with self._translated(), ThreadPoolExecutor(_STREAMS, "checkpoint") as pool:
+            futures = [pool.submit(fetch, part) for part in coalesce(pieces)]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _cached(self, file: str) -> Path | None:
+        found = try_to_load_from_cache(
+            self.version.name, file, cache_dir=self._cache_dir, revision=self.version.revision
+        )
+        if isinstance(found, str):
+            return Path(found)
+        if is_offline_mode():
+            raise CheckpointError(
+                f"{self.label}/{file} is not in the cache and HF_HUB_OFFLINE is set: unset it, or download the "
+                f"checkpoint first with 'hf download {self.version.name} --revision {self.version.revision}'"
+            )
+        return None
+
+    def _url(self, file: str) -> str:
+        return hf_hub_url(self.version.name, file, revision=self.version.revision, endpoint=self._endpoint)
+
+    def _headers(self) -> dict[str, str]:
+        headers: dict[str, str] = build_hf_headers(token=self._token, library_name="swarm_plugins")
+        return headers
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            with _translated(self.version.name, self.version.revision):
+                yield
+        except _UnreachableError as exc:
+            raise CheckpointError(str(exc)) from exc
+
+
+class _UnreachableError(Exception):
+    """The Hub gave no answer; the cache may do."""
+
+
+def _cached_version(
+    name: str, revision: str, cache_dir: str | Path | None, cause: Exception
+) -> tuple[ModelVersion, list[str]]:
+    found = try_to_load_from_cache(name, _CONFIG_FILE, cache_dir=cache_dir, revision=revision)
+    if not isinstance(found, str):
+        raise CheckpointError(
+            f"there is no directory {name!r} here, {cause}, and its cache has no {name} at {revision}: check the "
+            "connection (and HF_HUB_OFFLINE, HF_ENDPOINT), or give a directory"
+        ) from cause
+    snapshot = Path(found).parent
+    log.warning("%s: taking %s at %s from the cache (commit %s)", cause, name, revision, snapshot.name)
+    names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
+    return ModelVersion(name, snapshot.name), names
+
+
+@contextmanager
+def _translated(name: str, revision: str) -> Iterator[None]:
+    """Turns huggingface_hub's errors into this package's."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError, httpx2.TransportError) as exc:
+        raise _translation(exc, name, revision) from exc
+
+
+def _translation(exc: Exception, name: str, revision: str) -> Exception:
+    if isinstance(exc, (OfflineModeIsEnabled, LocalEntryNotFoundError, httpx2.TransportError)):
+        return _UnreachableError(f"the Hub cannot be reached ({_first_line(exc)})")
+    if isinstance(exc, HfHubHTTPError) and exc.response is not None and exc.response.status_code >= 500:
+        return _UnreachableError(f"the Hub is out of order ({_first_line(exc)})")
+    for kind, sentence in _SENTENCES:
+        if isinstance(exc, kind):
+            error = ConfigError if kind is HFValidationError else CheckpointError
+            return error(sentence.format(name=name, revision=revision, cause=_first_line(exc)))
+    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+        return CheckpointError(
+            f"the disk is full, {name} cannot be stored ({exc}): free space, or set HF_HOME or cache_dir to a place "
+            "with room"
+        )
+    return CheckpointError(f"{name}@{revision} cannot be fetched or stored: {_first_line(exc)}")
+
+
+# The first that fits counts: a gated repository is also one that is not found.
+_SENTENCES: tuple[tuple[type[Exception], str], ...] = (
+    (
+        HFValidationError,
+        "{name!r} is neither a directory here nor a repository id such as 'mistralai/Mixtral-8x7B-v0.1'",
+    ),
+    (
+        GatedRepoError,
+        "{name} is gated: ask for access on its page on the Hub, then log in with 'hf auth login' or give token=",
+    ),
+    (
+        RepositoryNotFoundError,
+        "there is no directory {name!r} here and no repository of that name on the Hub, or it is private: check the "
+        "spelling; for a private one log in with 'hf auth login' or give token=",
+    ),
+    (
+        RevisionNotFoundError,
+        "{name} has no revision {revision!r} on the Hub: give a branch, a tag or a commit hash of it",
+    ),
+    (EntryNotFoundError, "{name}@{revision} lacks a file that it should have, its upload is incomplete: {cause}"),
+    (HfHubHTTPError, "the Hub refuses {name}@{revision}: {cause}"),
+)
+
+
+def _first_line(exc: Exception) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300] or type(exc).__name__

@@ -127,7 +127,9 @@ def _check_shard_name(name: str, file: str, label: str) -> None:
 def _no_weights(label: str, names: object) -> str:
     found = sorted(str(name) for name in names) if isinstance(names, (list, tuple)) else []
     gguf = [name for name in found if name.endswith(".gguf")]
-    pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and "training_args" not in name]
+    pickled = [
+        name for name in found if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and "training_args" not in name
+    ]
     message = f"{label} has no {SINGLE_FILE} and no {INDEX_FILE}, the weights that can be read in part"
     if gguf:
         return (

@@ -29,7 +29,7 @@ def layer_list_name(model: nn.Module) -> str:
         UnsupportedError: If the model has no such list, or several.
     """
     classes = _layer_classes(model)
-    found = [
+    found: list[str] = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and all(_is_any(layer, classes) for layer in module)
@@ -75,7 +75,9 @@ def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
     prefixes = {match[1] for name in checkpoint.tensors if (match := longer.match(name))}
     if len(prefixes) == 1:
         return prefixes.pop()
-    found = f"the candidates {', '.join(sorted(prefixes))}" if prefixes else f"{', '.join(list(checkpoint.tensors)[:3])}"
+    found = (
+        f"the candidates {', '.join(sorted(prefixes))}" if prefixes else f"{', '.join(list(checkpoint.tensors)[:3])}"
+    )
     raise CheckpointError(
         f"{checkpoint.name} has no tensors named '{layer_path}.<index>.': found {found}; config and weights do not "
         "belong together"

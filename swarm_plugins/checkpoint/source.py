@@ -159,16 +159,14 @@ class Checkpoint:
             )
         return self.tensors[name]
 
-    def _fill(
-        self, infos: list[TensorInfo], buffers: Mapping[str, torch.Tensor], progress: Progress
-    ) -> None:
+    def _fill(self, infos: list[TensorInfo], buffers: Mapping[str, torch.Tensor], progress: Progress) -> None:
         by_file: dict[str, list[TensorInfo]] = {}
         for info in {info.name: info for info in infos}.values():
             if info.num_bytes:
                 by_file.setdefault(info.file, []).append(info)
         for file in sorted(by_file):
             pieces = [
-                Piece(info.start, memoryview(buffers[info.name].numpy()))
+                Piece(info.start, buffers[info.name].numpy().data)
                 for info in sorted(by_file[file], key=lambda info: info.start)
             ]
             self._files.read(file, pieces, progress)
@@ -201,7 +199,5 @@ def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
     except OSError as exc:
         raise CheckpointError(f"{files.label}/{_CONFIG_FILE} cannot be read: {exc}") from exc
     except (ValueError, KeyError, TypeError) as exc:
-        raise UnsupportedError(
-            f"transformers cannot make a config of {files.label}/{_CONFIG_FILE}: {exc}"
-        ) from exc
+        raise UnsupportedError(f"transformers cannot make a config of {files.label}/{_CONFIG_FILE}: {exc}") from exc
     return config

@@ -7,7 +7,7 @@ values a four-layer toy is so close to the identity that a skipped layer would n
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.testing._smollm2 import smollm2
 
-__all__ = ["FAMILIES", "VOCAB_SIZE", "save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"]
+__all__ = ["FAMILIES", "VOCAB_SIZE", "save_tiny", "smollm2", "tiny_config", "tiny_model", "tiny_tokenizer"]
 
 VOCAB_SIZE = 128
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
@@ -126,9 +127,11 @@ def tiny_model(family: str, *, seed: int = 0, num_layers: int = 4) -> PreTrained
     config = tiny_config(family, num_layers=num_layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+        model = build(config, dtype=torch.float32)
     _randomize(model, torch.Generator().manual_seed(seed))
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -138,7 +141,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
-    return PreTrainedTokenizerFast(
+    wrap: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    return wrap(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<s>",
@@ -176,7 +180,7 @@ def save_tiny(
 @torch.no_grad()
 def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Fills matrices by fan-in and disturbs vectors, so that no weight can be lost without notice."""
-    embeddings = model.get_input_embeddings().weight
+    embeddings = model.get_input_embeddings().get_parameter("weight")
     # Saved buffers too (DeepSeek's router bias is one); tables that are computed from the config are not saved.
     saved = model.state_dict(keep_vars=True)
     for name in sorted(saved):
@@ -190,5 +194,3 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
             tensor.copy_(noise * tensor.shape[-1] ** -0.5)
         else:
             tensor.add_(noise * 0.1)
-
-
