@@ -111,6 +111,7 @@ class ChainCall:
         self.digests = digests
         self.inputs = inputs
         self.keep = keep
+        self._first = 0
         self._runs: list[_SpanRun] = []
 
     async def forward(self, blocks: range) -> BlockOutputs:
@@ -120,6 +121,7 @@ class ChainCall:
             MissingBlocksError: If no living server holds some block.
             SwarmError: If a server refuses the request, or too many servers failed.
         """
+        self._first = blocks.start
         runs = await self._forward_blocks(blocks, self.inputs.hidden)
         if self.keep:
             self._runs = runs
@@ -168,7 +170,10 @@ class ChainCall:
         )
 
     def _prefix_of(self, span: SpanChoice) -> tuple[Tensor, ...]:
-        return self.inputs.prefix[2 * span.start : 2 * span.end] if self.inputs.prefix else ()
+        return self.inputs.prefix[self._prefix_slice(span)]
+
+    def _prefix_slice(self, span: SpanChoice) -> slice:
+        return slice(2 * (span.start - self._first), 2 * (span.end - self._first))
 
     async def _forward_span(self, span: SpanChoice, hidden: Tensor) -> _SpanRun:
         part = self.digests.part(self.inputs.adapters, range(span.start, span.end))
@@ -213,8 +218,8 @@ class ChainCall:
                 pending.extend(await self._again(run, fresh_ticket=False))
                 continue
             grad = answer.grad_hidden
-            if self.inputs.collect_hidden and run.span.start > 0 and grad is not None:
-                grad = grad + grads.hidden_states[run.span.start - 1]
+            if self.inputs.collect_hidden and run.span.start > self._first and grad is not None:
+                grad = grad + grads.hidden_states[run.span.start - self._first - 1]
         self._runs = []
         return [grad if needs_hidden else None, *collected.adapters, *collected.prefix]
 
@@ -241,7 +246,8 @@ class ChainCall:
         self, run: _SpanRun, grad: Tensor, grads: BlockOutputs, collected: _Collected, *, needs_input: bool
     ) -> BackwardResponse:
         span, ticket = run.span, run.response.ticket
-        inner = grads.hidden_states[span.start : span.end - 1] if self.inputs.collect_hidden else []
+        first, last = span.start - self._first, span.end - self._first - 1
+        inner = grads.hidden_states[first:last] if self.inputs.collect_hidden else []
         routers = [
             g for block, g in zip(grads.router_blocks, grads.router_logits, strict=True) if span.start <= block < span.end
         ]
@@ -265,7 +271,7 @@ class ChainCall:
             for index, value in zip(run.part.indices, answer.grad_adapters, strict=True):
                 collected.adapters[index] = value
         if request.needs_prefix:
-            collected.prefix[2 * span.start : 2 * span.end] = answer.grad_prefix
+            collected.prefix[self._prefix_slice(span)] = answer.grad_prefix
         return answer
 
     def _check_gradients(self, answer: BackwardResponse, request: BackwardRequest, run: _SpanRun) -> None:

@@ -1,0 +1,22 @@
+"""HF's own model classes with remote decoder layers.
+
+`AutoSwarmModelForCausalLM.from_pretrained(...)` is the door; `stack.py` is where the layer loop of transformers
+becomes one pass through a chain of servers.
+"""
+
+from __future__ import annotations
+
+from swarm_plugins.backbone.auto import (
+    AutoSwarmModel,
+    AutoSwarmModelForCausalLM,
+    AutoSwarmModelForSequenceClassification,
+)
+from swarm_plugins.backbone.context import SwarmSettings, active_swarm
+
+__all__ = [
+    "AutoSwarmModel",
+    "AutoSwarmModelForCausalLM",
+    "AutoSwarmModelForSequenceClassification",
+    "SwarmSettings",
+    "active_swarm",
+]

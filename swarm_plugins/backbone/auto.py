@@ -1,0 +1,120 @@
+"""`AutoSwarmModel...`: loads HF's own class with its decoder layers on the swarm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedModel,
+)
+
+from swarm_plugins.backbone.context import resolve_settings
+from swarm_plugins.backbone.defaults import install_lora_defaults
+from swarm_plugins.backbone.loading import load_remote, model_class
+from swarm_plugins.backbone.stack import RemoteStack
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.connection import SwarmConnection
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["AutoSwarmModel", "AutoSwarmModelForCausalLM", "AutoSwarmModelForSequenceClassification"]
+
+
+class _AutoSwarm:
+    """What the three classes share."""
+
+    _mapping: ClassVar[Mapping[Any, Any]]
+    _what: ClassVar[str]
+
+    def __init__(self) -> None:
+        raise TypeError(f"{type(self).__name__} is not instantiated; call {type(self).__name__}.from_pretrained(...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_dir: str | Path,
+        *,
+        revision: str | None = None,
+        initial_peers: Sequence[str] | str | None = None,
+        swarm: SwarmConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        connection: SwarmConnection | None = None,
+        **config_changes: Any,
+    ) -> PreTrainedModel:
+        """Returns the model in HF's own class; its decoder layers run on servers of the same model version.
+
+        Embeddings, final norm and head are real and local; only they are read or downloaded. Everything else is as
+        with transformers: ``generate()``, PEFT, any Trainer.
+
+        Args:
+            name_or_dir: Id of a repository on the Hub, or a directory.
+            revision: Branch, tag or commit on the Hub.
+            initial_peers: Addresses of peers through which the swarm is joined. None: those of the active strategy,
+                else of the environment variable ``SWARM_INITIAL_PEERS``.
+            swarm: How the client behaves: deadlines, retries, codec.
+            dtype: Floating type of the local weights and of the hidden states that are sent. None: the checkpoint's.
+            device: Where the local weights and the adapters live; the CPU by default.
+            token: Access token of the Hub.
+            cache_dir: Cache of the Hub's files.
+            connection: A connection of one's own, instead of peers.
+            **config_changes: Settings of the model's config to change, such as ``num_labels``.
+
+        Raises:
+            ConfigError: If no peers are given, a setting is wrong or the model does not exist.
+            CheckpointError: If the client's share of the weights cannot be read.
+            UnsupportedError: If the architecture cannot have remote blocks.
+            TransportError: If the swarm cannot be joined.
+        """
+        settings = None if connection is not None else resolve_settings(initial_peers, swarm)
+        checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
+        unknown = [name for name in config_changes if not hasattr(checkpoint.config, name)]
+        if unknown:
+            raise ConfigError(
+                f"unknown argument {unknown[0]!r}: neither an argument of from_pretrained nor a setting of "
+                f"{type(checkpoint.config).__name__}"
+            )
+        base_class = model_class(cls._mapping, checkpoint.config, cls._what)
+        text_config = checkpoint.config.get_text_config(decoder=True)
+        stack = RemoteStack(
+            version=str(checkpoint.version),
+            num_blocks=text_config.num_hidden_layers,
+            settings=settings,
+            connection=connection,
+        )
+        install_lora_defaults()
+        model = load_remote(
+            base_class, checkpoint, stack, dtype=dtype, device=str(device or "cpu"), config_changes=config_changes
+        )
+        # Joining here and not at the first step: a wrong address or a missing block shows before any data is read.
+        stack.check()
+        return model
+
+
+class AutoSwarmModel(_AutoSwarm):
+    """The base model, without a head, with remote blocks."""
+
+    _mapping = MODEL_MAPPING
+    _what = "base model"
+
+
+class AutoSwarmModelForCausalLM(_AutoSwarm):
+    """A causal language model with remote blocks."""
+
+    _mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+    _what = "causal language model"
+
+
+class AutoSwarmModelForSequenceClassification(_AutoSwarm):
+    """A sequence classifier with remote blocks; its head is local and trainable."""
+
+    _mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    _what = "sequence classifier"

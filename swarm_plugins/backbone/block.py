@@ -1,0 +1,37 @@
+"""A decoder layer that runs on the swarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from swarm_plugins.backbone.stack import RemoteStack
+from swarm_plugins.backbone.standin import stand_in_class, turn_into_stand_ins
+
+__all__ = ["RemoteBlock", "make_remote"]
+
+
+class RemoteBlock(nn.Module):
+    """Mixed in before the class of a decoder layer: its forward asks the stack, its children never run."""
+
+    swarm_stack: RemoteStack
+    swarm_index: int
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns the block's output, `[batch, length, width]`."""
+        if args:
+            # A few families pass the mask by position.
+            kwargs = {"attention_mask": args[0], **kwargs}
+        return self.swarm_stack.run_block(self.swarm_index, hidden_states, kwargs)
+
+
+def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:
+    """Converts every decoder layer of a model in place."""
+    for index, layer in enumerate(layers):
+        turn_into_stand_ins(layer, device)
+        _, original = layer._stand_in_of  # type: ignore[misc]
+        layer.__class__ = stand_in_class(original, RemoteBlock)  # type: ignore[arg-type]
+        layer.swarm_stack = stack  # type: ignore[assignment]
+        layer.swarm_index = index  # type: ignore[assignment]
+    stack.layers = layers

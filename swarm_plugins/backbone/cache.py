@@ -1,0 +1,218 @@
+"""The client's view of a KV cache that lives on servers.
+
+transformers sees ordinary cache layers that know their length. All layers of one cache share one state; changes
+(crop, reorder, ...) are queued there by the first layer only and ride with the next request.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
+from swarm_plugins.client.connection import RemoteBlocks
+from swarm_plugins.client.session import ClientSession
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.transport.messages import CacheOp
+
+__all__ = ["RemoteCacheLayer", "RemoteCacheState", "adopt_cache"]
+
+
+class RemoteCacheState:
+    """One session and the changes that wait for its next step.
+
+    Args:
+        remote: The blocks that the session runs on.
+        num_blocks: How many there are.
+        prefix: Keys and values that the cache starts with, K then V for each block.
+    """
+
+    def __init__(self, remote: RemoteBlocks, num_blocks: int, prefix: Sequence[Tensor] = ()) -> None:
+        self.remote = remote
+        self.num_blocks = num_blocks
+        self.prefix = tuple(prefix)
+        self.length = prefix[0].shape[2] if prefix else 0
+        self._ops: list[CacheOp] = []
+        self._session: ClientSession | None = None
+        self._owed: list[BlockInputs] = []
+        """Inputs that ran with gradients, outside the session: sent first if the cache is used again."""
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing but the prefix is cached."""
+        return self._session is None and not self._owed and not self._ops
+
+    def step(self, inputs: BlockInputs) -> BlockOutputs:
+        """Runs new tokens in the session."""
+        session = self._ready_session()
+        ops, self._ops = self._ops, []
+        outputs = self.remote.step(session, inputs, ops)
+        self.length += inputs.hidden.shape[1]
+        return outputs
+
+    def _ready_session(self) -> ClientSession:
+        """Opens the session if there is none yet, and puts in what is owed."""
+        if self._session is None:
+            self._keep(self.remote.open_session(range(self.num_blocks), self.prefix))
+        owed, self._owed = self._owed, []
+        for past in owed:
+            self.remote.step(self._session, past, ())  # type: ignore[arg-type]
+        return self._session  # type: ignore[return-value]
+
+    def _keep(self, session: ClientSession) -> None:
+        self._session = session
+        weakref.finalize(self, self.remote.release, session)
+
+    def owe(self, inputs: BlockInputs) -> None:
+        """Notes tokens that ran outside the session."""
+        with torch.no_grad():
+            self._owed.append(
+                BlockInputs(
+                    hidden=inputs.hidden.detach(),
+                    position_ids=inputs.position_ids,
+                    attention_mask=inputs.attention_mask,
+                    adapters=inputs.adapters,
+                )
+            )
+        self.length += inputs.hidden.shape[1]
+
+    def change(self, kind: str, *indices: int) -> None:
+        """Queues a change of the cache."""
+        if self._owed:
+            # What is owed was computed before the change: it has to be in the session first.
+            self._ready_session()
+        if kind == "reset":
+            self.length, self.prefix = 0, ()
+        elif kind == "crop":
+            self.length = indices[0]
+        self._ops.append(CacheOp(kind=kind, indices=indices))  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheState:
+        twin = RemoteCacheState(self.remote, self.num_blocks, self.prefix)
+        memo[id(self)] = twin
+        twin.length = self.length
+        twin._ops = list(self._ops)
+        twin._owed = list(self._owed)
+        if self._session is not None:
+            twin._keep(self.remote.fork(self._session))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "a KV cache that lives on servers cannot be pickled; keep the token ids and run them again instead"
+        )
+
+
+class RemoteCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One block's layer of the cache.
+
+    Args:
+        state: Shared by all layers.
+        is_first: Whether this layer speaks for all.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, state: RemoteCacheState, *, is_first: bool) -> None:
+        super().__init__()
+        self.state = state
+        self.is_first = is_first
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: servers allocate."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raises: keys and values never come here."""
+        raise UnsupportedError(
+            "keys and values of a remote block are kept by its server; this cache cannot be used by a local model"
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Returns key length and offset for a mask."""
+        return self.state.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Returns how many tokens are cached."""
+        return self.state.length
+
+    def get_max_length(self) -> int:
+        """Returns -1: the cache grows until the server's budget is used up."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        if self.is_first:
+            self.state.change("reset")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens; the number is negative or 0, as in transformers 5."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        if self.is_first and tokens_to_remove < 0:
+            self.state.change("crop", max(self.state.length + tokens_to_remove, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Makes row i the old row ``beam_idx[i]``."""
+        if self.is_first and self.state.length > 0:
+            self.state.change("reorder", *beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row."""
+        if self.is_first and self.state.length > 0:
+            self.state.change("repeat", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some rows."""
+        if self.is_first and self.state.length > 0:
+            index = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            self.state.change("select", *index.tolist())
+
+    def offload(self) -> None:
+        """Does nothing: nothing is here."""
+
+    def prefetch(self) -> None:
+        """Does nothing: nothing is here."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheLayer:
+        twin = RemoteCacheLayer(copy.deepcopy(self.state, memo), is_first=self.is_first)
+        memo[id(self)] = twin
+        return twin
+
+
+def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCacheState:
+    """Makes a cache of transformers remote, in place, and returns its state.
+
+    Keys and values that it holds already (PEFT's prefix tuning puts them there) become the prefix.
+
+    Raises:
+        UnsupportedError: If another model's tokens are in it.
+    """
+    layers = cache.layers
+    if layers and isinstance(layers[0], RemoteCacheLayer):
+        state: RemoteCacheState = layers[0].state
+        if state.remote.view.version != remote.view.version:
+            raise UnsupportedError(
+                f"this cache belongs to {state.remote.view.version}, the model is {remote.view.version}; "
+                "start with a new cache"
+            )
+        return state
+    filled = [layer for layer in layers if layer.get_seq_length() > 0]
+    if filled and len(filled) != num_blocks:
+        raise UnsupportedError(
+            f"the cache holds keys and values for {len(filled)} of {num_blocks} layers; pass an empty cache or a full one"
+        )
+    prefix = [tensor for layer in filled for tensor in (layer.keys, layer.values)]
+    state = RemoteCacheState(remote, num_blocks, prefix)
+    cache.layers = [RemoteCacheLayer(state, is_first=index == 0) for index in range(num_blocks)]
+    cache.layer_class_to_replicate = None
+    return state

@@ -1,0 +1,66 @@
+"""Where a model finds its swarm: the argument, the active strategy, or the environment, in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["SwarmSettings", "active_swarm", "resolve_settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmSettings:
+    """Which swarm to use, and how."""
+
+    initial_peers: tuple[str, ...]
+    """Multiaddresses of peers through which the swarm is joined."""
+    config: SwarmConfig
+    """How the client behaves."""
+
+
+_active: ContextVar[SwarmSettings | None] = ContextVar("active_swarm", default=None)
+
+
+@contextlib.contextmanager
+def active_swarm(settings: SwarmSettings) -> Iterator[None]:
+    """Makes a swarm the default for models that are loaded inside (a strategy does this around ``configure_model``)."""
+    token = _active.set(settings)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def resolve_settings(initial_peers: Sequence[str] | str | None, config: SwarmConfig | None) -> SwarmSettings:
+    """Returns the swarm to use.
+
+    Raises:
+        ConfigError: If no peers are given anywhere.
+    """
+    active = _active.get()
+    if initial_peers is None and active is not None:
+        return active if config is None else SwarmSettings(initial_peers=active.initial_peers, config=config)
+    if initial_peers is None:
+        initial_peers = os.environ.get("SWARM_INITIAL_PEERS", "")
+    if isinstance(initial_peers, str):
+        initial_peers = initial_peers.replace(",", " ").split()
+    peers = tuple(peer.strip() for peer in initial_peers)
+    if not peers:
+        raise ConfigError(
+            "no swarm to join: pass initial_peers=[...] to from_pretrained, or load the model inside "
+            'Trainer(strategy="swarm"), or set the environment variable SWARM_INITIAL_PEERS; '
+            "an address looks like /ip4/203.0.113.7/tcp/31337/p2p/Qm..., as 'swarm serve' prints it"
+        )
+    for peer in peers:
+        if not peer.startswith("/") or "/p2p/" not in peer:
+            raise ConfigError(
+                f"{peer!r} is no address of a peer; it looks like /ip4/203.0.113.7/tcp/31337/p2p/Qm..., "
+                "as 'swarm serve' prints it"
+            )
+    return SwarmSettings(initial_peers=peers, config=config or SwarmConfig())

@@ -1,0 +1,182 @@
+"""One client's connection to a swarm, shared by all models that use it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from swarm_plugins.client.adapters import DigestCache
+from swarm_plugins.client.autograd import run_blocks
+from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, ChainCall
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.loop import LoopThread
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.session import ClientSession
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.routing import Demand
+from swarm_plugins.transport.channel import Directory, Transport
+from swarm_plugins.transport.messages import CacheOp
+from swarm_plugins.transport.node import NodeConfig, SwarmNode
+
+__all__ = ["RemoteBlocks", "SwarmConnection", "connect"]
+
+
+class Network(Transport, Directory, Protocol):
+    """Opens channels and knows who serves what: a `SwarmNode`, or a stand-in for it."""
+
+
+class SwarmConnection:
+    """Event loop thread, network node and open streams of one client.
+
+    Args:
+        open_network: Starts the network; called on the loop by `start`.
+        config: Deadlines, retries, codec.
+    """
+
+    def __init__(self, open_network: Callable[[], Awaitable[Network]], config: SwarmConfig) -> None:
+        self.config = config
+        self.loop = LoopThread()
+        self.network: Network | None = None
+        self.peers: Peers | None = None
+        self._open_network = open_network
+        self._lock = threading.Lock()
+
+    def start(self) -> SwarmConnection:
+        """Starts the network. A second call does nothing.
+
+        Raises:
+            TransportError: If the network does not start or no initial peer answers.
+        """
+        with self._lock:
+            if self.peers is None:
+                self.loop.start()
+                try:
+                    self.network = self.loop.run(self._started())
+                except BaseException:
+                    self.loop.close()
+                    raise
+                self.peers = Peers(self.network, self.config)
+        return self
+
+    async def _started(self) -> Network:
+        return await self._open_network()
+
+    def close(self) -> None:
+        """Closes all streams and stops the network and the loop. Idempotent."""
+        with self._lock:
+            peers, self.peers = self.peers, None
+            network, self.network = self.network, None
+            with contextlib.suppress(SwarmError):
+                if peers is not None:
+                    self.loop.run(peers.close())
+                if network is not None:
+                    self.loop.run(network.close())
+            self.loop.close()
+
+    def __enter__(self) -> SwarmConnection:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def blocks(self, *, version: str, num_blocks: int) -> RemoteBlocks:
+        """Returns the blocks of one model version."""
+        return RemoteBlocks(self.start(), version=version, num_blocks=num_blocks)
+
+
+class RemoteBlocks:
+    """All blocks of one model version, wherever they run: a forward with gradients, and sessions.
+
+    Args:
+        connection: A started connection.
+        version: The model version.
+        num_blocks: Blocks of the whole model.
+    """
+
+    def __init__(self, connection: SwarmConnection, *, version: str, num_blocks: int) -> None:
+        if connection.peers is None or connection.network is None:
+            raise SwarmError("the connection is not started")
+        self.connection = connection
+        self.peers = connection.peers
+        self.digests = DigestCache()
+        self.view = SwarmView(
+            connection.network, connection.peers, connection.config, version=version, num_blocks=num_blocks
+        )
+
+    def check(self) -> None:
+        """Looks for a chain that covers all blocks.
+
+        Raises:
+            MissingBlocksError: If some block has no living server.
+        """
+        self.connection.loop.run(self.view.chain(range(self.view.num_blocks), Demand()))
+
+    def forward(self, inputs: BlockInputs, blocks: range) -> BlockOutputs:
+        """Runs blocks without a session; differentiable to hidden states, adapter tensors and prefix.
+
+        Raises:
+            MissingBlocksError: If no living server holds some block.
+            SwarmError: If a server refuses the request, or too many servers failed.
+        """
+        return run_blocks(self.connection.loop, self._new_call, inputs, blocks)
+
+    def _new_call(self, inputs: BlockInputs, *, keep: bool) -> ChainCall:
+        return ChainCall(self.peers, self.view, self.digests, inputs, keep=keep)
+
+    def open_session(self, blocks: range, prefix: Sequence[Tensor] = ()) -> ClientSession:
+        """Returns a new session; servers hear of it at its first step."""
+        return ClientSession(self.peers, self.view, self.digests, blocks=blocks, prefix=prefix)
+
+    def step(self, session: ClientSession, inputs: BlockInputs, ops: Sequence[CacheOp]) -> BlockOutputs:
+        """Runs new tokens of a session, after the queued changes of its cache."""
+        return self.connection.loop.run(session.step(inputs, ops))
+
+    def fork(self, session: ClientSession) -> ClientSession:
+        """Returns an independent copy of a session."""
+        return self.connection.loop.run(session.fork())
+
+    def release(self, session: ClientSession) -> None:
+        """Closes a session in the background; safe to call from a garbage collector."""
+        loop = self.connection.loop
+
+        def start_closing() -> None:
+            with contextlib.suppress(SwarmError):
+                loop.submit(session.close())
+
+        loop.call_soon(start_closing)
+
+
+_connections: weakref.WeakValueDictionary[tuple[tuple[str, ...], SwarmConfig], SwarmConnection] = (
+    weakref.WeakValueDictionary()
+)
+_connections_lock = threading.Lock()
+
+
+def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnection:
+    """Returns a connection through some peers: the one that is open already, or a new one (not started yet)."""
+    key = (tuple(initial_peers), config)
+    with _connections_lock:
+        known = _connections.get(key)
+        if known is None:
+            known = SwarmConnection(lambda: _start_node(key[0], config), config)
+            _connections[key] = known
+        return known
+
+
+async def _start_node(initial_peers: tuple[str, ...], config: SwarmConfig) -> Network:
+    node = SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True))
+    await node.start()
+    return node
+
+
+@atexit.register
+def _close_all() -> None:
+    for connection in list(_connections.values()):
+        connection.close()

@@ -1,0 +1,279 @@
+"""One generation stream over a chain: a session on every server, changes of the cache queued, replay on failure.
+
+The client keeps what it has sent to each span. When a server is lost, the blocks it ran are opened elsewhere and
+get the same inputs again: the tokens that follow are the same as without the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.client.adapters import DigestCache
+from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, Retries
+from swarm_plugins.client.checks import check_outputs
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.history import History, SentStep
+from swarm_plugins.client.peers import Peers, check_answer
+from swarm_plugins.errors import SessionLostError, SwarmError, UnknownAdapterError
+from swarm_plugins.routing import Demand, SpanChoice
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import (
+    CacheOp,
+    SessionOpen,
+    SessionOpened,
+    SessionStep,
+    SessionStepResponse,
+)
+
+__all__ = ["ClientSession"]
+
+
+class _SpanSession:
+    """The session on one server, and what was sent to it.
+
+    Args:
+        span: Blocks and peer.
+        history: What was sent.
+    """
+
+    def __init__(self, span: SpanChoice, history: History) -> None:
+        self.span = span
+        self.history = history
+        self.channel: Channel | None = None
+        self.name = ""
+        self.unsent_ops: list[CacheOp] = []
+        """Changes that the history has seen and the server has not."""
+
+    def apply(self, ops: Sequence[CacheOp]) -> None:
+        for op in ops:
+            self.history.apply(op)
+        if self.channel is not None:
+            self.unsent_ops.extend(ops)
+
+    async def close(self) -> None:
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            with contextlib.suppress(SwarmError):
+                await channel.close()
+
+
+class ClientSession:
+    """A KV cache that lives on the servers of one chain.
+
+    Args:
+        peers: Sends the requests.
+        view: Plans the chain.
+        digests: Names the adapters.
+        blocks: The blocks of the chain.
+        prefix: Keys and values that the cache starts with, K then V for each block.
+    """
+
+    def __init__(
+        self, peers: Peers, view: SwarmView, digests: DigestCache, *, blocks: range, prefix: Sequence[Tensor] = ()
+    ) -> None:
+        self.peers = peers
+        self.view = view
+        self.digests = digests
+        self.blocks = blocks
+        self.prefix = tuple(tensor.detach() for tensor in prefix)
+        self._spans: list[_SpanSession] = []
+
+    async def step(self, inputs: BlockInputs, ops: Sequence[CacheOp] = ()) -> BlockOutputs:
+        """Applies the queued changes of the cache, then runs new tokens through the chain.
+
+        Raises:
+            MissingBlocksError: If no living server holds some block.
+            SwarmError: If a server refuses the step, or too many servers failed.
+        """
+        for current in self._spans:
+            current.apply(ops)
+        if not self._spans:
+            self._spans = await self._plan(self.blocks, inputs, self.prefix)
+        retries = Retries(self.view, self.peers.config.max_retries)
+        outputs = BlockOutputs(hidden=inputs.hidden)
+        position = 0
+        while position < len(self._spans):
+            current = self._spans[position]
+            try:
+                response = await self._advance(current, replace(inputs, hidden=outputs.hidden))
+            except SwarmError as exc:
+                await current.close()
+                retries.note(current.span.peer, exc)
+                self._spans[position : position + 1] = await self._moved(current, inputs, retries)
+                continue
+            position += 1
+            outputs.hidden = response.hidden
+            outputs.hidden_states.extend(response.hidden_states)
+            if inputs.collect_hidden and position < len(self._spans):
+                outputs.hidden_states.append(response.hidden)
+            outputs.router_logits.extend(response.router_logits)
+            outputs.router_blocks.extend(response.router_blocks)
+        return outputs
+
+    async def _plan(self, blocks: range, inputs: BlockInputs, prefix: tuple[Tensor, ...]) -> list[_SpanSession]:
+        batch, tokens = inputs.hidden.shape[:2]
+        cached = inputs.attention_mask.shape[1] if inputs.attention_mask is not None else tokens
+        chain = await self.view.chain(blocks, Demand(tokens=batch * tokens, kv_tokens=batch * cached))
+        return [
+            _SpanSession(span, History(prefix[2 * (span.start - blocks.start) : 2 * (span.end - blocks.start)]))
+            for span in chain
+        ]
+
+    async def _moved(self, lost: _SpanSession, inputs: BlockInputs, retries: Retries) -> list[_SpanSession]:
+        """Opens the blocks of a lost server elsewhere and replays what was sent to it."""
+        while True:
+            blocks = range(lost.span.start, lost.span.end)
+            parts = await self._plan(blocks, inputs, lost.history.prefix)
+            try:
+                for sent in lost.history.merged():
+                    hidden = sent.hidden
+                    for part in parts:
+                        hidden = (await self._advance(part, _as_inputs(sent, hidden))).hidden
+            except SwarmError as exc:
+                for part in parts:
+                    await part.close()
+                retries.note(part.span.peer, exc)
+                continue
+            return parts
+
+    async def _advance(self, current: _SpanSession, inputs: BlockInputs) -> SessionStepResponse:
+        """Runs new tokens on one span, cut along the sequence where the server allows fewer at once."""
+        if current.channel is None:
+            if current.history.steps:
+                raise SessionLostError(f"the session on server {current.span.peer} is gone; it will be replayed")
+            await self._open(current, batch_size=inputs.hidden.shape[0])
+        info = self.view.infos.get(current.span.peer)
+        limit = info.max_batch_tokens if info is not None and info.max_batch_tokens > 0 else inputs.hidden.numel()
+        chunk = max(1, limit // inputs.hidden.shape[0])
+        if inputs.hidden.shape[1] <= chunk:
+            return await self._send(current, inputs)
+        answers = []
+        whole = _as_sent(inputs, current.history.length)
+        cached = current.history.length
+        for start in range(0, inputs.hidden.shape[1], chunk):
+            answers.append(await self._send(current, _chunk(whole, inputs, start, start + chunk, cached)))
+        return _joined(answers)
+
+    async def _open(self, current: _SpanSession, *, batch_size: int, fork_of: str | None = None) -> None:
+        span, config = current.span, self.peers.config
+        current.channel = await self.peers.transport.open(
+            span.peer, "rpc_session", timeout_s=config.connect_timeout_s
+        )
+        current.unsent_ops = []
+        request = SessionOpen(
+            version=self.view.version,
+            start=span.start,
+            end=span.end,
+            batch_size=batch_size,
+            fork_of=fork_of,
+            prefix=() if fork_of else current.history.prefix,
+        )
+        await current.channel.send(request)
+        answer = await current.channel.receive(timeout_s=config.request_timeout_s)
+        current.name = check_answer(answer, SessionOpened, span.peer).session
+
+    async def _send(self, current: _SpanSession, inputs: BlockInputs) -> SessionStepResponse:
+        span = current.span
+        part = self.digests.part(inputs.adapters, range(span.start, span.end))
+        await self.peers.upload(span.peer, part.shipped)
+        sent = _as_sent(inputs, current.history.length)
+        request = SessionStep(
+            hidden=sent.hidden,
+            cached_tokens=current.history.length,
+            position_ids=inputs.position_ids,
+            attention_mask=inputs.attention_mask,
+            ops=tuple(current.unsent_ops),
+            adapters=part.digests,
+            adapter_rows=part.rows,
+            collect_hidden=inputs.collect_hidden,
+            collect_router=inputs.collect_router,
+            reply_codec=self.peers.config.codec,
+        )
+        try:
+            response = await self._exchange(current, request)
+        except UnknownAdapterError:
+            # The server has dropped it to make room since: once more, then the error is real.
+            await self.peers.upload(span.peer, part.shipped, again=True)
+            response = await self._exchange(current, request)
+        check_outputs(response, span, sent.hidden, collect_hidden=inputs.collect_hidden)
+        current.unsent_ops = []
+        current.history.steps.append(sent)
+        return response
+
+    async def _exchange(self, current: _SpanSession, request: SessionStep) -> SessionStepResponse:
+        channel = current.channel
+        if channel is None:
+            raise SessionLostError(f"the session on server {current.span.peer} is closed")
+        await channel.send(request, codec=self.peers.config.codec)
+        answer = await channel.receive(timeout_s=self.peers.config.request_timeout_s)
+        return check_answer(answer, SessionStepResponse, current.span.peer)
+
+    async def fork(self) -> ClientSession:
+        """Returns an independent session with the same cache; servers copy theirs."""
+        other = ClientSession(self.peers, self.view, self.digests, blocks=self.blocks, prefix=self.prefix)
+        for current in self._spans:
+            twin = _SpanSession(current.span, current.history.copy())
+            if current.channel is not None and current.history.length:
+                # A copy that fails is no loss: the twin replays its history at its first step.
+                try:
+                    await self._open(twin, batch_size=current.history.batch_size, fork_of=current.name)
+                    twin.unsent_ops = list(current.unsent_ops)
+                except SwarmError:
+                    await twin.close()
+            other._spans.append(twin)
+        return other
+
+    async def close(self) -> None:
+        """Closes the sessions on all servers. Idempotent."""
+        spans, self._spans = self._spans, []
+        for current in spans:
+            await current.close()
+
+
+def _as_sent(inputs: BlockInputs, cached: int) -> SentStep:
+    tokens = inputs.hidden.shape[1]
+    positions = inputs.position_ids
+    if positions is None:
+        positions = torch.arange(cached, cached + tokens)[None]  # [1, S]
+    return SentStep(
+        hidden=inputs.hidden.detach(),
+        position_ids=positions,
+        attention_mask=inputs.attention_mask,
+        adapters=inputs.adapters,
+    )
+
+
+def _as_inputs(sent: SentStep, hidden: Tensor) -> BlockInputs:
+    return BlockInputs(
+        hidden=hidden, position_ids=sent.position_ids, attention_mask=sent.attention_mask, adapters=sent.adapters
+    )
+
+
+def _chunk(whole: SentStep, inputs: BlockInputs, start: int, end: int, cached: int) -> BlockInputs:
+    mask = whole.attention_mask
+    return replace(
+        inputs,
+        hidden=whole.hidden[:, start:end],
+        position_ids=whole.position_ids[:, start:end],
+        attention_mask=None if mask is None else mask[:, : cached + end],
+    )
+
+
+def _joined(answers: Sequence[SessionStepResponse]) -> SessionStepResponse:
+    """Joins the answers to the chunks of one prefill along the sequence."""
+    batch = answers[0].hidden.shape[0]
+    return SessionStepResponse(
+        hidden=torch.cat([answer.hidden for answer in answers], dim=1),
+        hidden_states=tuple(torch.cat(s, dim=1) for s in zip(*(a.hidden_states for a in answers), strict=True)),
+        router_logits=tuple(
+            # [B * chunk, experts] -> [B, chunk, experts] -> [B * S, experts]
+            torch.cat([logits.unflatten(0, (batch, -1)) for logits in same_block], dim=1).flatten(0, 1)
+            for same_block in zip(*(answer.router_logits for answer in answers), strict=True)
+        ),
+        router_blocks=answers[0].router_blocks,
+    )

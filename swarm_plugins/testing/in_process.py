@@ -1,0 +1,140 @@
+"""A whole swarm in this process: real spans, handlers and wire format, no network and no other process.
+
+For tests that compare many models and modes: only libp2p is missing. Use `swarm_plugins.LocalSwarm` for the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from swarm_plugins.blocks.adapters import check_adapter
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.blocks.span import Span
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.client import SwarmConfig, SwarmConnection
+from swarm_plugins.server.activations import ActivationStore
+from swarm_plugins.server.adapters import AdapterStore
+from swarm_plugins.server.handlers import info_handler, push_handler
+from swarm_plugins.server.rpc_adapter import adapter_handler
+from swarm_plugins.server.rpc_session import session_handler
+from swarm_plugins.server.rpc_training import backward_handler, forward_handler
+from swarm_plugins.server.scheduler import Scheduler
+from swarm_plugins.server.service import Service
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.messages import ServerInfo
+
+__all__ = ["InProcessSwarm"]
+
+_HANDLERS = {
+    "rpc_info": info_handler,
+    "rpc_forward": forward_handler,
+    "rpc_backward": backward_handler,
+    "rpc_session": session_handler,
+    "rpc_adapter": adapter_handler,
+    "rpc_push": push_handler,
+}
+_STORE_BYTES = 1 << 28
+
+
+class InProcessSwarm:
+    """Serves spans of a model inside this process and gives a connection to them.
+
+    Args:
+        directory: The model.
+        spans: ``(start, end)`` of each server. None: two servers, half of the blocks each.
+        dtype: Compute dtype of the servers. None: the checkpoint's.
+        keep_bytes: Budget for kept forward graphs; 0 makes every backward run the forward again.
+        config: How the client behaves.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        spans: Sequence[tuple[int, int]] | None = None,
+        dtype: torch.dtype | None = None,
+        keep_bytes: int = _STORE_BYTES,
+        config: SwarmConfig | None = None,
+    ) -> None:
+        self.directory = directory
+        self.spans = spans
+        self.dtype = dtype
+        self.keep_bytes = keep_bytes
+        self.config = config or SwarmConfig()
+        self.services: dict[str, Service] = {}
+        self.transport = LocalTransport({})
+        self.connection = SwarmConnection(self._open_network, self.config)
+
+    async def _open_network(self) -> LocalTransport:
+        return self.transport
+
+    def start(self) -> InProcessSwarm:
+        """Loads the spans and starts the compute threads and the connection."""
+        checkpoint = Checkpoint.open(self.directory)
+        num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+        spans = self.spans or [(0, num_blocks // 2), (num_blocks // 2, num_blocks)]
+        for index, (start, end) in enumerate(spans):
+            span = load_span(checkpoint, range(start, end), dtype=self.dtype)
+            self.services[f"peer{index}"] = self._service(checkpoint, span, num_blocks)
+        self.transport = LocalTransport({peer: _handlers(service) for peer, service in self.services.items()})
+        self.connection.start()
+        return self
+
+    def _service(self, checkpoint: Checkpoint, span: Span, num_blocks: int) -> Service:
+        scheduler = Scheduler(span)
+        scheduler.start()
+        info = ServerInfo(
+            version=str(checkpoint.version),
+            model=checkpoint.name,
+            num_blocks=num_blocks,
+            start=span.start,
+            end=span.end,
+            dtype=str(span.dtype).removeprefix("torch."),
+            quantization="none",
+            throughput=1.0,
+            decode_s=1.0,
+            free_kv_tokens=1 << 20,
+        )
+        return Service(
+            version=info.version,
+            num_blocks=num_blocks,
+            hidden_size=span.hidden_size,
+            dtype=span.dtype,
+            runner=span,
+            scheduler=scheduler,
+            info=lambda: info,
+            check_adapter=functools.partial(check_adapter, span=span),
+            activations=ActivationStore(self.keep_bytes),
+            adapters=AdapterStore(_STORE_BYTES),
+        )
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions open on all servers."""
+        return sum(len(service.sessions) for service in self.services.values())
+
+    def kill(self, peer: str) -> None:
+        """Makes a server vanish, as a crash does."""
+        self.connection.loop.run(self.transport.kill(peer))
+
+    def close(self) -> None:
+        """Closes the connection and stops the compute threads. Idempotent."""
+        self.connection.close()
+        for service in self.services.values():
+            service.scheduler.close()
+        self.services = {}
+
+    def __enter__(self) -> InProcessSwarm:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _handlers(service: Service) -> dict[str, Handler]:
+    return {name: functools.partial(handler, service) for name, handler in _HANDLERS.items()}
