@@ -27,6 +27,7 @@ ALLOWED_ENV = frozenset({
     "CRC32C_SW_MODE",  # lightning
     "ACCELERATE_MIXED_PRECISION",  # accelerate
     "GRPC_VERBOSITY",  # hivemind
+    "HF_XET_HIGH_PERFORMANCE",  # lm_eval
     "TQDM_DISABLE",
 })  # fmt: skip
 # Threads that libraries keep for the life of the process.
