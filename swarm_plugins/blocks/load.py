@@ -164,9 +164,9 @@ def _load(
 def _no_progress_bar() -> Iterator[None]:
     """Silences HF's bar, which shows the conversion of tensors that are in memory already."""
     was_enabled = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    hf_logging.disable_progress_bar()
     try:
         yield
     finally:
         if was_enabled:
-            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            hf_logging.enable_progress_bar()

@@ -135,14 +135,14 @@ class Span:
         for step, session in zip(steps, sessions, strict=True):
             session.reserve(step.hidden.shape[1])
         # Caches count new tokens only when everything has run, so an exception leaves all as they were.
-        with torch.no_grad():
+        with torch.inference_mode():
             if len(steps) > 1 and self._is_packable:
                 outputs = self._step_packed(steps, sessions)
             else:
                 outputs = [self._step_one(step, session) for step, session in zip(steps, sessions, strict=True)]
         for step, session in zip(steps, sessions, strict=True):
             session.length += step.hidden.shape[1]
-        return outputs
+        return [_plain(output) for output in outputs]
 
     def _step_one(self, step: StepInputs, session: Session) -> SpanOutputs:
         between: list[Tensor] = []
@@ -205,7 +205,7 @@ class Span:
                 between.append(hidden)
             if boundary is not None:
                 if hidden.requires_grad:
-                    hidden.register_hook(lambda _: boundary())  # type: ignore[no-untyped-call]
+                    hidden.register_hook(lambda _: boundary())
                 boundary()
 
         table = list(table)
@@ -300,6 +300,16 @@ def _outputs(hidden: Tensor, between: list[Tensor], call: Call) -> SpanOutputs:
         hidden_states=tuple(between),
         router_logits=tuple(routers.values()),
         router_blocks=tuple(routers),
+    )
+
+
+def _plain(outputs: SpanOutputs) -> SpanOutputs:
+    # Copies, since tensors made in inference mode could not go into a graph later.
+    return SpanOutputs(
+        hidden=outputs.hidden.clone(),
+        hidden_states=tuple(state.clone() for state in outputs.hidden_states),
+        router_logits=tuple(logits.clone() for logits in outputs.router_logits),
+        router_blocks=outputs.router_blocks,
     )
 
 
