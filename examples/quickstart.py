@@ -10,11 +10,16 @@ import argparse
 import logging
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 # One torch thread a process: there are three of them, and laptops have few cores. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Said at import by libraries that this example does not use directly; neither matters here.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -71,7 +76,7 @@ def tune_and_generate(directory: Path, swarm: LocalSwarm, steps: int, output: Pa
     model = get_peft_model(base, config)
     before = mean_loss(model, tokens)
     train(model, tokens, steps)
-    print(f"   loss on the text: {before:.3f} before, {mean_loss(model, tokens):.3f} after")
+    print(f"   loss on that text: {before:.3f} before, {mean_loss(model, tokens):.3f} after")
 
     print("4. The same model, generate() as usual.")
     prompt = tokenizer(PROMPT, return_tensors="pt")
