@@ -110,7 +110,7 @@ class DigestCache:
 def _modules_on(spec: AdapterSpec, blocks: range) -> tuple[tuple[AdapterModule, ...], list[int]]:
     """Returns the modules on some blocks and the positions of their tensors."""
     modules = []
-    indices = []
+    indices: list[int] = []
     position = 0
     for module in spec.modules:
         if module.block in blocks:

@@ -30,7 +30,9 @@ def run_blocks(loop: LoopThread, new_call: NewCall, inputs: BlockInputs, blocks:
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (inputs.hidden, *tensors))):
         return loop.run(new_call(inputs, keep=False).forward(blocks))
     layout = BlockOutputs(hidden=inputs.hidden)
-    flat = _RemoteBlocks.apply(loop, new_call, inputs, blocks, layout, inputs.hidden, *tensors)
+    flat: tuple[Tensor, ...] = _RemoteBlocks.apply(  # type: ignore[no-untyped-call]
+        loop, new_call, inputs, blocks, layout, inputs.hidden, *tensors
+    )
     num_hidden = len(layout.hidden_states)
     return BlockOutputs(
         hidden=flat[0],
@@ -44,7 +46,7 @@ class _RemoteBlocks(torch.autograd.Function):
     """Forward and backward of a chain. Outputs: hidden, inner hidden states, router logits."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         loop: LoopThread,
         new_call: NewCall,
@@ -65,7 +67,7 @@ class _RemoteBlocks(torch.autograd.Function):
         return (outputs.hidden, *outputs.hidden_states, *outputs.router_logits)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         num_hidden = len(ctx.layout.hidden_states)

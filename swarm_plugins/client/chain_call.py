@@ -6,7 +6,6 @@ one span's work, never the step.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from torch import Tensor
 from swarm_plugins.client.adapters import AdapterPart, AdapterSelection, DigestCache
 from swarm_plugins.client.checks import check_outputs, check_tensor
 from swarm_plugins.client.directory import SwarmView
-from swarm_plugins.client.failures import TicketLostError, is_worth_another_server
+from swarm_plugins.client.failures import TicketLostError
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.retries import Retries
 from swarm_plugins.errors import ProtocolError, SwarmError
 from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.messages import (
@@ -27,9 +27,7 @@ from swarm_plugins.transport.messages import (
     ForwardResponse,
 )
 
-__all__ = ["BlockInputs", "BlockOutputs", "ChainCall", "Retries"]
-
-log = logging.getLogger(__name__)
+__all__ = ["BlockInputs", "BlockOutputs", "ChainCall"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,28 +68,6 @@ class _SpanRun:
     response: ForwardResponse
 
 
-class Retries:
-    """Counts the failures of one call and decides when they are too many.
-
-    Args:
-        view: Where failed peers are banned.
-        limit: Failures after which the last error is raised.
-    """
-
-    def __init__(self, view: SwarmView, limit: int) -> None:
-        self.view = view
-        self.limit = limit
-        self.failures = 0
-
-    def note(self, peer: str, error: SwarmError) -> None:
-        """Bans the peer, or raises the error if another server would not help or there were too many."""
-        self.failures += 1
-        if not is_worth_another_server(error) or self.failures > self.limit:
-            raise error
-        log.warning("server %s failed (%d of %d retries): %s", peer, self.failures, self.limit, error)
-        self.view.ban(peer, error)
-
-
 class ChainCall:
     """Runs all blocks for one batch.
 
@@ -103,9 +79,7 @@ class ChainCall:
         keep: Whether a backward will follow.
     """
 
-    def __init__(
-        self, peers: Peers, view: SwarmView, digests: DigestCache, inputs: BlockInputs, *, keep: bool
-    ) -> None:
+    def __init__(self, peers: Peers, view: SwarmView, digests: DigestCache, inputs: BlockInputs, *, keep: bool) -> None:
         self.peers = peers
         self.view = view
         self.digests = digests
@@ -137,7 +111,7 @@ class ChainCall:
     async def _forward_blocks(self, blocks: range, hidden: Tensor) -> list[_SpanRun]:
         retries = Retries(self.view, self.peers.config.max_retries)
         demand = Demand(tokens=hidden.shape[0] * hidden.shape[1])
-        queue = deque(await self.view.chain(blocks, demand))
+        queue = deque(await retries.chain(blocks, demand))
         runs: list[_SpanRun] = []
         while queue:
             span = queue.popleft()
@@ -145,7 +119,7 @@ class ChainCall:
                 runs.append(await self._forward_span(span, hidden))
             except SwarmError as exc:
                 retries.note(span.peer, exc)
-                queue = deque(await self.view.chain(range(span.start, blocks.stop), demand))
+                queue = deque(await retries.chain(range(span.start, blocks.stop), demand))
                 continue
             hidden = runs[-1].response.hidden
         return runs
@@ -249,7 +223,9 @@ class ChainCall:
         first, last = span.start - self._first, span.end - self._first - 1
         inner = grads.hidden_states[first:last] if self.inputs.collect_hidden else []
         routers = [
-            g for block, g in zip(grads.router_blocks, grads.router_logits, strict=True) if span.start <= block < span.end
+            g
+            for block, g in zip(grads.router_blocks, grads.router_logits, strict=True)
+            if span.start <= block < span.end
         ]
         request = BackwardRequest(
             ticket=ticket,
@@ -302,4 +278,3 @@ class _Collected:
 
 def _without_ticket(response: ForwardResponse) -> ForwardResponse:
     return ForwardResponse(hidden=response.hidden, router_blocks=response.router_blocks)
-

@@ -19,6 +19,7 @@ from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.loop import LoopThread
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
+from swarm_plugins.client.splitting import run_in_row_chunks
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Directory, Transport
@@ -125,7 +126,13 @@ class RemoteBlocks:
             MissingBlocksError: If no living server holds some block.
             SwarmError: If a server refuses the request, or too many servers failed.
         """
-        return run_blocks(self.connection.loop, self._new_call, inputs, blocks)
+        if not self.view.infos:
+            self.connection.loop.run(self.view.refresh(force=False))
+        return run_in_row_chunks(
+            inputs,
+            self.view.max_batch_tokens(blocks),
+            lambda part: run_blocks(self.connection.loop, self._new_call, part, blocks),
+        )
 
     def _new_call(self, inputs: BlockInputs, *, keep: bool) -> ChainCall:
         return ChainCall(self.peers, self.view, self.digests, inputs, keep=keep)

@@ -62,6 +62,18 @@ class SwarmView:
             raise MissingBlocksError(self._missing_text(blocks))
         return chain
 
+    def max_batch_tokens(self, blocks: range) -> int | None:
+        """Returns the largest request (rows times tokens) that every known server of some blocks takes."""
+        limits = [
+            info.max_batch_tokens
+            for peer, info in self.infos.items()
+            if peer in self._entries
+            and info.start < blocks.stop
+            and info.end > blocks.start
+            and info.max_batch_tokens > 0
+        ]
+        return min(limits, default=None)
+
     def ban(self, peer: str, error: BaseException) -> None:
         """Leaves a peer out of the next plans for a while."""
         seconds = self.bans.ban(peer)
@@ -107,7 +119,8 @@ class SwarmView:
             raise ProtocolError(f"it announced version {self.version} but serves {info.version}")
         if info.num_blocks != self.num_blocks or not 0 <= info.start < info.end <= self.num_blocks:
             raise ProtocolError(
-                f"it says it serves blocks {info.start}:{info.end} of {info.num_blocks}, the model has {self.num_blocks}"
+                f"it says it serves blocks {info.start}:{info.end} of {info.num_blocks}, "
+                f"the model has {self.num_blocks} blocks"
             )
 
     def _usable(self) -> Sequence[ServerEntry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import TypeVar
@@ -11,19 +12,23 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.failures import failure_error
 from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, UnknownAdapterError
 from swarm_plugins.transport.channel import Channel, Transport
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
+    BackwardRequest,
     Failure,
+    ForwardRequest,
     InfoRequest,
     Message,
     ServerInfo,
+    SessionStep,
 )
 
-__all__ = ["Peers", "ShippedAdapter", "check_answer"]
+__all__ = ["Peers", "ShippedAdapter", "check_answer", "num_tokens"]
 
 M = TypeVar("M", bound=Message)
 _MAX_IDLE_CHANNELS = 4
@@ -63,6 +68,15 @@ def check_answer(answer: Message | None, kind: type[M], peer: str) -> M:
     return answer
 
 
+def num_tokens(message: Message) -> int:
+    """Returns how many tokens a request computes, 1 at least."""
+    if isinstance(message, ForwardRequest | SessionStep):
+        return message.hidden.shape[0] * message.hidden.shape[1]
+    if isinstance(message, BackwardRequest):
+        return message.grad_hidden.shape[0] * message.grad_hidden.shape[1]
+    return 1
+
+
 class Peers:
     """Sends requests to peers.
 
@@ -74,6 +88,7 @@ class Peers:
     def __init__(self, transport: Transport, config: SwarmConfig) -> None:
         self.transport = transport
         self.config = config
+        self.deadlines = Deadlines(config.request_timeout_s)
         self._idle: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
         self._uploaded: OrderedDict[tuple[str, str], None] = OrderedDict()
 
@@ -89,7 +104,8 @@ class Peers:
         Raises:
             SwarmError: If the peer cannot be reached, does not answer in time or answers with a failure.
         """
-        timeout_s = self.config.request_timeout_s if timeout_s is None else timeout_s
+        if timeout_s is None:
+            timeout_s = self.deadlines.timeout_s(peer, rpc, num_tokens(message))
         idle = self._idle[peer, rpc]
         if idle:
             # A kept stream may have died unnoticed (the server was restarted): then a fresh one gets its chance.
@@ -107,6 +123,7 @@ class Peers:
         keep = False
         try:
             try:
+                started = time.perf_counter()
                 await channel.send(message, codec=self.config.codec)
                 answer = await channel.receive(timeout_s=timeout_s)
             except TransportError as exc:
@@ -116,6 +133,7 @@ class Peers:
             if answer is None:
                 raise _StaleStreamError("end of stream")
             keep = isinstance(answer, Failure | kind)
+            self.deadlines.observe(channel.remote_peer, rpc, num_tokens(message), time.perf_counter() - started)
             return check_answer(answer, kind, channel.remote_peer)
         finally:
             idle = self._idle[channel.remote_peer, rpc]

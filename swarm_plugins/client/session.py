@@ -7,6 +7,7 @@ get the same inputs again: the tokens that follow are the same as without the lo
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.client.adapters import DigestCache
-from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, Retries
+from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
 from swarm_plugins.client.checks import check_outputs
 from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.history import History, SentStep
-from swarm_plugins.client.peers import Peers, check_answer
+from swarm_plugins.client.peers import Peers, check_answer, num_tokens
+from swarm_plugins.client.retries import Retries
 from swarm_plugins.errors import SessionLostError, SwarmError, UnknownAdapterError
 from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.channel import Channel
@@ -48,6 +50,11 @@ class _SpanSession:
         self.name = ""
         self.unsent_ops: list[CacheOp] = []
         """Changes that the history has seen and the server has not."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something was sent to a session that is no more."""
+        return self.channel is None and bool(self.history.steps)
 
     def apply(self, ops: Sequence[CacheOp]) -> None:
         for op in ops:
@@ -92,19 +99,27 @@ class ClientSession:
         """
         for current in self._spans:
             current.apply(ops)
-        if not self._spans:
-            self._spans = await self._plan(self.blocks, inputs, self.prefix)
         retries = Retries(self.view, self.peers.config.max_retries)
+        if not self._spans:
+            self._spans = await self._plan(self.blocks, inputs, self.prefix, retries)
         outputs = BlockOutputs(hidden=inputs.hidden)
         position = 0
         while position < len(self._spans):
             current = self._spans[position]
+            if current.is_lost:
+                self._spans[position : position + 1] = await self._moved(current, inputs, retries)
+                continue
             try:
                 response = await self._advance(current, replace(inputs, hidden=outputs.hidden))
             except SwarmError as exc:
                 await current.close()
                 retries.note(current.span.peer, exc)
-                self._spans[position : position + 1] = await self._moved(current, inputs, retries)
+                if not current.is_lost:
+                    # Nothing was in it yet: a fresh plan for the blocks is all it takes.
+                    blocks = range(current.span.start, current.span.end)
+                    self._spans[position : position + 1] = await self._plan(
+                        blocks, inputs, current.history.prefix, retries
+                    )
                 continue
             position += 1
             outputs.hidden = response.hidden
@@ -115,10 +130,12 @@ class ClientSession:
             outputs.router_blocks.extend(response.router_blocks)
         return outputs
 
-    async def _plan(self, blocks: range, inputs: BlockInputs, prefix: tuple[Tensor, ...]) -> list[_SpanSession]:
+    async def _plan(
+        self, blocks: range, inputs: BlockInputs, prefix: tuple[Tensor, ...], retries: Retries
+    ) -> list[_SpanSession]:
         batch, tokens = inputs.hidden.shape[:2]
         cached = inputs.attention_mask.shape[1] if inputs.attention_mask is not None else tokens
-        chain = await self.view.chain(blocks, Demand(tokens=batch * tokens, kv_tokens=batch * cached))
+        chain = await retries.chain(blocks, Demand(tokens=batch * tokens, kv_tokens=batch * cached))
         return [
             _SpanSession(span, History(prefix[2 * (span.start - blocks.start) : 2 * (span.end - blocks.start)]))
             for span in chain
@@ -128,7 +145,7 @@ class ClientSession:
         """Opens the blocks of a lost server elsewhere and replays what was sent to it."""
         while True:
             blocks = range(lost.span.start, lost.span.end)
-            parts = await self._plan(blocks, inputs, lost.history.prefix)
+            parts = await self._plan(blocks, inputs, lost.history.prefix, retries)
             try:
                 for sent in lost.history.merged():
                     hidden = sent.hidden
@@ -144,26 +161,20 @@ class ClientSession:
     async def _advance(self, current: _SpanSession, inputs: BlockInputs) -> SessionStepResponse:
         """Runs new tokens on one span, cut along the sequence where the server allows fewer at once."""
         if current.channel is None:
-            if current.history.steps:
-                raise SessionLostError(f"the session on server {current.span.peer} is gone; it will be replayed")
             await self._open(current, batch_size=inputs.hidden.shape[0])
         info = self.view.infos.get(current.span.peer)
         limit = info.max_batch_tokens if info is not None and info.max_batch_tokens > 0 else inputs.hidden.numel()
         chunk = max(1, limit // inputs.hidden.shape[0])
         if inputs.hidden.shape[1] <= chunk:
             return await self._send(current, inputs)
-        answers = []
         whole = _as_sent(inputs, current.history.length)
         cached = current.history.length
-        for start in range(0, inputs.hidden.shape[1], chunk):
-            answers.append(await self._send(current, _chunk(whole, inputs, start, start + chunk, cached)))
-        return _joined(answers)
+        starts = range(0, inputs.hidden.shape[1], chunk)
+        return _joined([await self._send(current, _chunk(whole, inputs, s, s + chunk, cached)) for s in starts])
 
     async def _open(self, current: _SpanSession, *, batch_size: int, fork_of: str | None = None) -> None:
         span, config = current.span, self.peers.config
-        current.channel = await self.peers.transport.open(
-            span.peer, "rpc_session", timeout_s=config.connect_timeout_s
-        )
+        current.channel = await self.peers.transport.open(span.peer, "rpc_session", timeout_s=config.connect_timeout_s)
         current.unsent_ops = []
         request = SessionOpen(
             version=self.view.version,
@@ -209,9 +220,12 @@ class ClientSession:
         channel = current.channel
         if channel is None:
             raise SessionLostError(f"the session on server {current.span.peer} is closed")
+        peer, tokens, deadlines = current.span.peer, num_tokens(request), self.peers.deadlines
+        started = time.perf_counter()
         await channel.send(request, codec=self.peers.config.codec)
-        answer = await channel.receive(timeout_s=self.peers.config.request_timeout_s)
-        return check_answer(answer, SessionStepResponse, current.span.peer)
+        answer = await channel.receive(timeout_s=deadlines.timeout_s(peer, "rpc_session", tokens))
+        deadlines.observe(peer, "rpc_session", tokens, time.perf_counter() - started)
+        return check_answer(answer, SessionStepResponse, peer)
 
     async def fork(self) -> ClientSession:
         """Returns an independent session with the same cache; servers copy theirs."""

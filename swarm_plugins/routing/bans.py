@@ -17,7 +17,9 @@ class BanList:
         clock: Monotonic seconds; tests pass their own.
     """
 
-    def __init__(self, *, base_s: float = 2.0, max_s: float = 300.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, base_s: float = 2.0, max_s: float = 300.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.base_s = base_s
         self.max_s = max_s
         self._clock = clock

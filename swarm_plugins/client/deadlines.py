@@ -1,0 +1,41 @@
+"""How long to wait for an answer: a multiple of what the same server took before, never a fixed minute.
+
+A server that hangs is noticed within seconds when it used to answer in milliseconds; one that computes for a long
+time on every request keeps its time.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Deadlines"]
+
+_SLACK_S = 2.5
+"""Added to every deadline: another client's long request may be running."""
+_FACTOR = 10.0
+"""A server slower than this many times its own average counts as hung."""
+_SMOOTHING = 0.2
+"""Weight of the newest observation when the pace falls."""
+
+
+class Deadlines:
+    """Learns the pace of servers.
+
+    Args:
+        longest_s: Deadline for what has not been observed yet, and upper bound of all others.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self.longest_s = longest_s
+        self._token_s: dict[tuple[str, str], float] = {}
+
+    def timeout_s(self, peer: str, rpc: str, tokens: int) -> float:
+        """Returns how long to wait for the answer to a request of ``tokens`` tokens."""
+        pace = self._token_s.get((peer, rpc))
+        return self.longest_s if pace is None else min(_FACTOR * pace * tokens + _SLACK_S, self.longest_s)
+
+    def observe(self, peer: str, rpc: str, tokens: int, seconds: float) -> None:
+        """Notes how long an answer took."""
+        token_s = seconds / max(tokens, 1)
+        known = self._token_s.get((peer, rpc), 0.0)
+        # A token of a large request is cheaper: the pace rises at once and falls slowly, so that the single token
+        # after a long prefill keeps a deadline that fits it.
+        self._token_s[peer, rpc] = token_s if token_s > known else known + _SMOOTHING * (token_s - known)

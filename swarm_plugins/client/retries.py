@@ -1,0 +1,61 @@
+"""How often one call may fail, and what happens between two tries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.failures import is_worth_another_server
+from swarm_plugins.errors import CapacityError, MissingBlocksError, SwarmError
+from swarm_plugins.routing import Demand, SpanChoice
+
+__all__ = ["Retries"]
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 2.0
+
+
+class Retries:
+    """Counts the failures of one call, bans who failed, and plans anew.
+
+    Args:
+        view: Plans chains; failed peers are banned in it.
+        limit: Failures after which the last error is raised.
+    """
+
+    def __init__(self, view: SwarmView, limit: int) -> None:
+        self.view = view
+        self.limit = limit
+        self.failures = 0
+        self.last: SwarmError | None = None
+
+    def note(self, peer: str, error: SwarmError) -> None:
+        """Bans the peer, or raises the error if another server would not help or there were too many."""
+        self.failures += 1
+        self.last = error
+        if not is_worth_another_server(error) or self.failures > self.limit:
+            raise error
+        log.warning("server %s failed (failure %d, %d allowed): %s", peer, self.failures, self.limit, error)
+        self.view.ban(peer, error)
+
+    async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
+        """Plans a chain; after a failure it waits a little for servers to come back.
+
+        Raises:
+            MissingBlocksError: If no living server holds some block, also after the retries.
+            CapacityError: If the only servers that hold it have no room.
+        """
+        while True:
+            try:
+                return await self.view.chain(blocks, demand)
+            except MissingBlocksError as exc:
+                if isinstance(self.last, CapacityError):
+                    # Nobody else has the blocks: that they are full is the true reason.
+                    raise self.last from None
+                if self.last is None or self.failures >= self.limit:
+                    raise exc from self.last
+                self.failures += 1
+                await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (self.failures - 1), _LONGEST_PAUSE_S))
