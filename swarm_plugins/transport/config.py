@@ -59,7 +59,9 @@ class NodeConfig:
         for address in self.initial_peers:
             peer_id_in(address)
         if not self.client_mode and not self.host_maddrs:
-            raise ConfigError("host_maddrs is empty; a server needs an address to listen on, such as /ip4/0.0.0.0/tcp/0")
+            raise ConfigError(
+                "host_maddrs is empty; a server needs an address to listen on, such as /ip4/0.0.0.0/tcp/0"
+            )
         if not (self.start_timeout_s > 0 and self.dht_timeout_s > 0):
             raise ConfigError(
                 f"time-outs must be positive, got start {self.start_timeout_s} s and DHT {self.dht_timeout_s} s"

@@ -1,7 +1,7 @@
 """The contract between client and server: which rpc there are, and under which names libp2p knows them.
 
 Each rpc is a two-way stream of frames (wire.py). hivemind's typed servicers would wrap every frame in a protobuf
-message, with two copies and a new task each, and believe an 8-byte length that the peer declares; binary streams do not.
+message, with two copies and a new task each, and believe an 8-byte length that the peer declares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Starts the libp2p daemon and notices its end.
 
 The daemon is a process of its own that hivemind brings along. It ends by itself when its parent's socket closes, so
-it cannot outlive a killed parent (tests/integration/test_p2p_daemon.py); that it ends before its parent is for us to notice.
+it cannot outlive a killed parent (tests/integration/test_p2p_daemon.py); that it ends first is for us to
+notice.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ async def start_daemon(config: NodeConfig, identity_path: Path) -> Daemon:
                 continue
             raise _translate(exc, config) from exc
         except OSError as exc:
-            raise TransportError(f"cannot start the libp2p daemon: {exc}; is /tmp writable and the package whole?") from exc
+            raise TransportError(f"cannot start the libp2p daemon: {exc}; is /tmp writable?") from exc
     raise TransportError("the libp2p daemon was not started")
 
 
@@ -166,7 +167,9 @@ def _translate(exc: Exception, config: NodeConfig) -> TransportError | ConfigErr
             "the machine is overloaded, or initial_peers lead to a firewall that drops packets"
         )
     if "listen" in reason or "assign" in reason:
-        return ConfigError(f"cannot listen on {', '.join(config.host_maddrs)}: {reason}; use an address of this machine")
+        return ConfigError(
+            f"cannot listen on {', '.join(config.host_maddrs)}: {reason}; use an address of this machine"
+        )
     return TransportError(f"the libp2p daemon does not start: {reason}")
 
 

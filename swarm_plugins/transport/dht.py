@@ -76,7 +76,7 @@ class SwarmDHT:
             TransportError: If none of the initial peers takes part in it.
         """
         try:
-            self._dht = await self._daemon.race(
+            dht = await self._daemon.race(
                 DHTNode.create(
                     p2p=self._daemon.p2p,
                     initial_peers=list(self._config.initial_peers) or None,
@@ -97,8 +97,9 @@ class SwarmDHT:
                 f"initial peers {', '.join(self._config.initial_peers)} do not answer as members of a swarm: "
                 "give the address of a running server, with its present peer id"
             ) from exc
-        self._dht.protocol.storage = BoundedStorage()
-        self._dht.protocol.cache.maxsize = 1
+        dht.protocol.storage = BoundedStorage.adopt(dht.protocol.storage)
+        dht.protocol.cache.maxsize = 1
+        self._dht = dht
 
     async def close(self) -> None:
         """Leaves the DHT. Idempotent."""

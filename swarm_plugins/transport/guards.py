@@ -54,8 +54,13 @@ def install_guards() -> None:
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
     """A DHT node's store of others' records, bounded in keys, in records and in keys per owner."""
 
-    def __init__(self) -> None:
-        super().__init__(maxsize=MAX_KEYS)
+    @classmethod
+    def adopt(cls, storage: DHTLocalStorage) -> BoundedStorage:
+        """Returns a bounded storage with what another one has taken in by now."""
+        bounded = cls(maxsize=MAX_KEYS)
+        bounded.data, bounded.key_to_heap = storage.data, storage.key_to_heap
+        bounded.expiration_heap = storage.expiration_heap
+        return bounded
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Stores a record, or a later one of the same owner; False if it is older or a bound is reached."""
@@ -67,10 +72,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
 
     def _has_room(self, subkey: Any) -> bool:
         records = keys_of_owner = 0
-        for _, (value, _) in self.items():
-            if isinstance(value, DictionaryDHTValue):
-                records += len(value.data)
-                keys_of_owner += subkey in value.data
+        for item in self.data.values():
+            if isinstance(item.value, DictionaryDHTValue):
+                records += len(item.value.data)
+                keys_of_owner += subkey in item.value.data
         return records < MAX_RECORDS and keys_of_owner < MAX_KEYS_PER_OWNER
 
 

@@ -18,7 +18,7 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from hivemind.proto import crypto_pb2
 
 from swarm_plugins.errors import ConfigError
@@ -85,7 +85,8 @@ def create_identity_file(path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as exc:
         raise ConfigError(
-            f"cannot write a new identity to {path}: {exc.strerror}; give a file in a directory that exists and is writable"
+            f"cannot write a new identity to {path}: {exc.strerror}; "
+            "give a file in a directory that exists and is writable"
         ) from exc
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 
@@ -17,7 +18,7 @@ from swarm_plugins.transport.guards import install_guards
 from swarm_plugins.transport.identity import IdentityFile
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ServerInfo
-from swarm_plugins.transport.p2p_channel import Acceptor, open_channel
+from swarm_plugins.transport.p2p_channel import Acceptor, P2PChannel, open_channel
 from swarm_plugins.transport.stream import ReceiveBudget
 
 __all__ = ["ModelInfo", "NodeConfig", "SwarmNode"]
@@ -26,8 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class SwarmNode:
-    """A peer; fits [`Transport`][swarm_plugins.transport.channel.Transport] and
-    [`Directory`][swarm_plugins.transport.channel.Directory].
+    """A peer of the swarm; a `Transport` and a `Directory` (see `channel`).
 
     All methods belong on the event loop that ran ``start``. When the libp2p daemon dies, every waiting and later call
     raises `TransportError` at once; the node cannot be revived: close it, start another, serve and announce again.
@@ -45,6 +45,7 @@ class SwarmNode:
         self._identity: IdentityFile | None = None
         self._daemon: Daemon | None = None
         self._dht: SwarmDHT | None = None
+        self._opened: weakref.WeakSet[P2PChannel] = weakref.WeakSet()
 
     async def start(self) -> None:
         """Starts the daemon and joins the swarm.
@@ -69,6 +70,8 @@ class SwarmNode:
     async def close(self) -> None:
         """Ends all streams, leaves the DHT, ends the daemon. Idempotent."""
         await self._acceptor.close()
+        for channel in list(self._opened):
+            await channel.close()
         dht, self._dht = self._dht, None
         daemon, self._daemon = self._daemon, None
         identity, self._identity = self._identity, None
@@ -137,7 +140,7 @@ class SwarmNode:
         """Opens a channel; see [`Transport`][swarm_plugins.transport.channel.Transport]."""
         daemon = self._running()
         daemon.check_alive()
-        return await open_channel(
+        channel = await open_channel(
             daemon.socket_path,
             peer,
             protocol_name(rpc),
@@ -145,6 +148,8 @@ class SwarmNode:
             limits=self._limits,
             budget=self._budget,
         )
+        self._opened.add(channel)
+        return channel
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version; see [`Directory`][swarm_plugins.transport.channel.Directory]."""

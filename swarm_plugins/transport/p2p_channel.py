@@ -85,9 +85,7 @@ async def open_channel(
         raise TransportError(f"no stream to peer {peer}: the libp2p daemon does not answer ({exc})") from exc
 
 
-async def _request_stream(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, protocol: str
-) -> None:
+async def _request_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, protocol: str) -> None:
     request = p2pd_pb2.Request(
         type=p2pd_pb2.Request.STREAM_OPEN,
         streamOpen=p2pd_pb2.StreamOpenRequest(peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol]),
@@ -160,7 +158,7 @@ class Acceptor:
                 await handler(channel)
             except TransportError:
                 raise
-            except Exception as exc:  # noqa: BLE001  a handler's fault must reach the peer and end with its stream
+            except Exception as exc:
                 log.exception("a handler failed on a stream of peer %s", channel.remote_peer)
                 await channel.send(Failure(kind="internal", message=f"{type(exc).__name__}: {exc}"))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,7 +81,6 @@ class FrameStream(asyncio.BufferedProtocol):
         self._has_ended = False
         self.is_closed = False
         self.received_bytes = 0
-        self.on_lost: Callable[[], None] | None = None
 
     # -- from the transport ------------------------------------------------------------------------------------
 
@@ -97,9 +96,11 @@ class FrameStream(asyncio.BufferedProtocol):
             transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        """Offers the memory that the next bytes go to."""
         return self._staging if self._body is None else self._body.free_space()
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Takes note of bytes that have arrived."""
         self.received_bytes += nbytes
         try:
             if self._body is None:
@@ -111,22 +112,24 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort(exc)
 
     def eof_received(self) -> bool:
-        return False  # close the transport
+        """Says that the transport shall close."""
+        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Ends all waiting."""
         if self._error is None:
             reason = f": {exc}" if exc else ""
             self._error = TransportError(f"the stream to peer {self._peer} broke{reason}")
         self._drop_body()
         self._wake_receiver()
         self._wake_sender()
-        if self.on_lost is not None:
-            self.on_lost()
 
     def pause_writing(self) -> None:
+        """Takes note that the kernel accepts no more."""
         self._is_writing_paused = True
 
     def resume_writing(self) -> None:
+        """Takes note that the kernel has accepted all."""
         self._is_writing_paused = False
         self._wake_sender()
 
@@ -339,5 +342,5 @@ class _Body:
         self.claimed_bytes += num_bytes
         chunk = torch.empty(num_bytes, dtype=torch.uint8)
         self._chunks.append(chunk)
-        self._view = cast(memoryview, chunk.numpy().data)
+        self._view = chunk.numpy().data
         self._filled = 0

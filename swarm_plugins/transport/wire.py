@@ -101,9 +101,9 @@ def decode(data: bytes | bytearray | memoryview, *, limits: WireLimits = DEFAULT
     if header.is_end:
         raise ProtocolError("expected a message, got the end of the stream")
     if len(view) - HEADER_BYTES != header.body_bytes:
-        raise ProtocolError(f"frame has {len(view) - HEADER_BYTES} bytes after its header, declared {header.body_bytes}")
+        raise ProtocolError(f"a frame of {len(view)} bytes whose header declares {header.body_bytes} after it")
     body = torch.empty(header.body_bytes, dtype=torch.uint8)
-    memoryview(body.numpy())[:] = view[HEADER_BYTES:]
+    body.numpy().data[:] = view[HEADER_BYTES:]
     return decode_body(header, body, limits)
 
 
@@ -144,7 +144,7 @@ def decode_body(header: FrameHeader, body: Tensor, limits: WireLimits = DEFAULT_
     Raises:
         ProtocolError: If it is malformed.
     """
-    buffer = memoryview(body.numpy())
+    buffer = body.numpy().data
     reader = _TensorReader(buffer, _padded(header.metadata_bytes), limits)
     _local.reader = reader
     try:
