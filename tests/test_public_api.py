@@ -42,10 +42,14 @@ MODULES = public_modules()
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_every_package_declares_its_public_names(name: str) -> None:
+def test_what_hands_out_names_lists_them(name: str) -> None:
     names = declared_all(MODULES[name])
-    assert names is not None, f"{MODULES[name].relative_to(ROOT)} has no literal __all__"
-    assert len(names) == len(set(names)), "a name stands in __all__ twice"
+    if names is None:
+        tree = ast.parse(MODULES[name].read_text())
+        imported = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
+        assert not imported, f"{MODULES[name].relative_to(ROOT)} imports names but has no literal __all__"
+    else:
+        assert len(names) == len(set(names)), "a name stands in __all__ twice"
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
