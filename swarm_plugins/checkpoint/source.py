@@ -68,6 +68,8 @@ class Checkpoint:
             CheckpointError: If the repository, the revision or a file is missing, cannot be reached or is corrupt.
             UnsupportedError: If transformers does not know the model's architecture.
         """
+        if not str(name_or_dir):
+            raise ConfigError("the name of the model is empty: give a directory or the id of a repository on the Hub")
         directory = Path(name_or_dir).expanduser()
         if directory.is_dir():
             return cls._open_local(str(name_or_dir), directory, revision)
@@ -175,7 +177,7 @@ class Checkpoint:
 def _check_repo_id(name: str, path: Path) -> None:
     if path.exists():
         raise ConfigError(f"{name} is a file: give the directory that holds config.json and the weights")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name or not name:
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name:
         raise ConfigError(
             f"there is no directory {name!r}: give a directory with config.json and safetensors weights, or the id of "
             "a repository on the Hub such as 'mistralai/Mixtral-8x7B-v0.1'"

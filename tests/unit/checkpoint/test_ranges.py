@@ -1,0 +1,38 @@
+"""Byte ranges: joined, cut, and put where they belong."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_plugins.checkpoint import ranges
+from swarm_plugins.checkpoint.files import Piece
+from swarm_plugins.checkpoint.ranges import coalesce, scatter
+
+
+def pieces(*spans: tuple[int, int]) -> list[Piece]:
+    return [Piece(start, memoryview(bytearray(end - start))) for start, end in spans]
+
+
+def test_neighbours_share_a_request_and_strangers_do_not() -> None:
+    gap = ranges._GAP_BYTES
+    assert coalesce(pieces((0, 10), (10, 20), (20 + gap, 30 + gap))) == [(0, 30 + gap)]
+    assert coalesce(pieces((0, 10), (11 + gap, 20 + gap))) == [(0, 10), (11 + gap, 20 + gap)]
+
+
+def test_a_long_range_is_cut_into_parts() -> None:
+    part = ranges._PART_BYTES
+    assert ranges.coalesce([Piece(5, memoryview(bytearray(part + 7)))]) == [(5, 5 + part), (5 + part, 12 + part)]
+
+
+@given(
+    cuts=st.lists(st.integers(0, 200), min_size=2, max_size=12, unique=True).map(sorted),
+    chunk=st.integers(1, 50),
+)
+def test_chunks_of_any_size_reach_their_pieces(cuts: list[int], chunk: int) -> None:
+    content = bytes(range(200)) + b"!"
+    wanted = pieces(*zip(cuts[::2], cuts[1::2], strict=False))
+    wanted = [piece for piece in wanted if piece.end <= len(content)]
+    copied = sum(scatter(wanted, at, content[at : at + chunk]) for at in range(0, len(content), chunk))
+    assert copied == sum(len(piece.buffer) for piece in wanted)
+    assert all(bytes(piece.buffer) == content[piece.start : piece.end] for piece in wanted)
