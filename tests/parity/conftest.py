@@ -1,0 +1,87 @@
+"""Each family once per session: its directory, the local model, and the same model over a swarm in this process."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny
+
+FAMILIES = (
+    "llama",
+    "mixtral",
+    "mixtral_sliding",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "deepseek_v3",
+    "gpt_oss",
+)
+CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One family's toy: locally, and with its blocks on a swarm."""
+
+    family: str
+    directory: Path
+    local: PreTrainedModel
+    """The untouched model of transformers, float32, in evaluation mode."""
+    remote: PreTrainedModel
+    swarm: InProcessSwarm
+
+    def load_remote(self, **kwargs: object) -> PreTrainedModel:
+        """Loads the remote model once more, for a test that changes it."""
+        return AutoSwarmModelForCausalLM.from_pretrained(self.directory, connection=self.swarm.connection, **kwargs)
+
+    def load_local(self, **kwargs: object) -> PreTrainedModel:
+        """Loads the local model once more, for a test that changes it."""
+        return AutoModelForCausalLM.from_pretrained(self.directory, **kwargs).eval()
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A pair of each family; ``parametrize("pair", [...], indirect=True)`` takes fewer."""
+    directory = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with InProcessSwarm(directory) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        yield Pair(family=request.param, directory=directory, local=local, remote=remote, swarm=swarm)
+
+
+@pytest.fixture
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The smallest family with a swarm of its own, for tests that break things."""
+    directory = save_tiny("llama", tmp_path_factory.mktemp("llama"))
+    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with InProcessSwarm(directory) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        yield Pair(family="llama", directory=directory, local=local, remote=remote, swarm=swarm)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_sessions(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Sessions are closed when their cache is collected."""
+    yield
+    for name in ("pair", "llama"):
+        if name in request.fixturenames:
+            left = sessions_left(request.getfixturevalue(name).swarm)
+            assert left == 0, f"{left} sessions are still open {CLOSE_S:g} s after the test"
+
+
+def sessions_left(swarm: InProcessSwarm) -> int:
+    """Waits a bounded time until no session is open, and returns how many are."""
+    gc.collect()
+    deadline = time.monotonic() + CLOSE_S
+    while swarm.num_sessions and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return swarm.num_sessions

@@ -1,0 +1,22 @@
+"""``generate()`` over a swarm says token for token what the local model says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from generation_modes import MODES, Mode
+from transformers import PreTrainedModel
+
+from swarm_plugins.testing.models import tiny_model
+
+
+@pytest.fixture(scope="session")
+def assistant() -> PreTrainedModel:
+    """A small local model that guesses ahead."""
+    return tiny_model("llama", seed=1, num_layers=1)
+
+
+@pytest.mark.parametrize("run", MODES.values(), ids=MODES)
+@torch.no_grad()
+def test_remote_says_what_local_says(pair, assistant: PreTrainedModel, run: Mode) -> None:
+    assert run(pair.remote, assistant) == run(pair.local, assistant)
