@@ -32,6 +32,8 @@ class Call:
     """Modules whose forward is replaced."""
     router_logits: dict[int, Tensor] | None = None
     """Collects router logits by block; None: not wanted."""
+    between: list[Tensor] | None = None
+    """Collects the blocks' outputs; None: not wanted."""
 
 
 class CallStack:

@@ -8,12 +8,13 @@ one packed forward. A step may run in the middle of a forward or its backward, i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from swarm_plugins.blocks.apply import adapter_patches
 from swarm_plugins.blocks.checks import check_blocks, check_hidden, check_mask, check_positions, check_prefix
 from swarm_plugins.blocks.context import Call, CallStack
 from swarm_plugins.blocks.kv import BlockKV, KVPool, Session
@@ -21,12 +22,22 @@ from swarm_plugins.blocks.layers import BlockList, SkippedBlock, Watched
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past
 from swarm_plugins.blocks.past import Past, PrefixPast, ProbePast, SessionPast
 from swarm_plugins.blocks.routers import Routers
-from swarm_plugins.blocks.types import SpanInputs, SpanOutputs, StepInputs
+from swarm_plugins.blocks.rows import TokenRows
+from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs, StepInputs
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 __all__ = ["Span"]
 
 _PROBE_SEED = 0x5EED
+
+
+class _Use(NamedTuple):
+    """The adapters of one session (or of a forward) and the tokens they are used on."""
+
+    adapters: AdapterUse
+    num_rows: int
+    num_new: int
+    before: int
 
 
 class Span:
@@ -113,17 +124,14 @@ class Span:
         """Runs blocks without a session; differentiable where gradients are enabled. See `SpanRunner`."""
         self._check_forward(inputs)
         past = PrefixPast(inputs.prefix, inputs.blocks) if inputs.prefix else None
-        between: list[Tensor] = []
-        call = Call(
-            table=self._watched_table(
-                inputs.blocks, between if inputs.collect_hidden else None, self.on_block_boundary
-            ),
-            attention=self._attention,
-            router_logits={} if inputs.collect_router else None,
-        )
+        batch_size, num_new = inputs.hidden.shape[:2]
+        before = 0 if past is None else past.length
+        call = self._call(inputs.blocks, [_Use(inputs.adapters, batch_size, num_new, before)], [inputs])
+        if self.on_block_boundary is not None:
+            call.table = self._watched_table(inputs.blocks, call.between, self.on_block_boundary)
         with self._calls.running(call):
             hidden = self._run(inputs.hidden, inputs.attention_mask, inputs.position_ids, past)
-        return _outputs(hidden, between, call)
+        return _outputs(hidden, call)
 
     def step(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
         """Runs new tokens of sessions and appends to their caches; see `SpanRunner`."""
@@ -145,15 +153,11 @@ class Span:
         return [_plain(output) for output in outputs]
 
     def _step_one(self, step: StepInputs, session: Session) -> SpanOutputs:
-        between: list[Tensor] = []
-        call = Call(
-            table=self._watched_table(step.blocks, between, None) if step.collect_hidden else self._table(step.blocks),
-            attention=self._attention,
-            router_logits={} if step.collect_router else None,
-        )
+        use = _Use(step.adapters, session.batch_size, step.hidden.shape[1], session.length)
+        call = self._call(step.blocks, [use], [step])
         with self._calls.running(call):
             hidden = self._run(step.hidden, _padding(step), step.position_ids, SessionPast(session))
-        return _outputs(hidden, between, call)
+        return _outputs(hidden, call)
 
     def _step_packed(self, steps: Sequence[StepInputs], sessions: Sequence[Session]) -> list[SpanOutputs]:
         parts: list[PackedRows] = []
@@ -163,17 +167,30 @@ class Span:
             start += parts[-1].num_tokens
         hidden = torch.cat([step.hidden.reshape(1, -1, self.hidden_size) for step in steps], dim=1)  # [1, T, D]
         positions = torch.cat([_positions(step, part) for step, part in zip(steps, parts, strict=True)], dim=1)
-        between: list[Tensor] = []
-        wants_hidden = any(step.collect_hidden for step in steps)
-        blocks = steps[0].blocks
-        call = Call(
-            table=self._watched_table(blocks, between, None) if wants_hidden else self._table(blocks),
-            attention=PACKED,
-            router_logits={} if any(step.collect_router for step in steps) else None,
-        )
+        uses = [
+            _Use(step.adapters, part.batch_size, part.num_new, part.length - part.num_new)
+            for step, part in zip(steps, parts, strict=True)
+        ]
+        call = self._call(steps[0].blocks, uses, steps)
+        call.attention = PACKED
         with packed_past(PackedPast(parts, self._attention, self._joined)) as past, self._calls.running(call):
             hidden = self._run(hidden, None, positions, past)
-        return [_unpack(step, part, hidden, between, call) for step, part in zip(steps, parts, strict=True)]
+        return [_unpack(step, part, hidden, call) for step, part in zip(steps, parts, strict=True)]
+
+    def _call(self, blocks: range, uses: Sequence[_Use], asked: Sequence[SpanInputs | StepInputs]) -> Call:
+        between: list[Tensor] | None = [] if any(inputs.collect_hidden for inputs in asked) else None
+        call = Call(
+            table=self._table(blocks) if between is None else self._watched_table(blocks, between, None),
+            attention=self._attention,
+            router_logits={} if any(inputs.collect_router for inputs in asked) else None,
+            between=between,
+        )
+        if any(use.adapters.adapters for use in uses):
+            new = [use.num_new for use in uses for _ in range(use.num_rows)]
+            total = [use.before + use.num_new for use in uses for _ in range(use.num_rows)]
+            tokens = TokenRows(new, total, self.device)
+            call.patches = adapter_patches([(use.adapters, use.num_rows) for use in uses], blocks, self.module, tokens)
+        return call
 
     def _run(self, hidden: Tensor, mask: Tensor | None, positions: Tensor | None, past: Past | None) -> Tensor:
         output = self.model(
@@ -196,10 +213,6 @@ class Span:
     def _watched_table(
         self, blocks: range, between: list[Tensor] | None, boundary: Callable[[], None] | None
     ) -> list[Any]:
-        table = self._table(blocks)
-        if between is None and boundary is None:
-            return table
-
         def seen(_: int, hidden: Tensor) -> None:
             if between is not None:
                 between.append(hidden)
@@ -208,7 +221,7 @@ class Span:
                     hidden.register_hook(lambda _: boundary())
                 boundary()
 
-        table = list(table)
+        table = list(self._table(blocks))
         for block in blocks[:-1]:
             table[block] = Watched(self._layers[block], block, seen)
         return table
@@ -293,11 +306,11 @@ def _positions(step: StepInputs, part: PackedRows) -> Tensor:
     return positions.expand(part.batch_size, -1).reshape(1, -1)  # [1, B * S]
 
 
-def _outputs(hidden: Tensor, between: list[Tensor], call: Call) -> SpanOutputs:
+def _outputs(hidden: Tensor, call: Call) -> SpanOutputs:
     routers = call.router_logits or {}
     return SpanOutputs(
         hidden=hidden,
-        hidden_states=tuple(between),
+        hidden_states=tuple(call.between or ()),
         router_logits=tuple(routers.values()),
         router_blocks=tuple(routers),
     )
@@ -313,14 +326,14 @@ def _plain(outputs: SpanOutputs) -> SpanOutputs:
     )
 
 
-def _unpack(step: StepInputs, part: PackedRows, hidden: Tensor, between: list[Tensor], call: Call) -> SpanOutputs:
-    shape = step.hidden.shape
-    routers = call.router_logits if step.collect_router and call.router_logits else {}
+def _unpack(step: StepInputs, part: PackedRows, hidden: Tensor, call: Call) -> SpanOutputs:
+    routers = (call.router_logits or {}) if step.collect_router else {}
+    between = (call.between or ()) if step.collect_hidden else ()
     return SpanOutputs(
-        hidden=hidden.narrow(1, part.start, part.num_tokens).reshape(shape),
-        hidden_states=tuple(state.narrow(1, part.start, part.num_tokens).reshape(shape) for state in between)
-        if step.collect_hidden
-        else (),
+        hidden=hidden.narrow(1, part.start, part.num_tokens).reshape(step.hidden.shape),
+        hidden_states=tuple(
+            state.narrow(1, part.start, part.num_tokens).reshape(step.hidden.shape) for state in between
+        ),
         router_logits=tuple(logits.narrow(0, part.start, part.num_tokens) for logits in routers.values()),
         router_blocks=tuple(routers),
     )

@@ -1,0 +1,197 @@
+"""Checks shipped adapters against the span they are for, before anything is allocated for them.
+
+A server applies what strangers ship: only known kinds, on modules that exist, in shapes that fit, of bounded rank and
+size, and finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.blocks.dropout import adapter_dropout_mask
+from swarm_plugins.blocks.experts import EXPERT_PARAMETERS, is_fused_experts
+from swarm_plugins.blocks.span import Span
+from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["AdapterLimits", "adapter_dropout_mask", "check_adapter"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterLimits:
+    """What a server accepts of an adapter."""
+
+    max_rank: int = 1024
+    """Largest rank of a low-rank product."""
+    max_bytes: int = 1 << 30
+    """Largest size of all tensors together."""
+    max_modules: int = 1 << 16
+    """Largest number of adapted modules."""
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        for name in ("max_rank", "max_bytes", "max_modules"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+def check_adapter(
+    spec: AdapterSpec,
+    tensors: Sequence[Tensor],
+    span: Span,
+    limits: AdapterLimits | None = None,
+    *,
+    digest: str | None = None,
+) -> LoadedAdapter:
+    """Checks an adapter and moves it to the span's device.
+
+    Args:
+        spec: Its structure.
+        tensors: Its tensors, in the order of ``spec.tensor_shapes()``.
+        span: The blocks it is for.
+        limits: What is accepted. None: the defaults.
+        digest: Its content hash, if it is known already.
+
+    Raises:
+        ConfigError: If anything about it is not allowed; the message says what.
+    """
+    limits = limits or AdapterLimits()
+    _check_size(spec, tensors, limits)
+    seen: set[tuple[int, str, str, str | None]] = set()
+    for entry in spec.modules:
+        key = (entry.block, entry.module, entry.kind, entry.parameter)
+        if key in seen:
+            raise ConfigError(f"the adapter names {_where(entry)} twice")
+        seen.add(key)
+        _check_entry(entry, span, limits)
+    for name, tensor in zip(_names(spec), tensors, strict=True):
+        if not bool(torch.isfinite(tensor).all()):
+            raise ConfigError(f"the adapter tensor of {name} has values that are not finite")
+    return LoadedAdapter(
+        digest=adapter_digest(spec, tensors) if digest is None else digest,
+        spec=spec,
+        tensors=tuple(tensor.to(span.device) for tensor in tensors),
+    )
+
+
+def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor], limits: AdapterLimits) -> None:
+    if len(spec.modules) > limits.max_modules:
+        raise ConfigError(f"the adapter has {len(spec.modules)} modules; allowed are at most {limits.max_modules}")
+    shapes = spec.tensor_shapes()
+    if len(shapes) != len(tensors):
+        raise ConfigError(f"the adapter names {len(shapes)} tensors, {len(tensors)} came with it")
+    for name, shape, tensor in zip(_names(spec), shapes, tensors, strict=True):
+        if tuple(shape) != tuple(tensor.shape):
+            raise ConfigError(
+                f"the adapter tensor of {name} has shape {list(tensor.shape)}, announced as {list(shape)}"
+            )
+        if tensor.dtype not in _DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise ConfigError(f"the adapter tensor of {name} is {tensor.dtype}; allowed are {allowed}")
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if num_bytes > limits.max_bytes:
+        raise ConfigError(f"the adapter has {num_bytes} bytes; allowed are at most {limits.max_bytes}")
+
+
+def _check_entry(entry: AdapterModule, span: Span, limits: AdapterLimits) -> None:
+    if entry.block not in span.blocks:
+        raise ConfigError(f"the adapter names {_where(entry)}; this span has blocks {span.start} to {span.end}")
+    if not math.isfinite(entry.scaling):
+        raise ConfigError(f"the scaling of {_where(entry)} is {entry.scaling}; allowed are finite numbers")
+    if not 0.0 <= entry.dropout < 1.0:
+        raise ConfigError(f"the dropout of {_where(entry)} is {entry.dropout}; allowed is 0 up to but not 1")
+    try:
+        module = span.module(entry.block, entry.module)
+    except AttributeError:
+        raise ConfigError(f"the adapter names {_where(entry)}: the block has no such module") from None
+    if entry.kind == "ia3":
+        _check_ia3(entry, _linear(entry, module))
+    elif entry.kind == "lora":
+        linear = _linear(entry, module)
+        _check_factors(entry, linear.in_features, linear.out_features, 1, limits)
+    else:
+        _check_parameter(entry, module, limits)
+
+
+def _check_ia3(entry: AdapterModule, linear: nn.Linear) -> None:
+    features = linear.in_features if entry.is_feedforward else linear.out_features
+    if len(entry.shapes) != 1 or math.prod(entry.shapes[0]) != features or len(entry.shapes[0]) > 2:
+        raise ConfigError(
+            f"the IA3 vector of {_where(entry)} has shapes {_listed(entry)}; allowed is one of {features} elements"
+        )
+
+
+def _check_parameter(entry: AdapterModule, module: nn.Module, limits: AdapterLimits) -> None:
+    parameter = getattr(module, entry.parameter or "", None)
+    shape = _shape_of(module, entry.parameter or "")
+    if shape is None or parameter is None:
+        raise ConfigError(f"the adapter names the parameter {entry.parameter!r} of {_where(entry)}: there is none")
+    if entry.dropout:
+        raise ConfigError(f"{_where(entry)} has dropout {entry.dropout}; LoRA on a bare parameter allows none")
+    if len(shape) == 3 and (not is_fused_experts(module) or entry.parameter not in EXPERT_PARAMETERS):
+        raise ConfigError(
+            f"{_where(entry)} is a {type(module).__name__}: LoRA on its {entry.parameter!r} is not supported; "
+            f"allowed are {', '.join(EXPERT_PARAMETERS)} of fused experts"
+        )
+    if len(shape) == 3:
+        experts, rows, columns = shape
+        is_transposed = bool(module.is_transposed)
+        if entry.num_experts != experts or entry.transposed != is_transposed:
+            raise ConfigError(
+                f"{_where(entry)} has {experts} experts, transposed {is_transposed}; the adapter says "
+                f"{entry.num_experts}, transposed {entry.transposed}"
+            )
+        width_in, width_out = (rows, columns) if is_transposed else (columns, rows)
+    elif len(shape) == 2 and entry.num_experts == 1:
+        width_out, width_in = shape
+    else:
+        raise ConfigError(f"{_where(entry)} has shape {list(shape)}, {entry.num_experts} experts named: no such LoRA")
+    _check_factors(entry, width_in, width_out, entry.num_experts, limits)
+
+
+def _check_factors(entry: AdapterModule, width_in: int, width_out: int, experts: int, limits: AdapterLimits) -> None:
+    is_pair = len(entry.shapes) == 2 and all(len(shape) == 2 for shape in entry.shapes)
+    rank = entry.shapes[0][0] // experts if is_pair else 0
+    if not is_pair or rank < 1 or entry.shapes != ((rank * experts, width_in), (width_out, rank * experts)):
+        times = f"{experts} x rank" if experts > 1 else "rank"
+        raise ConfigError(
+            f"the LoRA factors of {_where(entry)} have shapes {_listed(entry)}; allowed are [{times}, {width_in}] and "
+            f"[{width_out}, {times}]"
+        )
+    if rank > limits.max_rank:
+        raise ConfigError(f"the rank of {_where(entry)} is {rank}; allowed is at most {limits.max_rank}")
+
+
+def _linear(entry: AdapterModule, module: nn.Module) -> nn.Linear:
+    if not isinstance(module, nn.Linear):
+        raise ConfigError(f"{_where(entry)} is a {type(module).__name__}; {entry.kind} needs a linear layer")
+    return module
+
+
+def _shape_of(module: nn.Module, name: str) -> tuple[int, ...] | None:
+    """Returns the shape of a module's parameter as HF stores it, None if there is none."""
+    if isinstance(module, nn.Linear) and name == "weight":
+        # A quantized weight is stored in another shape.
+        return module.out_features, module.in_features
+    parameter = getattr(module, name, None) if name.isidentifier() else None
+    return tuple(parameter.shape) if isinstance(parameter, Tensor) else None
+
+
+def _where(entry: AdapterModule) -> str:
+    return f"block {entry.block}, {entry.module}"
+
+
+def _listed(entry: AdapterModule) -> str:
+    return ", ".join(str(list(shape)) for shape in entry.shapes) or "none"
+
+
+def _names(spec: AdapterSpec) -> list[str]:
+    return [_where(entry) for entry in spec.modules for _ in entry.shapes]

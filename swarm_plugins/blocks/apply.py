@@ -1,0 +1,220 @@
+"""Applies adapters while a call runs: replaces the forward of the adapted modules by one that adds the adapter.
+
+The mathematics is PEFT's, including where it casts. A low-rank product is applied as two products, never by adding
+``B A`` to the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from swarm_plugins.adapter_spec import AdapterModule
+from swarm_plugins.blocks.dropout import adapter_dropout_mask
+from swarm_plugins.blocks.experts import ExpertDelta, adapted_experts_forward
+from swarm_plugins.blocks.rows import TokenRows
+from swarm_plugins.blocks.types import AdapterUse, LoadedAdapter
+from swarm_plugins.errors import ConfigError, UnsupportedError
+
+__all__ = ["adapter_patches"]
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """One adapter layer in one call."""
+
+    entry: AdapterModule
+    tensors: tuple[Tensor, ...]
+    rows: tuple[int, ...] | None
+    """Rows of the call it applies to. None: all."""
+    tokens: TokenRows
+    dropout: tuple[int, int] | None
+    """Seed and index of the adapter. None: no dropout."""
+
+    def index(self, num_tokens: int) -> Tensor | None:
+        """Returns the tokens it applies to, None for all."""
+        return None if self.rows is None else self.tokens.index(self.rows, num_tokens)
+
+
+def adapter_patches(
+    uses: Sequence[tuple[AdapterUse, int]],
+    blocks: range,
+    module_of: Callable[[int, str], nn.Module],
+    tokens: TokenRows,
+) -> dict[nn.Module, Forward]:
+    """Returns the modules that adapters change in a call, with their new forward.
+
+    Args:
+        uses: For each session of the call what it uses, and its number of rows.
+        blocks: The blocks that run.
+        module_of: Finds a module by block and path.
+        tokens: The tokens of the call's rows.
+
+    Raises:
+        ConfigError: If rows name adapters that are not there.
+    """
+    applied: dict[nn.Module, list[_Applied]] = {}
+    for adapter, rows, dropout in _by_adapter(uses):
+        position = 0
+        for entry in adapter.spec.modules:
+            tensors = adapter.tensors[position : position + len(entry.shapes)]
+            position += len(entry.shapes)
+            if entry.block in blocks:
+                module = module_of(entry.block, entry.module)
+                applied.setdefault(module, []).append(_Applied(entry, tensors, rows, tokens, dropout))
+    return {module: _patched(module, layers) for module, layers in applied.items()}
+
+
+def _by_adapter(
+    uses: Sequence[tuple[AdapterUse, int]],
+) -> Iterable[tuple[LoadedAdapter, tuple[int, ...] | None, tuple[int, int] | None]]:
+    """Joins the rows of all sessions that use the same adapter, so that its products run once."""
+    rows_of: dict[int, list[int]] = {}
+    found: dict[int, tuple[LoadedAdapter, tuple[int, int] | None]] = {}
+    first = 0
+    for use, num_rows in uses:
+        if use.rows is not None and len(use.rows) != num_rows:
+            raise ConfigError(f"adapter rows name {len(use.rows)} rows; the batch has {num_rows}")
+        for index, adapter in enumerate(use.adapters):
+            rows = [row for row in range(num_rows) if use.rows is None or use.rows[row] == index]
+            rows_of.setdefault(id(adapter), []).extend(first + row for row in rows)
+            dropout = None if use.dropout_seed is None else (use.dropout_seed, index)
+            found.setdefault(id(adapter), (adapter, dropout))
+        for row, index in enumerate(use.rows or ()):
+            if not -1 <= index < len(use.adapters):
+                raise ConfigError(f"row {row} names adapter {index}; allowed are -1 to {len(use.adapters) - 1}")
+        first += num_rows
+    for key, (adapter, dropout) in found.items():
+        rows = rows_of[key]
+        if rows:
+            yield adapter, None if len(set(rows)) == first else tuple(rows), dropout
+
+
+def _patched(module: nn.Module, layers: list[_Applied]) -> Forward:
+    if layers[0].entry.kind != "lora_parameter" or isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear):
+            return _linear_forward(module, layers)
+        raise UnsupportedError(f"adapters of kinds {[layer.entry.kind for layer in layers]} on one module do not mix")
+    if layers[0].entry.num_experts > 1:
+        return adapted_experts_forward(module, [_expert_delta(layer) for layer in layers])
+    return _parameter_forward(module, layers)
+
+
+def _linear_forward(module: nn.Linear, layers: list[_Applied]) -> Forward:
+    base = type(module).forward
+    before = [layer for layer in layers if layer.entry.kind == "ia3" and layer.entry.is_feedforward]
+    after = [layer for layer in layers if layer.entry.kind == "ia3" and not layer.entry.is_feedforward]
+    low_rank = [layer for layer in layers if layer.entry.kind != "ia3"]
+
+    def forward(hidden: Tensor) -> Tensor:
+        if before:
+            hidden = _scaled(hidden, before)
+        result = base(module, hidden)
+        for layer in low_rank:
+            result = _add_low_rank(layer, hidden, result)
+        return _scaled(result, after) if after else result
+
+    return forward
+
+
+def _add_low_rank(layer: _Applied, hidden: Tensor, result: Tensor) -> Tensor:
+    """Adds a low-rank product to a linear layer's result."""
+    factor_a, factor_b = layer.tensors
+    hidden = hidden.to(factor_a.dtype)
+    if layer.dropout is not None and layer.entry.dropout > 0.0:
+        hidden = _dropped(layer, layer.dropout, hidden)
+    index = layer.index(hidden.numel() // hidden.shape[-1])
+    if index is None:
+        delta = functional.linear(functional.linear(hidden, factor_a), factor_b) * layer.entry.scaling
+        return (result + delta).to(result.dtype)
+    hidden = hidden.reshape(-1, hidden.shape[-1])[index]
+    delta = functional.linear(functional.linear(hidden, factor_a), factor_b) * layer.entry.scaling
+    flat = result.reshape(-1, result.shape[-1])
+    return flat.index_add(0, index, delta.to(result.dtype)).reshape(result.shape)
+
+
+def _dropped(layer: _Applied, dropout: tuple[int, int], hidden: Tensor) -> Tensor:
+    seed, adapter_index = dropout
+    numbers = adapter_dropout_mask(seed, layer.entry.block, layer.entry.module, adapter_index, hidden.shape)
+    kept = (numbers >= layer.entry.dropout).to(hidden.device, hidden.dtype)
+    return hidden * (kept / (1.0 - layer.entry.dropout))
+
+
+def _scaled(hidden: Tensor, layers: list[_Applied]) -> Tensor:
+    """Scales by the product of IA3 vectors, each on its own tokens."""
+    whole = [layer.tensors[0].flatten() for layer in layers if layer.rows is None]
+    if whole:
+        scale = whole[0]
+        for vector in whole[1:]:
+            scale = scale * vector
+        hidden = (hidden.to(scale.dtype) * scale).to(hidden.dtype)
+    for layer in layers:
+        if layer.rows is not None:
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            index = layer.index(flat.shape[0])
+            if index is not None:
+                vector = layer.tensors[0].flatten()
+                scaled = (flat[index].to(vector.dtype) * vector).to(hidden.dtype)
+                hidden = flat.index_copy(0, index, scaled).reshape(hidden.shape)
+    return hidden
+
+
+def _expert_delta(layer: _Applied) -> ExpertDelta:
+    entry = layer.entry
+    return ExpertDelta(
+        entry.parameter or "", entry.num_experts, layer.tensors[0], layer.tensors[1], entry.scaling, layer.index
+    )
+
+
+def _parameter_forward(module: nn.Module, layers: list[_Applied]) -> Forward:
+    base = type(module).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _AddToLinear(module, layers) as added:
+            output = base(module, *args, **kwargs)
+        if added.missing:
+            raise UnsupportedError(
+                f"{type(module).__name__} does not use its parameter {sorted(added.missing)} in a linear product: LoRA "
+                "on it is not supported"
+            )
+        return output
+
+    return forward
+
+
+class _AddToLinear(TorchFunctionMode):
+    """Adds low-rank products where a module applies a parameter by ``linear``, also after a cast."""
+
+    _CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16)
+
+    def __init__(self, module: nn.Module, layers: list[_Applied]) -> None:
+        super().__init__()
+        # The tensors themselves are kept, so that no other tensor can take their id meanwhile.
+        self._watched = [(getattr(module, layer.entry.parameter or ""), layer) for layer in layers]
+        self.missing = {layer.entry.parameter for layer in layers}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func in self._CASTS and args:
+            self._watched.extend((output, layer) for layer in self._layers(args[0]))
+        elif func is functional.linear:
+            weight = args[1] if len(args) > 1 else kwargs.get("weight")
+            for layer in self._layers(weight):
+                self.missing.discard(layer.entry.parameter)
+                output = _add_low_rank(layer, args[0], output)
+        return output
+
+    def _layers(self, tensor: Any) -> list[_Applied]:
+        found: list[_Applied] = []
+        for watched, layer in self._watched:
+            if watched is tensor and layer not in found:
+                found.append(layer)
+        return found
