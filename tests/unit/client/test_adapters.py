@@ -1,0 +1,60 @@
+"""Each span gets its part of an adapter; digests are computed once per change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.client import adapters as adapters_module
+from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter, DigestCache
+
+
+def adapter(blocks: range, rank: int = 2) -> ClientAdapter:
+    modules, tensors = [], []
+    for block in blocks:
+        shapes = ((rank, 4), (6, rank))
+        modules.append(AdapterModule(block=block, module="self_attn.q_proj", kind="lora", shapes=shapes, scaling=2.0))
+        tensors += [torch.full(shape, float(block + 1)) for shape in shapes]
+    return ClientAdapter(AdapterSpec(modules=tuple(modules)), tuple(tensors))
+
+
+def test_a_part_names_the_positions_of_its_tensors() -> None:
+    selection = AdapterSelection(adapters=(adapter(range(4)), adapter(range(1, 3))))
+    part = DigestCache().part(selection, range(2, 4))
+    assert part.indices == (4, 5, 6, 7, 10, 11)
+    assert [module.block for module in part.shipped[0].spec.modules] == [2, 3]
+    assert [tensor[0, 0].item() for tensor in part.shipped[1].tensors] == [3.0, 3.0]
+
+
+def test_a_digest_changes_with_content_and_structure() -> None:
+    one = adapter(range(1))
+    digest = adapter_digest(one.spec, one.tensors)
+    assert digest == adapter_digest(adapter(range(1)).spec, adapter(range(1)).tensors)
+    changed = [one.tensors[0] + 1, one.tensors[1]]
+    assert digest != adapter_digest(one.spec, changed)
+    assert digest != adapter_digest(adapter(range(1, 2)).spec, one.tensors)
+
+
+def test_unchanged_tensors_are_hashed_once_and_changed_ones_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args: object) -> str:
+        calls.append(args)
+        return adapter_digest(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(adapters_module, "adapter_digest", counted)
+    selection, cache = AdapterSelection(adapters=(adapter(range(2)),)), DigestCache()
+    first = cache.part(selection, range(2)).digests
+    assert cache.part(selection, range(2)).digests == first
+    assert len(calls) == 1
+    with torch.no_grad():
+        selection.adapters[0].tensors[0].add_(1.0)
+    assert cache.part(selection, range(2)).digests != first
+    assert len(calls) == 2
+
+
+def test_rows_and_seed_follow_a_slice_of_the_batch() -> None:
+    selection = AdapterSelection(adapters=(adapter(range(1)),), rows=(0, -1, 0), dropout_seed=7)
+    part = selection.row_slice(slice(1, 3), 1)
+    assert (part.rows, part.dropout_seed) == ((-1, 0), 8)

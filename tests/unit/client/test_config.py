@@ -1,0 +1,25 @@
+"""Wrong settings are refused with the value and what is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swarm_plugins import SwarmConfig
+from swarm_plugins.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        pytest.param({"request_timeout_s": 0}, r"request_timeout_s must be a number of seconds above 0, got 0", id="s"),
+        pytest.param({"refresh_s": float("nan")}, r"refresh_s must be .* got nan", id="nan"),
+        pytest.param({"max_retries": -1}, r"max_retries must be 0 or more, got -1", id="retries"),
+        pytest.param({"codec": "zip"}, r"unknown codec 'zip'; known: none, float16, int8", id="codec"),
+        pytest.param({"allowed_peers": ()}, r"allowed_peers is empty", id="peers"),
+    ],
+)
+def test_wrong_settings_are_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SwarmConfig(**setting)

@@ -1,0 +1,111 @@
+"""A history changes as a KV cache changes, so that a replay rebuilds the cache."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_plugins.client.adapters import AdapterSelection
+from swarm_plugins.client.history import History, SentStep
+from swarm_plugins.transport.messages import CacheOp
+
+BATCH = 3
+
+
+def step(tokens: int, first: int, batch: int, mask: bool) -> SentStep:
+    # Each element says which row and position it came from.
+    hidden = torch.arange(batch)[:, None, None] * 1000.0 + torch.arange(first, first + tokens)[None, :, None]
+    return SentStep(
+        hidden=hidden,
+        position_ids=torch.arange(first, first + tokens)[None],
+        attention_mask=torch.ones(batch, first + tokens, dtype=torch.bool) if mask else None,
+        adapters=AdapterSelection(),
+    )
+
+
+def apply_to_tensor(cache: torch.Tensor, op: CacheOp) -> torch.Tensor:
+    if op.kind == "crop":
+        return cache[:, : op.indices[0]]
+    if op.kind == "repeat":
+        return cache.repeat_interleave(op.indices[0], dim=0)
+    if op.kind == "reset":
+        return cache[:, :0]
+    return cache[list(op.indices)]
+
+
+ops = st.lists(
+    st.one_of(
+        st.integers(0, 12).map(lambda n: CacheOp(kind="crop", indices=(n,))),
+        st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH).map(
+            lambda rows: CacheOp(kind="reorder", indices=tuple(rows))
+        ),
+    ),
+    max_size=5,
+)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), ops, st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_ops_change_the_record_as_they_change_a_cache(steps: list[int], changes: list[CacheOp], prefix: int) -> None:
+    prefix_rows = torch.arange(BATCH)[:, None, None, None] * 1000.0 + torch.arange(-prefix, 0)[None, None, :, None]
+    history = History((prefix_rows, prefix_rows) if prefix else ())
+    first = prefix
+    for tokens in steps:
+        history.steps.append(step(tokens, first, BATCH, mask=True))
+        first += tokens
+    expected = torch.cat([prefix_rows[:, 0], *(s.hidden for s in history.steps)], dim=1)
+    for op in changes:
+        history.apply(op)
+        expected = apply_to_tensor(expected, op)
+    kept_prefix = history.prefix[0][:, 0] if history.prefix else expected[:, :0]
+    merged = history.merged()
+    found = torch.cat([kept_prefix, *(s.hidden for s in merged)], dim=1)
+    assert torch.equal(found, expected)
+    assert history.length == expected.shape[1]
+    for joined in merged:
+        mask = joined.attention_mask
+        assert mask is not None
+        assert mask.shape == (BATCH, history.length)
+
+
+def test_decode_steps_replay_as_one_prefill() -> None:
+    history = History()
+    history.steps = [step(1, position, 2, mask=False) for position in range(50)]
+    merged = history.merged()
+    assert len(merged) == 1
+    assert merged[0].hidden.shape == (2, 50, 1)
+    assert merged[0].position_ids.tolist() == [list(range(50))]
+
+
+def test_steps_with_different_adapters_stay_apart() -> None:
+    history = History()
+    other = AdapterSelection(rows=(0, -1))
+    history.steps = [step(2, 0, 2, mask=False), step(1, 2, 2, mask=False)]
+    history.steps[1] = SentStep(**{**vars(history.steps[1]), "adapters": other})
+    assert [s.adapters for s in history.merged()] == [AdapterSelection(), other]
+
+
+def test_repeat_and_select_change_the_batch() -> None:
+    history = History()
+    history.steps = [step(2, 0, 2, mask=True)]
+    history.apply(CacheOp(kind="repeat", indices=(2,)))
+    assert history.batch_size == 4
+    history.apply(CacheOp(kind="select", indices=(3,)))
+    assert history.batch_size == 1
+    assert history.steps[0].hidden[0, 0, 0] == 1000.0
+
+
+def test_a_copy_is_independent() -> None:
+    history = History()
+    history.steps = [step(4, 0, 1, mask=False)]
+    twin = history.copy()
+    twin.apply(CacheOp(kind="crop", indices=(1,)))
+    assert (history.length, twin.length) == (4, 1)
+
+
+def test_reset_forgets_everything() -> None:
+    history = History((torch.ones(1, 1, 2, 1),) * 2)
+    history.steps = [step(4, 2, 1, mask=False)]
+    history.apply(CacheOp(kind="reset"))
+    assert (history.length, history.prefix, history.merged()) == (0, (), [])

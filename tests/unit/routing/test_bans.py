@@ -1,0 +1,38 @@
+"""Bans grow with every failure, end by themselves, and are forgotten after a success."""
+
+from __future__ import annotations
+
+from swarm_plugins.routing import BanList
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_ban_ends_and_the_next_one_is_twice_as_long() -> None:
+    clock = Clock()
+    bans = BanList(base_s=2.0, max_s=100.0, clock=clock)
+    assert bans.ban("p") == 2.0
+    assert bans.is_banned("p")
+    assert not bans.is_banned("q")
+    clock.now = 2.5
+    assert not bans.is_banned("p")
+    assert bans.ban("p") == 4.0
+
+
+def test_bans_are_bounded_however_often_a_peer_fails() -> None:
+    bans = BanList(base_s=2.0, max_s=100.0, clock=Clock())
+    assert [bans.ban("p") for _ in range(2000)][-1] == 100.0
+
+
+def test_success_forgives() -> None:
+    bans = BanList(base_s=2.0, clock=Clock())
+    bans.ban("p")
+    bans.ban("p")
+    bans.forgive("p")
+    assert not bans.is_banned("p")
+    assert bans.ban("p") == 2.0
