@@ -121,7 +121,7 @@ class ForwardRequest(_Message, kw_only=True):
     adapters: tuple[str, ...] = ()
     """Digests of the adapters in use."""
     adapter_rows: tuple[int, ...] | None = None
-    """For each row of the batch the index of its adapter in ``adapters``, -1 for none. None: all adapters on all rows."""
+    """For each row of the batch the index of its adapter in ``adapters``, -1: none. None: all adapters on all rows."""
     dropout_seed: int | None = None
     """Seed of the adapters' dropout; None: no dropout."""
     prefix: tuple[Tensor, ...] = ()

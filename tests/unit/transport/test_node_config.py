@@ -1,0 +1,81 @@
+"""Settings that cannot work are refused before anything is started."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from swarm_plugins.errors import ConfigError, TransportError
+from swarm_plugins.transport.config import NodeConfig, peer_id_in
+from swarm_plugins.transport.contract import protocol_name
+from swarm_plugins.transport.daemon import _check_port_free, _translate
+from swarm_plugins.transport.limits import WireLimits
+
+PEER = "12D3KooWHTzWXxbE9AWiBme5J3Az76rw2KWvTFW2nRUwFGLbbjDn"
+ADDRESS = f"/ip4/1.2.3.4/tcp/31337/p2p/{PEER}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        pytest.param({"initial_peers": ["1.2.3.4:31337"]}, "'1.2.3.4:31337' is not a libp2p address", id="host-port"),
+        pytest.param({"initial_peers": ["/ip4/1.2.3.4/tcp/31337"]}, "has no peer id; it should look like", id="no-id"),
+        pytest.param({"initial_peers": [f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}x"]}, "is not a libp2p address", id="bad-id"),
+        pytest.param({"initial_peers": ADDRESS}, "got one string: put it in a list", id="string"),
+        pytest.param({"host_maddrs": ["/ip4/1.2.3.4/tcp/99999"]}, "is not a libp2p address", id="port"),
+        pytest.param({"host_maddrs": []}, "host_maddrs is empty", id="nowhere"),
+        pytest.param({"announce_maddrs": ["/ip4/1.2.3.4/tcp/0"]}, "give the real port", id="announce-zero"),
+        pytest.param({"start_timeout_s": 0}, "time-outs must be positive", id="timeout"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        NodeConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_peer_ids_are_read_off_addresses() -> None:
+    assert peer_id_in(ADDRESS) == PEER
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_limits_are_positive(value: float) -> None:
+    with pytest.raises(ConfigError, match="max_streams must be positive and finite"):
+        WireLimits(max_streams=value)  # type: ignore[arg-type]
+
+
+def test_unknown_rpc_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown rpc 'rpc_x'; known are rpc_info, rpc_forward"):
+        protocol_name("rpc_x")
+
+
+def test_a_port_in_use_is_noticed_although_libp2p_would_share_it() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"cannot listen on {address}: Address already in use; give another port"):
+            _check_port_free(address)
+    _check_port_free(address)
+    _check_port_free("/ip4/127.0.0.1/tcp/0")
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "complaint"),
+    [
+        ("Daemon failed to start: failed to connect to bootstrap peers", TransportError, f"initial peers.*{ADDRESS}"),
+        ("p2pd binary not found at /x", TransportError, "pip install --force-reinstall hivemind"),
+        ("Daemon failed to start in 60.0 seconds", TransportError, "not started within 60 s, 2 times"),
+        ("failed to listen on any addresses", ConfigError, "cannot listen on /ip4/127.0.0.1/tcp/0"),
+        ("something else", TransportError, "does not start: something else"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_the_daemons_complaints_become_typed_errors(reason: str, kind: type[Exception], complaint: str) -> None:
+    config = NodeConfig(initial_peers=(ADDRESS,), identity_path=Path("id"))
+    error = _translate(RuntimeError(reason), config)
+    assert type(error) is kind
+    with pytest.raises(kind, match=complaint):
+        raise error

@@ -1,0 +1,199 @@
+"""The accepting side: limits per peer, slow first messages, handlers that fail. Runs over pairs of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from swarm_plugins.errors import TransportError
+from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
+from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, SessionStep
+from swarm_plugins.transport.p2p_channel import Acceptor, P2PChannel
+from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
+from swarm_plugins.transport.wire import encode
+
+
+class _Peer:
+    def to_base58(self) -> str:
+        return "peer-x"
+
+
+async def echo(channel: Channel) -> None:
+    while (received := await channel.receive(timeout_s=5.0)) is not None:
+        await channel.send(received)
+
+
+@asynccontextmanager
+async def connected(acceptor: Acceptor, handler: Handler) -> AsyncIterator[P2PChannel]:
+    near, far = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=far)
+    info = SimpleNamespace(peer_id=_Peer())
+    serving = asyncio.create_task(acceptor.accept(handler, info, reader, writer))  # type: ignore[arg-type]
+    _, writer = await asyncio.open_unix_connection(sock=near)
+    stream = FrameStream("server", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
+    stream.attach(writer.transport, b"")  # type: ignore[arg-type]
+    channel = P2PChannel("server", stream, writer, DEFAULT_LIMITS)
+    try:
+        yield channel
+    finally:
+        await channel.close()
+        await asyncio.wait({serving}, timeout=5.0)
+        assert serving.done()
+        assert serving.cancelled() or serving.exception() is None
+        await asyncio.sleep(0.01)
+
+
+def acceptor_with(**limits: float) -> Acceptor:
+    chosen = WireLimits(**limits)  # type: ignore[arg-type]
+    return Acceptor(chosen, ReceiveBudget(chosen.max_receiving_bytes))
+
+
+def test_messages_reach_the_handler_with_the_proved_peer() -> None:
+    seen = []
+
+    async def handler(channel: Channel) -> None:
+        seen.append(channel.remote_peer)
+        await echo(channel)
+
+    async def main() -> None:
+        acceptor = acceptor_with()
+        async with connected(acceptor, handler) as channel:
+            for size in (1, 300_000):
+                await channel.send(ForwardResponse(hidden=torch.ones(size)), codec="float16")
+                answer = await channel.receive(timeout_s=5.0)
+                assert isinstance(answer, ForwardResponse)
+                assert torch.equal(answer.hidden, torch.ones(size))
+            assert acceptor.num_streams == 1
+        assert acceptor.num_streams == 0
+
+    asyncio.run(main())
+    assert seen == ["peer-x"]
+
+
+def test_a_peer_with_too_many_streams_is_told_so() -> None:
+    async def main() -> None:
+        acceptor = acceptor_with(max_streams_per_peer=1)
+        async with connected(acceptor, echo) as first:
+            await first.send(InfoRequest())
+            assert await first.receive(timeout_s=5.0) == InfoRequest()
+            async with connected(acceptor, echo) as second:
+                answer = await second.receive(timeout_s=5.0)
+                assert isinstance(answer, Failure)
+                assert answer.kind == "overloaded"
+                assert "peer-x holds 1 streams here, allowed are 1" in answer.message
+                assert await second.receive(timeout_s=5.0) is None
+            await first.send(InfoRequest())
+            assert await first.receive(timeout_s=5.0) == InfoRequest()
+
+    asyncio.run(main())
+
+
+def test_all_peers_together_are_bounded_too() -> None:
+    async def main() -> None:
+        acceptor = acceptor_with(max_streams=1)
+        async with connected(acceptor, echo), connected(acceptor, echo) as second:
+            answer = await second.receive(timeout_s=5.0)
+            assert isinstance(answer, Failure)
+            assert "1 streams are open here, allowed are 1: try another server" in answer.message
+
+    asyncio.run(main())
+
+
+def test_a_silent_stream_is_closed() -> None:
+    called = []
+
+    async def handler(channel: Channel) -> None:
+        called.append(channel)
+
+    async def main() -> None:
+        acceptor = acceptor_with(first_message_timeout_s=0.1)
+        async with connected(acceptor, handler) as channel:
+            assert await channel.receive(timeout_s=2.0) is None
+        assert acceptor.num_streams == 0
+
+    asyncio.run(main())
+    assert not called
+
+
+def test_a_first_message_at_a_trickle_is_given_up() -> None:
+    async def main() -> None:
+        acceptor = acceptor_with(first_message_timeout_s=0.1, min_receive_bytes_per_s=1000.0)
+        async with connected(acceptor, echo) as channel:
+            transport = channel.stream._check_usable()
+            transport.write(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 1000))
+            for _ in range(20):
+                await asyncio.sleep(0.02)
+                if transport.is_closing():
+                    break
+                transport.write(b"x")
+            assert transport.is_closing()
+
+    asyncio.run(main())
+
+
+def test_a_first_message_that_keeps_coming_may_take_longer_than_the_silence() -> None:
+    async def main() -> None:
+        acceptor = acceptor_with(first_message_timeout_s=0.05, min_receive_bytes_per_s=1000.0)
+        async with connected(acceptor, echo) as channel:
+            transport = channel.stream._check_usable()
+            payload = torch.arange(400, dtype=torch.uint8)
+            data = b"".join(encode(SessionStep(hidden=payload, cached_tokens=0)))
+            for start in range(0, len(data), 100):
+                transport.write(data[start : start + 100])
+                await asyncio.sleep(0.03)
+            answer = await channel.receive(timeout_s=2.0)
+            assert isinstance(answer, SessionStep)
+            assert torch.equal(answer.hidden, payload)
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_fails_answers_and_ends_its_stream(caplog: pytest.LogCaptureFixture) -> None:
+    async def handler(channel: Channel) -> None:
+        await channel.receive(timeout_s=5.0)
+        raise KeyError("oops")
+
+    async def main() -> None:
+        acceptor = acceptor_with()
+        async with connected(acceptor, handler) as channel:
+            await channel.send(InfoRequest())
+            assert await channel.receive(timeout_s=5.0) == Failure(kind="internal", message="KeyError: 'oops'")
+            assert await channel.receive(timeout_s=5.0) is None
+        assert acceptor.num_streams == 0
+
+    asyncio.run(main())
+    assert "a handler failed on a stream of peer peer-x" in caplog.text
+
+
+def test_a_malformed_message_ends_only_its_own_stream() -> None:
+    async def main() -> None:
+        acceptor = acceptor_with()
+        async with connected(acceptor, echo) as good, connected(acceptor, echo) as bad:
+            bad.stream._check_usable().write(b"\xff" * 100)
+            with pytest.raises(TransportError, match="broke"):
+                await bad.receive(timeout_s=2.0)
+            await good.send(InfoRequest())
+            assert await good.receive(timeout_s=5.0) == InfoRequest()
+
+    asyncio.run(main())
+
+
+def test_close_cancels_all_handlers() -> None:
+    async def main() -> None:
+        acceptor = acceptor_with()
+        async with connected(acceptor, echo) as channel:
+            await channel.send(InfoRequest())
+            assert await channel.receive(timeout_s=5.0) == InfoRequest()
+            await acceptor.close()
+            assert acceptor.num_streams == 0
+            assert await channel.receive(timeout_s=5.0) is None
+
+    asyncio.run(main())

@@ -1,0 +1,223 @@
+"""DHT records: only their owner can write them, they expire, and they stand where they belong."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils import MSGPackSerializer
+
+from swarm_plugins.errors import ConfigError, ProtocolError
+from swarm_plugins.transport.identity import Identity, IdentityFile, create_identity_file, load_identity
+from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.records import (
+    GoneRecord,
+    ModelRecord,
+    OwnedRecordValidator,
+    Record,
+    ServerRecord,
+    check_server_info,
+    key_id,
+    open_record,
+    own_model_key,
+    own_server_key,
+    server_keys,
+    sign_record,
+)
+
+INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
+
+
+def identity_at(path: Path) -> Identity:
+    create_identity_file(path)
+    return load_identity(path)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Identity:
+    return identity_at(tmp_path / "owner")
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Identity:
+    return identity_at(tmp_path / "stranger")
+
+
+def soon() -> float:
+    return time.time() + 60.0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [ServerRecord(info=INFO), GoneRecord(version="v1"), ModelRecord(version="v1", model="m", num_blocks=8)],
+    ids=lambda record: type(record).__name__,
+)
+def test_a_record_of_its_owner_is_believed(owner: Identity, record: Record) -> None:
+    key = own_model_key(owner.peer_id) if isinstance(record, ModelRecord) else own_server_key("v1", owner.peer_id)
+    expiration = soon()
+    blob = sign_record(owner, key, record, expiration)
+    assert open_record(key_id(key), owner.peer_id, blob, expiration) == record
+
+
+def test_a_record_under_a_strangers_name_is_refused(owner: Identity, stranger: Identity) -> None:
+    expiration = soon()
+    key = own_server_key("v1", owner.peer_id)
+    blob = sign_record(stranger, key, ServerRecord(info=INFO), expiration)
+    with pytest.raises(ProtocolError, match=f"record under {owner.peer_id} comes with the key of {stranger.peer_id}"):
+        open_record(key_id(key), owner.peer_id, blob, expiration)
+
+
+def test_a_strangers_signature_with_the_owners_key_is_refused(owner: Identity, stranger: Identity) -> None:
+    expiration = soon()
+    key = own_server_key("v1", owner.peer_id)
+    forger = Identity(stranger.private_key, owner.public_key, owner.peer_id)
+    blob = sign_record(forger, key, ServerRecord(info=INFO), expiration)
+    with pytest.raises(ProtocolError, match="wrong signature"):
+        open_record(key_id(key), owner.peer_id, blob, expiration)
+
+
+def test_a_record_cannot_be_given_a_longer_life(owner: Identity) -> None:
+    expiration = soon()
+    key = own_server_key("v1", owner.peer_id)
+    blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+    with pytest.raises(ProtocolError, match="wrong signature"):
+        open_record(key_id(key), owner.peer_id, blob, expiration + 1)
+
+
+def test_a_record_of_another_version_does_not_fit_the_key(owner: Identity) -> None:
+    expiration = soon()
+    key = own_server_key("v2", owner.peer_id)
+    blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+    with pytest.raises(ProtocolError, match="under a key it does not belong to"):
+        open_record(key_id(key), owner.peer_id, blob, expiration)
+
+
+def test_a_server_stands_in_one_shard_only(owner: Identity) -> None:
+    expiration = soon()
+    for key in server_keys("v1"):
+        blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+        if key == own_server_key("v1", owner.peer_id):
+            open_record(key_id(key), owner.peer_id, blob, expiration)
+        else:
+            with pytest.raises(ProtocolError, match="does not belong"):
+                open_record(key_id(key), owner.peer_id, blob, expiration)
+
+
+@pytest.mark.parametrize("ttl_s", [math.nan, math.inf, -math.inf, 4000.0, -1000.0], ids=str)
+def test_a_record_lives_an_hour_at_most(owner: Identity, ttl_s: float) -> None:
+    expiration = time.time() + ttl_s
+    key = own_server_key("v1", owner.peer_id)
+    blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+    with pytest.raises(ProtocolError, match="allowed is up to 3600 s from now"):
+        open_record(key_id(key), owner.peer_id, blob, expiration)
+
+
+def test_a_record_has_four_kibibytes_at_most(owner: Identity) -> None:
+    expiration = soon()
+    key = own_server_key("v1", owner.peer_id)
+    large = msgspec.structs.replace(INFO, adapters=tuple(f"someone/adapter-{i}" for i in range(400)))
+    with pytest.raises(ConfigError, match="allowed are 4096: announce fewer adapters"):
+        sign_record(owner, key, ServerRecord(info=large), expiration)
+    with pytest.raises(ProtocolError, match="record has 4097 bytes, allowed are 4096"):
+        open_record(key_id(key), owner.peer_id, bytes(4097), expiration)
+
+
+@pytest.mark.parametrize("blob", [b"", b"\xff", b"\x93\xc4\x00\xc4\x00\xc4\x00", b"\x91" * 4000], ids=repr)
+def test_garbage_is_refused(owner: Identity, blob: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        open_record(key_id(own_server_key("v1", owner.peer_id)), owner.peer_id, blob, soon())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"start": 4},
+        {"end": 9},
+        {"start": -1},
+        {"num_blocks": 10**6, "end": 10**6},
+        {"throughput": math.nan},
+        {"decode_s": -1.0},
+        {"load": math.inf},
+        {"free_kv_tokens": -1},
+        {"max_batch_tokens": 2**60},
+        {"version": ""},
+        {"model": "m" * 600},
+    ],
+    ids=str,
+)
+def test_impossible_claims_of_a_server_are_refused(owner: Identity, change: dict[str, object]) -> None:
+    claimed = msgspec.structs.replace(INFO, **change)
+    with pytest.raises(ProtocolError, match="claims"):
+        check_server_info(claimed)
+    expiration = soon()
+    key = own_server_key(claimed.version, owner.peer_id)
+    blob = sign_record(owner, key, ServerRecord(info=claimed), expiration)
+    with pytest.raises(ProtocolError):
+        open_record(key_id(key), owner.peer_id, blob, expiration)
+
+
+def test_the_dht_stores_nothing_but_our_records(owner: Identity) -> None:
+    validator = OwnedRecordValidator()
+    expiration = soon()
+    key = own_server_key("v1", owner.peer_id)
+    blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+    subkey, value = MSGPackSerializer.dumps(owner.peer_id), MSGPackSerializer.dumps(blob)
+    assert validator.validate(DHTRecord(key_id(key), subkey, value, expiration))
+    no_subkey = MSGPackSerializer.dumps(None)
+    assert not validator.validate(DHTRecord(key_id(key), no_subkey, value, expiration))
+    assert not validator.validate(DHTRecord(b"x" * 20, subkey, value, expiration))
+    assert not validator.validate(DHTRecord(key_id(key), subkey, MSGPackSerializer.dumps("text"), expiration))
+    assert not validator.validate(DHTRecord(key_id(key), b"", value, expiration))
+    assert not validator.validate(DHTRecord(key_id(key), subkey, b"", math.nan))
+
+
+def test_an_identity_written_by_hivemind_is_understood(tmp_path: Path) -> None:
+    path = tmp_path / "rsa"
+    P2P.generate_identity(str(path))
+    identity = load_identity(path)
+    assert identity.peer_id == PeerID.from_identity(path.read_bytes()).to_base58()
+    expiration = soon()
+    key = own_server_key("v1", identity.peer_id)
+    blob = sign_record(identity, key, ServerRecord(info=INFO), expiration)
+    assert open_record(key_id(key), identity.peer_id, blob, expiration) == ServerRecord(info=INFO)
+
+
+def test_a_new_identity_is_private_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "id"
+    first = IdentityFile.take(path)
+    first.give_back()
+    first.give_back()
+    assert path.stat().st_mode & 0o077 == 0
+    second = IdentityFile.take(path)
+    assert second.identity.peer_id == first.identity.peer_id
+    second.give_back()
+
+
+def test_a_temporary_identity_leaves_nothing() -> None:
+    temporary = IdentityFile.take(None)
+    assert temporary.path.stat().st_mode & 0o077 == 0
+    temporary.give_back()
+    assert not temporary.path.parent.exists()
+
+
+def test_an_identity_in_use_is_refused(tmp_path: Path) -> None:
+    first = IdentityFile.take(tmp_path / "id")
+    with pytest.raises(ConfigError, match=f"{first.identity.peer_id}.*in use by another node.*give each its own file"):
+        IdentityFile.take(tmp_path / "id")
+    first.give_back()
+    IdentityFile.take(tmp_path / "id").give_back()
+
+
+def test_an_unusable_identity_says_which_file_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing/id: No such file or directory; give a file in a directory"):
+        IdentityFile.take(tmp_path / "missing" / "id")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ConfigError, match=r"text is not a libp2p private key .*delete it|text has a key of type"):
+        IdentityFile.take(tmp_path / "text")
+    with pytest.raises(ConfigError, match="cannot read the identity"):
+        IdentityFile.take(tmp_path)

@@ -1,0 +1,282 @@
+"""Frames on a byte stream: reassembly, bounds, ends and breaks. Runs over a pair of sockets, on both event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+import uvloop
+
+from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
+from swarm_plugins.transport.messages import ForwardResponse, Message
+from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
+from swarm_plugins.transport.wire import decode_body, encode
+
+Body = Callable[[], Awaitable[None]]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Body], None]:
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.SelectorEventLoop
+
+    def run_body(body: Body) -> None:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(asyncio.wait_for(body(), 20))
+
+    return run_body
+
+
+@asynccontextmanager
+async def stream_and_socket(
+    limits: WireLimits = DEFAULT_LIMITS, budget: ReceiveBudget | None = None
+) -> AsyncIterator[tuple[FrameStream, socket.socket]]:
+    """A stream, and the bare socket at its other end."""
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    reader, writer = await asyncio.open_unix_connection(sock=near)
+    stream = FrameStream("peer-x", limits, budget or ReceiveBudget(limits.max_receiving_bytes))
+    stream.attach(writer.transport, b"")  # type: ignore[arg-type]
+    try:
+        yield stream, far
+    finally:
+        stream.close()
+        far.close()
+        await asyncio.sleep(0.01)
+        del reader, writer
+
+
+@asynccontextmanager
+async def two_streams(limits: WireLimits = DEFAULT_LIMITS) -> AsyncIterator[tuple[FrameStream, FrameStream]]:
+    near, far = socket.socketpair()
+    ends = []
+    for end in (near, far):
+        _, writer = await asyncio.open_unix_connection(sock=end)
+        stream = FrameStream("peer-x", limits, ReceiveBudget(limits.max_receiving_bytes))
+        stream.attach(writer.transport, b"")  # type: ignore[arg-type]
+        ends.append((stream, writer))
+    try:
+        yield ends[0][0], ends[1][0]
+    finally:
+        for stream, _ in ends:
+            stream.close()
+        await asyncio.sleep(0.01)
+
+
+def message(num_elements: int) -> ForwardResponse:
+    return ForwardResponse(hidden=torch.arange(num_elements, dtype=torch.float32))
+
+
+def frame_bytes(num_elements: int) -> bytes:
+    return b"".join(encode(message(num_elements)))
+
+
+async def read_hidden(stream: FrameStream, timeout_s: float = 5.0) -> torch.Tensor:
+    frame = await stream.read(timeout_s)
+    assert frame is not None
+    received: Message = decode_body(frame.header, frame.body)
+    assert isinstance(received, ForwardResponse)
+    return received.hidden
+
+
+@pytest.mark.parametrize("num_elements", [1, 1000, 20_000, 700_000, 3_000_000])
+def test_messages_of_any_size_arrive_in_order(run: Callable[[Body], None], num_elements: int) -> None:
+    async def body() -> None:
+        async with two_streams() as (near, far):
+
+            async def send_all() -> None:
+                for extra in range(4):
+                    await near.write(encode(message(num_elements + extra)))
+
+            sending = asyncio.create_task(send_all())
+            for extra in range(4):
+                assert torch.equal(await read_hidden(far), message(num_elements + extra).hidden)
+            await sending
+
+    run(body)
+
+
+def test_frames_cut_anywhere_are_put_together(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        data = frame_bytes(3) + frame_bytes(20)
+        async with stream_and_socket() as (stream, far):
+            for cut in range(1, len(data), 3):
+                far.send(data[:cut])
+                await asyncio.sleep(0)
+                far.send(data[cut:])
+                assert (await read_hidden(stream)).numel() == 3
+                assert (await read_hidden(stream)).numel() == 20
+
+    run(body)
+
+
+def test_bytes_read_before_the_takeover_are_not_lost(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        near, far = socket.socketpair()
+        data = frame_bytes(20)
+        _, writer = await asyncio.open_unix_connection(sock=near)
+        stream = FrameStream("peer-x", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
+        stream.attach(writer.transport, data[:30])  # type: ignore[arg-type]
+        far.send(data[30:])
+        assert (await read_hidden(stream)).numel() == 20
+        stream.close()
+        far.close()
+        await asyncio.sleep(0.01)
+
+    run(body)
+
+
+def test_a_declared_size_alone_claims_little_memory(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        limits = WireLimits(first_chunk_bytes=1 << 16)
+        budget = ReceiveBudget(1 << 30)
+        async with stream_and_socket(limits, budget) as (stream, far):
+            far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 400 << 20))
+            await asyncio.sleep(0.02)
+            assert budget.used_bytes == 1 << 16
+            far.send(bytes(150_000))
+            await asyncio.sleep(0.05)
+            # Never more than twice what has arrived.
+            assert 150_000 <= budget.used_bytes <= 300_000 + (1 << 16)
+            far.close()
+            with pytest.raises(TransportError, match="peer-x broke"):
+                await stream.read(5.0)
+            assert budget.used_bytes == 0
+
+    run(body)
+
+
+def test_all_unfinished_messages_share_one_budget(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        budget = ReceiveBudget(100_000)
+        async with (
+            stream_and_socket(budget=budget) as (first, far_one),
+            stream_and_socket(budget=budget) as (
+                second,
+                far_two,
+            ),
+        ):
+            header = struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 64_000)
+            far_one.send(header)
+            await asyncio.sleep(0.02)
+            far_two.send(header)
+            with pytest.raises(ProtocolError, match="hold 64064 bytes, 64064 more asked, allowed are 100000"):
+                await second.read(5.0)
+            far_one.send(bytes(64_064))
+            assert await first.read(5.0) is not None
+            assert budget.used_bytes == 0
+
+    run(body)
+
+
+def test_oversize_and_garbage_break_the_stream_at_the_header(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with stream_and_socket() as (stream, far):
+            far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 1 << 40))
+            with pytest.raises(ProtocolError, match="allowed are 541065216"):
+                await stream.read(5.0)
+            assert far.recv(1) == b""
+        async with stream_and_socket() as (stream, far):
+            far.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            with pytest.raises(ProtocolError, match="not a frame"):
+                await stream.read(5.0)
+
+    run(body)
+
+
+def test_silence_times_out_and_the_stream_stays_usable(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with stream_and_socket() as (stream, far):
+            data = frame_bytes(20)
+            far.send(data[:50])
+            with pytest.raises(RequestTimeoutError, match="no message from peer peer-x within 0.05 s"):
+                await stream.read(0.05)
+            far.send(data[50:])
+            assert (await read_hidden(stream)).numel() == 20
+
+    run(body)
+
+
+def test_close_lets_the_other_end_read_what_was_sent(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with two_streams() as (near, far):
+            await near.write(encode(message(5)))
+            near.close()
+            near.close()
+            assert (await read_hidden(far)).numel() == 5
+            assert await far.read(5.0) is None
+            assert await far.read(5.0) is None
+            with pytest.raises(TransportError, match="channel to peer peer-x is closed"):
+                await near.read(1.0)
+            with pytest.raises(TransportError, match="channel to peer peer-x is closed"):
+                await near.write(encode(message(5)))
+
+    run(body)
+
+
+def test_a_break_is_told_from_an_end_and_wakes_waiters(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with stream_and_socket() as (stream, far):
+            waiting = asyncio.create_task(stream.read(10.0))
+            await asyncio.sleep(0.01)
+            far.close()
+            with pytest.raises(TransportError, match="the stream to peer peer-x broke"):
+                await waiting
+            with pytest.raises(TransportError, match="broke"):
+                await stream.write(encode(message(5)))
+
+    run(body)
+
+
+def test_a_reader_that_reads_nothing_stops_the_sender(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with stream_and_socket(WireLimits(send_stall_timeout_s=0.1)) as (stream, _):
+            with pytest.raises(RequestTimeoutError, match=r"accepted no data for 0\.1 s"):
+                await stream.write(encode(message(2_000_000)))
+
+    run(body)
+
+
+def test_unread_messages_stop_the_sender_instead_of_filling_memory(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with two_streams(WireLimits(send_stall_timeout_s=0.2)) as (near, far):
+            sent = 0
+            with pytest.raises(RequestTimeoutError):
+                for _ in range(100):
+                    await near.write(encode(message(100_000)))
+                    sent += 1
+            assert sent < 10
+            assert len(far._frames) <= 3
+
+    run(body)
+
+
+def test_cancelling_half_a_send_breaks_the_stream(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with stream_and_socket() as (stream, _):
+            sending = asyncio.create_task(stream.write(encode(message(2_000_000))))
+            await asyncio.sleep(0.02)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            with pytest.raises(TransportError, match="cancelled in mid-message"):
+                await stream.write(encode(message(1)))
+
+    run(body)
+
+
+def test_memory_may_be_reused_when_write_returns(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with two_streams() as (near, far):
+            reading = asyncio.create_task(read_hidden(far))
+            sent = message(1_000_000)
+            await near.write(encode(sent))
+            sent.hidden.zero_()
+            assert torch.equal(await reading, message(1_000_000).hidden)
+
+    run(body)

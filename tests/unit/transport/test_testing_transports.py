@@ -1,0 +1,161 @@
+"""The transports of the test kit behave like the real one, and fail on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+
+from swarm_plugins.errors import ConfigError, ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.testing.transports import Faults, FaultyTransport, LocalTransport
+from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, ServerInfo
+
+INFO = ServerInfo(version="v", model="m", num_blocks=2, start=0, end=2, dtype="float32", quantization="none")
+
+
+async def echo(channel: Channel) -> None:
+    while (received := await channel.receive(timeout_s=5.0)) is not None:
+        await channel.send(received)
+
+
+async def info(channel: Channel) -> None:
+    await channel.receive(timeout_s=5.0)
+    await channel.send(INFO)
+
+
+def handlers() -> dict[str, dict[str, Handler]]:
+    return {"a": {"rpc_forward": echo, "rpc_info": info}, "b": {"rpc_info": info}}
+
+
+def test_messages_go_there_and_back_through_the_encoder() -> None:
+    async def main() -> None:
+        transport = LocalTransport(handlers())
+        channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
+        sent = torch.randn(3, 5)
+        await channel.send(ForwardResponse(hidden=sent))
+        received = await channel.receive(timeout_s=1.0)
+        assert isinstance(received, ForwardResponse)
+        assert torch.equal(received.hidden, sent)
+        assert received.hidden.data_ptr() != sent.data_ptr()
+        await channel.close()
+        with pytest.raises(TransportError, match="closed"):
+            await channel.send(InfoRequest())
+        await asyncio.sleep(0.01)
+        assert transport.num_live_channels == 0
+        await transport.close()
+
+    asyncio.run(main())
+
+
+def test_peers_that_are_not_there_cannot_be_reached() -> None:
+    async def main() -> None:
+        transport = LocalTransport(handlers())
+        for peer, rpc in [("c", "rpc_info"), ("b", "rpc_forward")]:
+            with pytest.raises(TransportError, match="cannot be reached"):
+                await transport.open(peer, rpc, timeout_s=1.0)
+        with pytest.raises(ConfigError, match="unknown rpc"):
+            await transport.open("a", "rpc_x", timeout_s=1.0)
+
+    asyncio.run(main())
+
+
+def test_killing_a_peer_breaks_its_channels_and_hides_it() -> None:
+    async def main() -> None:
+        transport = LocalTransport(handlers())
+        assert await transport.servers("v", 2) == {"a": INFO, "b": INFO}
+        assert await transport.servers("w", 2) == {}
+        channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
+        await transport.kill("a")
+        with pytest.raises(TransportError, match="broken"):
+            await channel.receive(timeout_s=1.0)
+        with pytest.raises(TransportError, match="cannot be reached"):
+            await transport.open("a", "rpc_forward", timeout_s=1.0)
+        assert set(await transport.servers("v", 2)) == {"b"}
+        transport.revive("a")
+        assert set(await transport.servers("v", 2)) == {"a", "b"}
+        await transport.close()
+
+    asyncio.run(main())
+
+
+def test_a_handler_that_fails_answers_with_its_fault(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(channel: Channel) -> None:
+        raise ValueError("oops")
+
+    async def main() -> None:
+        transport = LocalTransport({"a": {"rpc_info": broken}})
+        channel = await transport.open("a", "rpc_info", timeout_s=1.0)
+        assert await channel.receive(timeout_s=1.0) == Failure(kind="internal", message="ValueError: oops")
+        assert await channel.receive(timeout_s=1.0) is None
+        await transport.close()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert "handler failed" in caplog.text
+
+
+async def outcomes(faults: Faults, seed: int, rounds: int = 12) -> list[str]:
+    transport = FaultyTransport(LocalTransport(handlers()), faults, seed=seed)
+    seen = []
+    for _ in range(rounds):
+        try:
+            channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
+            await channel.send(ForwardResponse(hidden=torch.zeros(50)))
+            received = await channel.receive(timeout_s=0.05)
+            assert isinstance(received, ForwardResponse)
+            seen.append("same" if not received.hidden.any() else "changed")
+        except (TransportError, AssertionError) as exc:
+            seen.append(type(exc).__name__)
+    await transport.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        pytest.param(Faults(drop=0.5), {"same", "RequestTimeoutError"}, id="drop"),
+        pytest.param(Faults(refuse=0.5), {"same", "TransportError"}, id="refuse"),
+        pytest.param(Faults(break_after=1), {"TransportError"}, id="break"),
+        pytest.param(Faults(), {"same"}, id="none"),
+        pytest.param(Faults(delay_s=0.002), {"same"}, id="delay"),
+    ],
+)
+def test_faults_happen_and_repeat_with_their_seed(faults: Faults, expected: set[str]) -> None:
+    first = asyncio.run(outcomes(faults, seed=3))
+    assert set(first) == expected
+    assert asyncio.run(outcomes(faults, seed=3)) == first
+
+
+def test_corruption_is_noticed_or_changes_numbers() -> None:
+    seen = asyncio.run(outcomes(Faults(corrupt=1.0), seed=1, rounds=40))
+    assert {"changed", ProtocolError.__name__} <= set(seen)
+
+
+def test_only_chosen_peers_are_faulty() -> None:
+    async def main() -> None:
+        transport = FaultyTransport(LocalTransport(handlers()), Faults(refuse=1.0), peers={"b"})
+        await (await transport.open("a", "rpc_info", timeout_s=1.0)).close()
+        with pytest.raises(TransportError, match="injected fault"):
+            await transport.open("b", "rpc_info", timeout_s=1.0)
+        await transport.close()
+
+    asyncio.run(main())
+
+
+def test_chances_are_chances() -> None:
+    with pytest.raises(ConfigError, match="drop is a chance between 0 and 1, got 2"):
+        Faults(drop=2)
+
+
+def test_a_silent_peer_times_out() -> None:
+    async def main() -> None:
+        transport = LocalTransport(handlers())
+        channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
+        with pytest.raises(RequestTimeoutError, match="no message from a within 0.02 s"):
+            await channel.receive(timeout_s=0.02)
+        await transport.close()
+
+    asyncio.run(main())
