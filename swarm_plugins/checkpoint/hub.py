@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers
 
 from swarm_plugins.checkpoint.files import Piece, Progress, read_pieces
+from swarm_plugins.checkpoint.range_cache import RangeCache, default_cache
 from swarm_plugins.checkpoint.ranges import coalesce, fetch_range, scatter
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.versions import ModelVersion
@@ -43,6 +44,7 @@ class HubFiles:
 
     Args:
         version: The repository and the commit.
+        asked: The revision that was asked for.
         names: Names of its files.
         token: Access token, None for the stored one, False for none.
         cache_dir: Cache of whole files; None for huggingface_hub's.
@@ -54,15 +56,18 @@ class HubFiles:
         version: ModelVersion,
         names: Sequence[str],
         *,
+        asked: str,
         token: str | bool | None,
         cache_dir: str | Path | None,
         endpoint: str | None,
     ) -> None:
         self.version = version
+        self._asked = asked
         self._names = sorted(names)
         self._token = token
         self._cache_dir = cache_dir
         self._endpoint = endpoint
+        self._ranges = _range_cache(version, cache_dir)
 
     @classmethod
     def resolve(
@@ -90,7 +95,7 @@ class HubFiles:
         else:
             version = ModelVersion(info.id, str(info.sha))
             names = [sibling.rfilename for sibling in info.siblings or ()]
-        return cls(version, names, token=token, cache_dir=cache_dir, endpoint=endpoint)
+        return cls(version, names, asked=wanted, token=token, cache_dir=cache_dir, endpoint=endpoint)
 
     @property
     def label(self) -> str:
@@ -104,20 +109,30 @@ class HubFiles:
     def path(self, file: str) -> Path:
         """Downloads a small file to the cache."""
         with self._translated():
-            return Path(
-                hf_hub_download(
-                    self.version.name,
-                    file,
-                    revision=self.version.revision,
-                    cache_dir=self._cache_dir,
-                    token=self._token,
-                    endpoint=self._endpoint,
-                    etag_timeout=_ANSWER_S,
-                )
+            # By the name that was asked for, since that makes the cache remember which commit it meant.
+            path = self._store(file, self._asked)
+            if path.parts[-1 - file.count("/") - 1] != self.version.revision:
+                path = self._store(file, self.version.revision)
+            return path
+
+    def _store(self, file: str, revision: str) -> Path:
+        return Path(
+            hf_hub_download(
+                self.version.name,
+                file,
+                revision=revision,
+                cache_dir=self._cache_dir,
+                token=self._token,
+                endpoint=self._endpoint,
+                etag_timeout=_ANSWER_S,
             )
+        )
 
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
         """Returns the first bytes of a file and its size, if the server says it."""
+        kept = self._ranges.load_head(file, num_bytes)
+        if kept is not None:
+            return kept
         cached = self._cached(file)
         if cached is not None:
             with cached.open("rb") as stream:
@@ -133,14 +148,25 @@ class HubFiles:
                 label=f"{self.label}/{file}",
                 may_be_shorter=True,
             )
+        if size is not None:
+            self._ranges.save_head(file, bytes(data), size)
         return bytes(data), size
 
     def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
-        """Fills all pieces, from the cache if the whole file is there, else by range."""
+        """Fills all pieces with what is here already, and downloads the rest by range."""
+        missing = [piece for piece in pieces if not self._ranges.load(file, piece)]
+        progress(sum(len(piece.buffer) for piece in pieces) - sum(len(piece.buffer) for piece in missing))
+        if not missing:
+            return
         cached = self._cached(file)
         if cached is not None:
-            read_pieces(cached, pieces, progress)
+            read_pieces(cached, missing, progress)
             return
+        self._download(file, missing, progress)
+        for piece in missing:
+            self._ranges.save(file, piece)
+
+    def _download(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
         lock = threading.Lock()
         url, headers = self._url(file), self._headers()
 
@@ -206,8 +232,14 @@ def _cached_version(
         ) from cause
     snapshot = Path(found).parent
     log.warning("%s: taking %s at %s from the cache (commit %s)", cause, name, revision, snapshot.name)
+    version = ModelVersion(name, snapshot.name)
     names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
-    return ModelVersion(name, snapshot.name), names
+    return version, [*names, *_range_cache(version, cache_dir).files()]
+
+
+def _range_cache(version: ModelVersion, cache_dir: str | Path | None) -> RangeCache:
+    root = default_cache() if cache_dir is None else Path(cache_dir) / "swarm_plugins"
+    return RangeCache(root / "ranges" / version.revision)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ __all__ = ["coalesce", "fetch_range", "scatter"]
 _GAP_BYTES = 16 << 10
 # One request's share of a long range: enough to reach full speed, small enough to run some side by side.
 _PART_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 20
 _CONNECT_S = 10.0
 _READ_S = 30.0
 _MAX_FAILURES = 5
@@ -92,7 +91,7 @@ def fetch_range(
             with _open(url, headers, position, end) as response:
                 size = _check_range(response, position, end, label, may_be_shorter)
                 end = min(end, size) if size is not None else end
-                for chunk in response.iter_bytes(_CHUNK_BYTES):
+                for chunk in response.iter_bytes():
                     data = chunk[: end - position]
                     sink(position, data)
                     position += len(data)

