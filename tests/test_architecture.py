@@ -83,8 +83,10 @@ class Import:
 
     @property
     def part(self) -> str:
-        """The part of this package that is imported; empty for other packages."""
-        return part_of(self.target) if self.target.split(".")[0] == PACKAGE else ""
+        """The part of this package that is imported; empty for other packages, and for its bare version."""
+        if self.target.split(".")[0] != PACKAGE or self.target == f"{PACKAGE}.__version__":
+            return ""
+        return part_of(self.target)
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.target}"
@@ -253,7 +255,7 @@ def test_imports_inside_functions_are_rare_and_named() -> None:
 
 def test_no_module_is_named_like_one_of_python_or_a_dependency() -> None:
     requirements = re.findall(r'^  "([A-Za-z_0-9]+)[>=<\[]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    taken = set(requirements) | set(sys.stdlib_module_names) - {"__main__", "types"}
+    taken = (set(requirements) - {PACKAGE}) | (set(sys.stdlib_module_names) - {"__main__", "types"})
     assert {"torch", "peft", "logging"} <= taken
     wrong = [name for name in MODULES if name.split(".")[-1] in taken]
     assert not wrong, f"these names are taken: {wrong}"

@@ -19,7 +19,9 @@ def public_modules() -> dict[str, Path]:
     packages = {file.parent: file for file in (ROOT / PACKAGE).rglob("__init__.py")}
     found = {".".join(folder.relative_to(ROOT).parts): file for folder, file in packages.items()}
     found |= {f"{PACKAGE}.{name}": ROOT / PACKAGE / f"{name}.py" for name in ("errors", "versions", "adapter_spec")}
-    return {name: file for name, file in sorted(found.items()) if not any(p.startswith("_") for p in name.split("."))}
+    # The command line is public through its commands: reference/cli.md.
+    hidden = re.compile(rf"{PACKAGE}\.cli\b|\._")
+    return {name: file for name, file in sorted(found.items()) if not hidden.search(name)}
 
 
 def declared_all(file: Path) -> list[str] | None:
