@@ -12,23 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.ia3.layer import IA3Layer
-from peft.tuners.ia3.layer import Linear as IA3Linear
-from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
+from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
 from swarm_plugins.backbone.standin import is_hollow
 from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter
 from swarm_plugins.errors import UnsupportedError
 
 __all__ = ["AdapterReader"]
-
-_WHAT_WORKS = (
-    "on remote blocks work: LoRA (also rslora, target_parameters, dropout), IA3, prompt tuning, p-tuning, prefix tuning"
-)
 
 
 class _Tuned(NamedTuple):
@@ -78,7 +72,7 @@ class AdapterReader:
                 if parameter.requires_grad and id(parameter) not in shipped and not _is_inactive(name, parameter):
                     raise UnsupportedError(
                         f"{name!r} in remote block {index} is trainable but would get no gradient: servers never "
-                        f"change their weights. Freeze it (requires_grad_(False)) or train an adapter; {_WHAT_WORKS}"
+                        f"change their weights. Freeze it (requires_grad_(False)) or train an adapter; {WHAT_WORKS}"
                     )
 
 
@@ -91,67 +85,50 @@ def _is_inactive(name: str, parameter: nn.Parameter) -> bool:
 def _find_tuned(blocks: Sequence[nn.Module]) -> Iterator[_Tuned]:
     for index, block in enumerate(blocks):
         for path, module in block.named_modules():
-            if isinstance(module, AuxiliaryTrainingWrapper):
-                raise UnsupportedError(
-                    f"{path!r} in remote block {index} is wrapped by {type(module).__name__} (modules_to_save or "
-                    f"trainable_token_indices): its weights are on servers and cannot be trained; {_WHAT_WORKS}"
-                )
             if isinstance(module, BaseTunerLayer):
-                _check_kind(index, path, module)
+                check_inserted(path, module)
                 plain = ".".join(part for part in path.split(".") if part != "base_layer")
                 yield _Tuned(index, plain, module)
-        for path, parameter in block.named_parameters():
-            is_adapter = any(part in f".{path}" for part in (".lora_", ".ia3_l"))
-            if not is_adapter and not is_hollow(parameter):
-                raise UnsupportedError(
-                    f"the weights {path!r} of remote block {index} were replaced here; initialisations that read or "
-                    "change base weights (pissa, olora, loftq, corda, eva, lora_ga) and merging cannot work: use "
-                    f"init_lora_weights=True and keep the adapter apart; {_WHAT_WORKS}"
-                )
-
-
-def _check_kind(index: int, path: str, layer: BaseTunerLayer) -> None:
-    if type(layer) not in (LoraLinear, ParamWrapper, IA3Linear):
-        raise UnsupportedError(
-            f"{type(layer).__module__.removeprefix('peft.tuners.')}.{type(layer).__name__} on {path!r} in remote "
-            f"block {index} is not supported; {_WHAT_WORKS}"
-        )
-    if getattr(layer, "fan_in_fan_out", False) is True:
-        raise UnsupportedError(f"fan_in_fan_out on {path!r} in remote block {index} is not supported; {_WHAT_WORKS}")
 
 
 def _check_options(item: _Tuned, name: str) -> None:
     layer: Any = item.layer
-    if layer.merged:
+    if getattr(layer, "fan_in_fan_out", False):
         raise UnsupportedError(
-            f"an adapter is merged into {item.path!r} of remote block {item.block}; its weights are on servers: "
-            "call unmerge_adapter() or load the adapter again"
+            f"fan_in_fan_out on {item.path!r} of remote block {item.block} is not supported; {WHAT_WORKS}"
         )
     if not isinstance(layer, LoraLayer):
         return
     if layer.use_dora.get(name) or name in layer.lora_variant:
         raise UnsupportedError(
             f"DoRA or another LoRA variant on {item.path!r} in remote block {item.block} needs the base weights, "
-            f"which are on servers; use plain LoRA; {_WHAT_WORKS}"
+            f"which are on servers; use plain LoRA; {WHAT_WORKS}"
         )
     if layer.lora_bias.get(name):
-        raise UnsupportedError(f"lora_bias=True on {item.path!r} in remote block {item.block} is not supported; use False")
+        raise UnsupportedError(
+            f"lora_bias=True on {item.path!r} in remote block {item.block} is not supported; use False"
+        )
 
 
 def _selection(tuned: Sequence[_Tuned], batch_size: int) -> AdapterSelection:
-    names = _per_row_names(tuned)
     seed = None
     if any(_dropout(item, name) for item in tuned for name in _active(item)):
         # Drawn from the global generator, so that a seeded run is reproducible.
         seed = int(torch.randint(2**62, (1,)).item())
-    if names is None:
-        adapter = _collect(tuned, None)
-        return AdapterSelection(adapters=(adapter,) if adapter.tensors else (), dropout_seed=seed)
-    if len(names) != batch_size:
-        raise UnsupportedError(f"adapter_names has {len(names)} names for a batch of {batch_size} rows; give one for each")
-    distinct = [name for name in dict.fromkeys(names) if name != "__base__"]
-    rows = tuple(-1 if name == "__base__" else distinct.index(name) for name in names)
-    return AdapterSelection(adapters=tuple(_collect(tuned, name) for name in distinct), rows=rows)
+    per_row = _per_row_names(tuned)
+    if per_row is None:
+        # One for each name: PEFT applies several on one layer one after the other, and a frozen one is not sent again.
+        distinct = list(dict.fromkeys(name for item in tuned for name in _active(item)))
+        found = [_collect([item for item in tuned if name in _active(item)], name) for name in distinct]
+        return AdapterSelection(adapters=tuple(adapter for adapter in found if adapter.tensors), dropout_seed=seed)
+    if len(per_row) != batch_size:
+        raise UnsupportedError(
+            f"adapter_names has {len(per_row)} names for a batch of {batch_size} rows; give one for each"
+        )
+    distinct = [name for name in dict.fromkeys(per_row) if name != "__base__"]
+    rows = tuple(-1 if name == "__base__" else distinct.index(name) for name in per_row)
+    adapters = tuple(_collect(tuned, name) for name in distinct)
+    return AdapterSelection(adapters=adapters, rows=rows, dropout_seed=seed)
 
 
 def _per_row_names(tuned: Sequence[_Tuned]) -> list[str] | None:
@@ -159,7 +136,7 @@ def _per_row_names(tuned: Sequence[_Tuned]) -> list[str] | None:
     for item in tuned:
         for hook in item.layer._forward_pre_hooks.values():  # type: ignore[attr-defined]
             if isinstance(hook, functools.partial) and "alora_offsets" in hook.keywords:
-                raise UnsupportedError(f"aLoRA is not supported on remote blocks; {_WHAT_WORKS}")
+                raise UnsupportedError(f"aLoRA is not supported on remote blocks; {WHAT_WORKS}")
             if isinstance(hook, functools.partial) and hook.keywords.get("adapter_names") is not None:
                 return list(hook.keywords["adapter_names"])
     return None
@@ -169,17 +146,15 @@ def _active(item: _Tuned) -> list[str]:
     return [] if item.layer.disable_adapters else list(item.layer.active_adapters)
 
 
-def _collect(tuned: Sequence[_Tuned], only: str | None) -> ClientAdapter:
+def _collect(tuned: Sequence[_Tuned], name: str) -> ClientAdapter:
     modules: list[AdapterModule] = []
     tensors: list[Tensor] = []
     for item in tuned:
-        names = _active(item) if only is None else [only]
-        for name in names:
-            found = _read(item, name)
-            if found is not None:
-                _check_options(item, name)
-                modules.append(found[0])
-                tensors.extend(found[1])
+        found = _read(item, name)
+        if found is not None:
+            _check_options(item, name)
+            modules.append(found[0])
+            tensors.extend(found[1])
     return ClientAdapter(AdapterSpec(modules=tuple(modules)), tuple(tensors))
 
 
@@ -210,7 +185,6 @@ def _read(item: _Tuned, name: str) -> tuple[AdapterModule, tuple[Tensor, ...]] |
         return None
     tensors = (layer.lora_A[name].weight, layer.lora_B[name].weight)
     is_parameter = isinstance(layer, ParamWrapper)
-    base = layer.get_base_layer()
     module = AdapterModule(
         block=item.block,
         module=item.path,
@@ -220,6 +194,7 @@ def _read(item: _Tuned, name: str) -> tuple[AdapterModule, tuple[Tensor, ...]] |
         scaling=float(layer.scaling[name]),
         dropout=_dropout(item, name),
         num_experts=int(layer.num_experts) if is_parameter else 1,
-        transposed=bool(getattr(base, "is_transposed", False)) if is_parameter else False,
+        # PEFT swaps its notion of in and out for experts stored [experts, out, in], the usual layout.
+        transposed=is_parameter and layer.num_experts > 1 and not layer._did_swap_in_out_features,
     )
     return module, tensors

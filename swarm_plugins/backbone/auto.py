@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from swarm_plugins.backbone.context import resolve_settings
-from swarm_plugins.backbone.defaults import install_lora_defaults
+from swarm_plugins.backbone.injection import watch_injection
 from swarm_plugins.backbone.loading import load_remote, model_class
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ class _AutoSwarm:
             settings=settings,
             connection=connection,
         )
-        install_lora_defaults()
+        watch_injection()
         model = load_remote(
             base_class, checkpoint, stack, dtype=dtype, device=str(device or "cpu"), config_changes=config_changes
         )

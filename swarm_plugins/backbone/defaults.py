@@ -7,13 +7,13 @@ drop this when PEFT's own table covers them.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-import peft.utils.transformers_weight_conversion as weight_conversion
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_TARGETS
 
-__all__ = ["install_lora_defaults"]
+__all__ = ["add_lora_defaults", "keep_unset_targets"]
 
 _QUERY_VALUE = ("q_proj", "v_proj")
 _DEFAULTS: dict[str, tuple[str, ...]] = {
@@ -32,24 +32,16 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@functools.cache
-def install_lora_defaults() -> None:
-    """Adds the missing defaults to PEFT's table. A second call does nothing."""
+def add_lora_defaults() -> None:
+    """Adds the missing defaults to PEFT's table; what is there stays."""
     for model_type, modules in _DEFAULTS.items():
         LORA_TARGETS.setdefault(model_type, list(modules))
-    _mend_conversion()
 
 
-def _mend_conversion() -> None:
-    original = weight_conversion.convert_peft_config_for_transformers
-
-    @functools.wraps(original)
-    def convert(peft_config: Any, model: Any, conversions: Any) -> None:
-        names_nothing = getattr(peft_config, "target_modules", None) is None and not getattr(
-            peft_config, "target_parameters", None
-        )
-        original(peft_config, model=model, conversions=conversions)
-        if names_nothing and peft_config.target_modules == set() and not peft_config.target_parameters:
-            peft_config.target_modules = None
-
-    weight_conversion.convert_peft_config_for_transformers = convert
+@contextlib.contextmanager
+def keep_unset_targets(config: Any) -> Iterator[None]:
+    """Keeps "no targets given" as it is through PEFT's conversion of a config, which makes it "no modules"."""
+    is_unset = getattr(config, "target_modules", None) is None and not getattr(config, "target_parameters", None)
+    yield
+    if is_unset and not config.target_modules and not getattr(config, "target_parameters", None):
+        config.target_modules = None

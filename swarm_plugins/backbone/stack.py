@@ -121,7 +121,9 @@ class RemoteStack:
         self._local.running = None
         collector = _active_collector.get() or {}
         if "attentions" in collector:
-            raise UnsupportedError("output_attentions=True cannot work on remote blocks: attention weights stay on servers")
+            raise UnsupportedError(
+                "output_attentions=True cannot work on remote blocks: attention weights stay on servers"
+            )
         cache: Cache | None = kwargs.get("past_key_values")
         if cache is not None and len(blocks) < self.num_blocks:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")

@@ -16,7 +16,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StandIn", "is_hollow", "stand_in_class", "stand_in_tensor", "structure_version", "turn_into_stand_ins"]
+from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
+from swarm_plugins.errors import UnsupportedError
+
+__all__ = [
+    "RemoteWeight",
+    "StandIn",
+    "is_hollow",
+    "stand_in_class",
+    "stand_in_tensor",
+    "structure_version",
+    "turn_into_stand_ins",
+]
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -26,6 +37,64 @@ _structure_changes = 0
 def structure_version() -> int:
     """Returns a number that changes whenever a module is put into a stand-in (as PEFT does with adapters)."""
     return _structure_changes
+
+
+_METADATA = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
+    "is_complex", "is_signed", "is_contiguous", "is_shared", "is_pinned", "get_device", "data_ptr", "untyped_storage",
+    "requires_grad_", "__hash__", "__len__",
+})  # fmt: skip
+"""Functions that need no values; getters (shape, dtype, device, grad ...) come on top."""
+_VALUE_GETTERS = (
+    torch.Tensor.T,
+    torch.Tensor.mT,
+    torch.Tensor.H,
+    torch.Tensor.mH,
+    torch.Tensor.real,
+    torch.Tensor.imag,
+)
+_SETTERS = (torch.Tensor.grad, torch.Tensor.requires_grad)
+
+
+class RemoteWeight(nn.Parameter):
+    """A parameter whose values are on servers: it tells its shape, dtype and device, and refuses to be computed with.
+
+    Its one element of storage would otherwise be read as a matrix of zeros: an initialisation by the base weights, or
+    a merge, would end in a wrong adapter or a torch error about overlapping memory.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers what needs no values.
+
+        Raises:
+            UnsupportedError: If values are read or written.
+        """
+        name = getattr(func, "__name__", str(func))
+        attribute = getattr(func, "__self__", None)
+        if name == "__get__" and attribute is torch.Tensor.data:
+            return args[0]
+        is_getter = name == "__get__" and attribute not in _VALUE_GETTERS
+        if name in _METADATA or is_getter or (name == "__set__" and attribute in _SETTERS):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        what = getattr(attribute, "__name__", name)
+        raise UnsupportedError(
+            f"a weight of a remote block was read or written here ({what}); it is on servers. Merging, DoRA and "
+            "initialisations by the base weights (pissa, olora, loftq, corda, lora_ga, mica) cannot work: keep the "
+            f"adapter apart, with init_lora_weights=True; {WHAT_WORKS}"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"RemoteWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteWeight:
+        memo[id(self)] = twin = _hollow_parameter(self, self.dtype, self.device)
+        twin.requires_grad_(self.requires_grad)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _remade, (tuple(self.shape), self.dtype, str(self.device), self.requires_grad)
 
 
 def stand_in_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -38,11 +107,16 @@ def is_hollow(tensor: Tensor) -> bool:
     return tensor.numel() <= 1 or tensor.untyped_storage().nbytes() <= tensor.element_size()
 
 
-def _hollow_parameter(like: Tensor, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    parameter = nn.Parameter(stand_in_tensor(like.shape, dtype, device), requires_grad=False)
+def _hollow_parameter(like: Tensor, dtype: torch.dtype, device: torch.device | str) -> RemoteWeight:
+    parameter = RemoteWeight(stand_in_tensor(like.shape, dtype, device), requires_grad=False)
     # transformers initialises what it thinks is missing from a checkpoint, unless it is marked.
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     return parameter
+
+
+def _remade(shape: tuple[int, ...], dtype: torch.dtype, device: str, requires_grad: bool) -> RemoteWeight:
+    like = torch.empty(shape, device="meta")
+    return _hollow_parameter(like, dtype, device).requires_grad_(requires_grad)
 
 
 class StandIn(nn.Module):
@@ -75,8 +149,15 @@ class StandIn(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
+            if not isinstance(value, StandIn):
+                check_inserted(name, value)
             global _structure_changes
             _structure_changes += 1
+        elif isinstance(value, nn.Parameter) and not isinstance(value, RemoteWeight):
+            raise UnsupportedError(
+                f"the parameter {name!r} of a remote block cannot be replaced here: its weights are on servers, which "
+                f"never change them; {WHAT_WORKS}"
+            )
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:

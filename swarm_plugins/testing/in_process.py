@@ -108,7 +108,7 @@ class InProcessSwarm:
             runner=span,
             scheduler=scheduler,
             info=lambda: info,
-            check_adapter=functools.partial(check_adapter, span=span),
+            check_adapter=lambda digest, spec, tensors: check_adapter(spec, tensors, span, digest=digest),
             activations=ActivationStore(self.keep_bytes),
             adapters=AdapterStore(_STORE_BYTES),
         )

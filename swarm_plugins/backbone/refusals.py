@@ -1,0 +1,112 @@
+"""What of PEFT cannot work on remote blocks, and is refused when it is injected: before any step, with the cure.
+
+Servers know their weights and the adapters that are shipped to them. What reads base weights (initialisations, DoRA,
+merging), trains them, or adds other mathematics to a layer stays out of reach of a client.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from peft import PeftType
+from peft.tuners.ia3.layer import Linear as IA3Linear
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from swarm_plugins.errors import UnsupportedError
+
+__all__ = ["SUPPORTED_LAYERS", "WHAT_WORKS", "check_config", "check_inserted"]
+
+SUPPORTED_LAYERS = (LoraLinear, ParamWrapper, IA3Linear)
+"""PEFT's layers that servers can apply."""
+WHAT_WORKS = (
+    "on remote blocks work: LoRA (also rslora, target_parameters, dropout), IA3, prompt tuning, p-tuning, prefix tuning"
+)
+_READS_WEIGHTS = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
+_OTHER_CHANGES = ("alora_invocation_tokens", "layer_replication", "lora_bias", "megatron_config")
+"""Options of LoRA that are no variant in PEFT's own sense, and change more than a low-rank product does."""
+
+
+def check_inserted(name: str, module: nn.Module) -> None:
+    """Checks a module that is put in the place of one of a remote block.
+
+    Raises:
+        UnsupportedError: If servers could not apply it: it would never run.
+    """
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        raise UnsupportedError(
+            f"{name!r} in a remote block cannot be wrapped by {type(module).__name__} (modules_to_save or "
+            f"trainable_token_indices): its weights are on servers and cannot be trained; {WHAT_WORKS}"
+        )
+    if type(module) not in SUPPORTED_LAYERS:
+        kind = f"{type(module).__module__.removeprefix('peft.tuners.')}.{type(module).__name__}"
+        raise UnsupportedError(
+            f"{name!r} in a remote block cannot be replaced by {kind}: servers could not apply it; {WHAT_WORKS}"
+        )
+
+
+def check_config(config: Any, remote_modules: Iterable[str]) -> None:
+    """Checks PEFT's config of an adapter that is about to be injected.
+
+    Args:
+        config: A ``PeftConfig``.
+        remote_modules: Full names of all modules in remote blocks.
+
+    Raises:
+        UnsupportedError: If something in it cannot work on the remote modules that it names.
+    """
+    remote_modules = list(remote_modules)
+    _check_trained_modules(config, remote_modules)
+    if not _targets_any(config, remote_modules):
+        return
+    if config.peft_type not in (PeftType.LORA, PeftType.IA3):
+        raise UnsupportedError(f"{config.peft_type.value} cannot work on remote blocks; {WHAT_WORKS}")
+    if config.peft_type == PeftType.LORA:
+        _check_lora(config)
+
+
+def _check_lora(config: Any) -> None:
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower().startswith(_READS_WEIGHTS):
+        raise UnsupportedError(
+            f"init_lora_weights={init!r} reads base weights or activations, which are on servers; "
+            "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
+        )
+    variants = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
+    for option in (*sorted(variants), *_OTHER_CHANGES):
+        if getattr(config, option, None):
+            raise UnsupportedError(
+                f"{option}={getattr(config, option)!r} cannot work on remote blocks: it needs base weights or adds "
+                f"other mathematics to a layer; leave it out; {WHAT_WORKS}"
+            )
+
+
+def _check_trained_modules(config: Any, remote_modules: list[str]) -> None:
+    """Refuses base modules that were to be trained as a whole."""
+    indices = getattr(config, "trainable_token_indices", None)
+    named = {
+        "modules_to_save": list(getattr(config, "modules_to_save", None) or ()),
+        "trainable_token_indices": list(indices) if isinstance(indices, dict) else [],
+    }
+    for option, names in named.items():
+        for name in names:
+            found = next((module for module in remote_modules if module.endswith(name)), None)
+            if found is not None:
+                raise UnsupportedError(
+                    f"{option} names {name!r}, which is {found!r} of a remote block: its weights are on servers and "
+                    f"cannot be trained; name modules of the client (embeddings, norm, head) only; {WHAT_WORKS}"
+                )
+
+
+def _targets_any(config: Any, remote_modules: list[str]) -> bool:
+    if getattr(config, "target_parameters", None) or getattr(config, "target_modules", None) is None:
+        # Parameters that can be targeted lie in blocks; without targets PEFT's defaults are layers of blocks.
+        return True
+    if config.target_modules == "all-linear":
+        return True
+    return any(check_target_module_exists(config, module) for module in remote_modules)
