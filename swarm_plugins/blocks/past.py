@@ -6,7 +6,7 @@ keys and values. Sliding-window layers keep everything; their mask makes the win
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,18 +72,28 @@ class Past(Cache):
 
 
 class SessionPast(Past):
-    """One session's cache: appends in place and returns views."""
+    """One session's cache: appends in place and returns views.
 
-    def __init__(self, session: Session) -> None:
+    Args:
+        session: The cache.
+        joined: By block, whether the family computes with what the cache returns before it attends to it.
+    """
+
+    def __init__(self, session: Session, joined: Mapping[int, bool]) -> None:
         super().__init__(session.length)
         self._session = session
+        self._joined = joined
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Appends, and returns the whole sequence."""
         self._session.append(layer_idx, key_states, value_states)
-        return self._session.view(layer_idx, self.length + key_states.shape[2])
+        keys, values = self._session.view(layer_idx, self.length + key_states.shape[2])
+        if self._joined.get(layer_idx, False):
+            # Matrix products take another path, with other rounding, when rows do not lie one behind another.
+            return keys.contiguous(), values.contiguous()
+        return keys, values
 
 
 class PrefixPast(Past):

@@ -7,6 +7,7 @@ one packed forward. A step may run in the middle of a forward or its backward, i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs, Step
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 __all__ = ["Span"]
+
+log = logging.getLogger(__name__)
 
 _PROBE_SEED = 0x5EED
 
@@ -75,9 +78,10 @@ class Span:
         self._tables: dict[tuple[int, int], list[Any]] = {}
         self._joined: dict[int, bool] = {}
         self._routers = Routers(model, self._layers, blocks, lambda: self._calls.current)
-        self._is_packable = bool(model._supports_attention_backend) and _rope_is_static(self.config)
         self._probe_passing()
         self.kv_layouts: Mapping[int, BlockKV] = self._probe_caches()
+        self.is_packable = False
+        self.is_packable = self._probe_packing()
 
     @property
     def blocks(self) -> range:
@@ -144,7 +148,7 @@ class Span:
             session.reserve(step.hidden.shape[1])
         # Caches count new tokens only when everything has run, so an exception leaves all as they were.
         with torch.inference_mode():
-            if len(steps) > 1 and self._is_packable:
+            if len(steps) > 1 and self.is_packable:
                 outputs = self._step_packed(steps, sessions)
             else:
                 outputs = [self._step_one(step, session) for step, session in zip(steps, sessions, strict=True)]
@@ -156,7 +160,7 @@ class Span:
         use = _Use(step.adapters, session.batch_size, step.hidden.shape[1], session.length)
         call = self._call(step.blocks, [use], [step])
         with self._calls.running(call):
-            hidden = self._run(step.hidden, _padding(step), step.position_ids, SessionPast(session))
+            hidden = self._run(step.hidden, _padding(step), step.position_ids, SessionPast(session, self._joined))
         return _outputs(hidden, call)
 
     def _step_packed(self, steps: Sequence[StepInputs], sessions: Sequence[Session]) -> list[SpanOutputs]:
@@ -267,8 +271,7 @@ class Span:
 
     def _probe_passing(self) -> None:
         """Finds out in which form layers return hidden states, and that nothing else touches them."""
-        generator = torch.Generator().manual_seed(_PROBE_SEED)
-        hidden = torch.randn(1, 3, self.hidden_size, generator=generator).to(self.device, self.dtype)
+        hidden = self._probe_states()
         for in_tuple in (False, True):
             skipped = [SkippedBlock(layer, in_tuple) for layer in self._layers]
             try:
@@ -276,7 +279,7 @@ class Span:
                     output = self._run(hidden, None, None, None)
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
                 continue
-            if torch.equal(output, hidden):
+            if isinstance(output, Tensor) and torch.equal(output, hidden):
                 self._skipped = skipped
                 return
         raise UnsupportedError(
@@ -286,10 +289,37 @@ class Span:
 
     def _probe_caches(self) -> dict[int, BlockKV]:
         past = ProbePast()
-        hidden = torch.zeros(1, 1, self.hidden_size, device=self.device, dtype=self.dtype)
         with torch.no_grad(), self._calls.running(Call(table=self._table(self.blocks), attention=self._attention)):
-            self._run(hidden, None, None, past)
+            self._run(self._probe_states(), None, None, past)
         return past.layouts
+
+    def _probe_packing(self) -> bool:
+        """Finds out whether sessions can share a forward: runs two of them apart and packed."""
+        if not self.model._supports_attention_backend or not _has_fixed_positions(self.config):
+            return False
+        hidden = self._probe_states()
+        pool = KVPool(1 << 62)
+        sessions = [Session(pool, self.kv_layouts, self.blocks, 1, self.device) for _ in range(2)]
+        steps = [
+            StepInputs(cache=session, blocks=self.blocks, hidden=part)
+            for session, part in zip(sessions, (hidden, hidden[:, 1:]), strict=True)
+        ]
+        apart = self.step(steps)
+        for session in sessions:
+            session.crop(0)
+        try:
+            with torch.no_grad():
+                packed = self._step_packed(steps, sessions)
+        except (UnsupportedError, RuntimeError, TypeError, ValueError, AttributeError, KeyError) as exc:
+            log.info("%s cannot be packed, sessions run one by one: %s", type(self.model).__name__, exc)
+            return False
+        # Far above rounding, also where it sends a token to another expert; far below what foreign tokens would do.
+        tolerance = 0.02 if self.dtype == torch.float32 else 0.1
+        return all(_distance(one.hidden, two.hidden) < tolerance for one, two in zip(apart, packed, strict=True))
+
+    def _probe_states(self) -> Tensor:
+        generator = torch.Generator().manual_seed(_PROBE_SEED)
+        return torch.randn(1, 3, self.hidden_size, generator=generator).to(self.device, self.dtype)
 
 
 def _padding(step: StepInputs) -> Tensor | None:
@@ -346,7 +376,11 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def _rope_is_static(config: Any) -> bool:
+def _distance(one: Tensor, two: Tensor) -> float:
+    return float((one - two).float().norm() / one.float().norm().clamp(min=1e-6))
+
+
+def _has_fixed_positions(config: Any) -> bool:
     # These re-compute frequencies from the longest position of a call, which would mix sessions.
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
