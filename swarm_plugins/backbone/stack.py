@@ -130,7 +130,7 @@ class RemoteStack:
         inputs = BlockInputs(
             hidden=hidden,
             position_ids=kwargs.get("position_ids"),
-            attention_mask=_padding(kwargs.get("attention_mask")),
+            attention_mask=_padding(kwargs, hidden),
             adapters=self._adapters(blocks, hidden.shape[0]),
             collect_hidden="hidden_states" in collector and len(blocks) > 1,
             collect_router="router_logits" in collector,
@@ -180,10 +180,15 @@ class RemoteStack:
         return twin
 
 
-def _padding(mask: Tensor | None) -> Tensor | None:
+def _padding(kwargs: dict[str, Any], hidden: Tensor) -> Tensor | None:
     """Returns the padding mask as bool, or None when nothing is padded."""
+    mask: Tensor | None = kwargs.get("attention_mask")
     if mask is None:
-        return None
+        # transformers takes positions that start again for packed sequences, but not where it has a mask or a cache;
+        # servers see neither an empty cache nor a mask that hides nothing, unless they are told.
+        cache: Cache | None = kwargs.get("past_key_values")
+        is_empty = cache is not None and cache.get_seq_length() == 0
+        return torch.ones(hidden.shape[:2], dtype=torch.bool) if is_empty and _restart(kwargs) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedError(
@@ -191,7 +196,13 @@ def _padding(mask: Tensor | None) -> Tensor | None:
             "tokenizer makes it"
         )
     mask = mask.bool()
-    return None if bool(mask.all()) else mask
+    return None if bool(mask.all()) and not _restart(kwargs) else mask
+
+
+def _restart(kwargs: dict[str, Any]) -> bool:
+    """Whether positions start again within a row."""
+    positions: Tensor | None = kwargs.get("position_ids")
+    return positions is not None and bool((positions[..., 1:] - positions[..., :-1] != 1).any())
 
 
 _KNOWN = {

@@ -71,11 +71,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 @pytest.fixture(autouse=True)
 def _leaves_no_sessions(request: pytest.FixtureRequest) -> Iterator[None]:
     """Sessions are closed when their cache is collected."""
+    swarms = [request.getfixturevalue(name).swarm for name in ("pair", "llama") if name in request.fixturenames]
     yield
-    for name in ("pair", "llama"):
-        if name in request.fixturenames:
-            left = sessions_left(request.getfixturevalue(name).swarm)
-            assert left == 0, f"{left} sessions are still open {CLOSE_S:g} s after the test"
+    for swarm in swarms:
+        left = sessions_left(swarm)
+        assert left == 0, f"{left} sessions are still open {CLOSE_S:g} s after the test"
 
 
 def sessions_left(swarm: InProcessSwarm) -> int:
