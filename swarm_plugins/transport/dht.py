@@ -36,6 +36,7 @@ __all__ = ["ModelInfo", "SwarmDHT"]
 log = logging.getLogger(__name__)
 
 _BOOTSTRAP_TIMEOUT_S = 30.0
+_LEAVE_TIMEOUT_S = 3.0
 _TOMBSTONE_S = 60.0
 # Two records of one owner under one key are told apart by their expiration.
 _LATER_S = 0.001
@@ -104,8 +105,12 @@ class SwarmDHT:
     async def close(self) -> None:
         """Leaves the DHT. Idempotent."""
         dht, self._dht = self._dht, None
-        if dht is not None:
-            await dht.shutdown()
+        # A dead daemon never answers, and has nothing left to unregister.
+        if dht is not None and self._daemon.is_alive:
+            try:
+                await self._daemon.race(dht.shutdown(), timeout_s=_LEAVE_TIMEOUT_S, what="leaving the DHT")
+            except TransportError as exc:
+                log.debug("left the DHT without a word: %s", exc)
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
         """Says that this node serves what ``info`` says, for ``ttl_s`` seconds; see `SwarmNode.announce`."""

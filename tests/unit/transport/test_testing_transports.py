@@ -154,7 +154,7 @@ def test_a_silent_peer_times_out() -> None:
     async def main() -> None:
         transport = LocalTransport(handlers())
         channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
-        with pytest.raises(RequestTimeoutError, match="no message from a within 0.02 s"):
+        with pytest.raises(RequestTimeoutError, match=r"no message from a within 0\.02 s"):
             await channel.receive(timeout_s=0.02)
         await transport.close()
 

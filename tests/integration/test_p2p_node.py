@@ -1,0 +1,328 @@
+"""Real libp2p peers on loopback: join, announce, find, talk, part."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import ForwardResponse, InfoRequest, ServerInfo
+from swarm_plugins.transport.node import ModelInfo, NodeConfig, SwarmNode
+
+pytestmark = pytest.mark.swarm
+
+INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
+
+
+async def echo(channel: Channel) -> None:
+    while (received := await channel.receive(timeout_s=30.0)) is not None:
+        await channel.send(received)
+
+
+@asynccontextmanager
+async def server(*initial_peers: str) -> AsyncIterator[SwarmNode]:
+    async with SwarmNode(NodeConfig(initial_peers=initial_peers)) as node:
+        await node.serve({"rpc_forward": echo})
+        yield node
+
+
+@asynccontextmanager
+async def client(*initial_peers: str) -> AsyncIterator[SwarmNode]:
+    async with SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True)) as node:
+        yield node
+
+
+def test_a_client_finds_a_server_and_talks_to_it() -> None:
+    async def body() -> None:
+        async with server() as host, client(*await host.addresses()) as guest:
+            await host.announce(INFO, ttl_s=60.0)
+            assert await guest.servers("v1", 8) == {host.peer_id: INFO}
+            assert await guest.models() == {"v1": ModelInfo("m", 8, 1)}
+            channel = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
+            assert channel.remote_peer == host.peer_id
+            for size in (1, 1000, 400_000, 3_000_000):
+                sent = torch.randn(size)
+                await channel.send(ForwardResponse(hidden=sent))
+                received = await channel.receive(timeout_s=10.0)
+                assert isinstance(received, ForwardResponse)
+                assert torch.equal(received.hidden, sent)
+            assert host.num_streams == 1
+            await channel.close()
+            await asyncio.sleep(0.1)
+            assert host.num_streams == 0
+            assert await guest.addresses() == ()
+
+    run(body)
+
+
+def test_the_handler_sees_the_proved_id_of_the_client() -> None:
+    async def body() -> None:
+        seen = []
+
+        async def handler(channel: Channel) -> None:
+            seen.append(channel.remote_peer)
+            await echo(channel)
+
+        async with SwarmNode() as host, client(*await host.addresses()) as guest:
+            await host.serve({"rpc_session": handler})
+            channel = await guest.open(host.peer_id, "rpc_session", timeout_s=5.0)
+            await channel.send(InfoRequest())
+            assert await channel.receive(timeout_s=5.0) == InfoRequest()
+            assert seen == [guest.peer_id]
+
+    run(body)
+
+
+def test_what_was_sent_before_close_arrives() -> None:
+    async def body() -> None:
+        arrived = asyncio.Event()
+        sizes = []
+
+        async def handler(channel: Channel) -> None:
+            while isinstance(received := await channel.receive(timeout_s=10.0), ForwardResponse):
+                sizes.append(received.hidden.numel())
+            assert received is None
+            arrived.set()
+
+        async with SwarmNode() as host, client(*await host.addresses()) as guest:
+            await host.serve({"rpc_push": handler})
+            channel = await guest.open(host.peer_id, "rpc_push", timeout_s=5.0)
+            for _ in range(3):
+                await channel.send(ForwardResponse(hidden=torch.zeros(2_000_000)))
+            await channel.close()
+            await asyncio.wait_for(arrived.wait(), 10.0)
+            assert sizes == [2_000_000] * 3
+
+    run(body)
+
+
+def test_a_server_known_only_by_the_dht_can_be_reached() -> None:
+    async def body() -> None:
+        async with server() as first, server(*await first.addresses()) as second:
+            await second.announce(INFO, ttl_s=60.0)
+            async with client(*await first.addresses()) as guest:
+                assert set(await guest.servers("v1", 8)) == {second.peer_id}
+                channel = await guest.open(second.peer_id, "rpc_forward", timeout_s=5.0)
+                await channel.send(InfoRequest())
+                assert await channel.receive(timeout_s=5.0) == InfoRequest()
+
+    run(body)
+
+
+def test_versions_and_models_of_other_depth_do_not_mix() -> None:
+    async def body() -> None:
+        async with server() as first, server(*await first.addresses()) as second:
+            await first.announce(INFO, ttl_s=60.0)
+            other = msgspec.structs.replace(INFO, version="v2", num_blocks=9)
+            await second.announce(other, ttl_s=60.0)
+            async with client(*await first.addresses()) as guest:
+                assert await guest.servers("v1", 8) == {first.peer_id: INFO}
+                assert await guest.servers("v2", 9) == {second.peer_id: other}
+                assert await guest.servers("v2", 8) == {}
+                assert set(await guest.models()) == {"v1", "v2"}
+
+    run(body)
+
+
+def test_announcements_are_renewed_moved_and_retracted() -> None:
+    async def body() -> None:
+        async with server() as host, client(*await host.addresses()) as guest:
+            await host.announce(INFO, ttl_s=60.0)
+            # A shorter life than the last time: the newer record must win all the same.
+            moved = msgspec.structs.replace(INFO, start=4, end=8)
+            await host.announce(moved, ttl_s=5.0)
+            assert await guest.servers("v1", 8) == {host.peer_id: moved}
+            upgraded = msgspec.structs.replace(moved, version="v2")
+            await host.announce(upgraded, ttl_s=60.0)
+            assert await guest.servers("v1", 8) == {}
+            assert await guest.servers("v2", 8) == {host.peer_id: upgraded}
+            assert set(await guest.models()) == {"v2"}
+            await host.retract()
+            await host.retract()
+            assert await guest.servers("v2", 8) == {}
+            assert await guest.models() == {}
+            await host.announce(upgraded, ttl_s=60.0)
+            assert await guest.servers("v2", 8) == {host.peer_id: upgraded}
+
+    run(body)
+
+
+def test_records_expire() -> None:
+    async def body() -> None:
+        async with server() as host, client(*await host.addresses()) as guest:
+            await host.announce(INFO, ttl_s=1.0)
+            assert set(await guest.servers("v1", 8)) == {host.peer_id}
+            await asyncio.sleep(1.2)
+            assert await guest.servers("v1", 8) == {}
+
+    run(body)
+
+
+def test_records_outlive_the_node_that_others_joined_by() -> None:
+    async def body() -> None:
+        async with SwarmNode() as first:
+            addresses = await first.addresses()
+            async with server(*addresses) as second:
+                await second.announce(INFO, ttl_s=60.0)
+                await first.close()
+                async with client(*await second.addresses()) as guest:
+                    assert set(await guest.servers("v1", 8)) == {second.peer_id}
+
+    run(body)
+
+
+def test_a_dead_server_is_noticed_at_once() -> None:
+    async def body() -> None:
+        async with server() as host, client(*await host.addresses()) as guest:
+            peer = host.peer_id
+            channel = await guest.open(peer, "rpc_forward", timeout_s=5.0)
+            await channel.send(InfoRequest())
+            assert await channel.receive(timeout_s=5.0) == InfoRequest()
+            started = time.monotonic()
+            waiting = asyncio.create_task(channel.receive(timeout_s=30.0))
+            await asyncio.sleep(0.05)
+            os.kill(host._running().pid, signal.SIGKILL)
+            with pytest.raises(TransportError, match=f"the stream to peer {peer} broke"):
+                await waiting
+            with pytest.raises(TransportError, match=f"peer {peer} cannot be reached"):
+                await guest.open(peer, "rpc_forward", timeout_s=5.0)
+            assert time.monotonic() - started < 2.0
+
+    run(body)
+
+
+def test_the_death_of_the_own_daemon_ends_all_waiting() -> None:
+    async def body() -> None:
+        async with server() as host, client(*await host.addresses()) as guest:
+            channel = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
+            waiting = asyncio.create_task(channel.receive(timeout_s=30.0))
+            await asyncio.sleep(0.05)
+            os.kill(guest._running().pid, signal.SIGSTOP)
+            looking = asyncio.create_task(guest.servers("v1", 8))
+            await asyncio.sleep(0.05)
+            os.kill(guest._running().pid, signal.SIGKILL)
+            started = time.monotonic()
+            with pytest.raises(TransportError, match="broke"):
+                await waiting
+            with pytest.raises(TransportError, match=r"libp2p daemon of this node has ended \(exit code -9\)"):
+                await looking
+            with pytest.raises(TransportError, match="start a new node"):
+                await guest.servers("v1", 8)
+            with pytest.raises(TransportError, match="start a new node"):
+                await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
+            await guest.wait_dead()
+            assert not guest.is_alive
+            assert host.is_alive
+            assert time.monotonic() - started < 2.0
+
+    run(body)
+
+
+def test_a_peer_that_does_not_answer_times_out() -> None:
+    async def body() -> None:
+        async with server() as host, client(*await host.addresses()) as guest:
+            os.kill(host._running().pid, signal.SIGSTOP)
+            try:
+                # libp2p opens a stream of a known protocol without waiting for the other end.
+                channel = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
+                await channel.send(InfoRequest())
+                with pytest.raises(RequestTimeoutError, match=rf"no message from peer {host.peer_id} within 0\.3 s"):
+                    await channel.receive(timeout_s=0.3)
+            finally:
+                os.kill(host._running().pid, signal.SIGCONT)
+
+    run(body)
+
+
+def test_an_rpc_that_is_not_served_is_an_error() -> None:
+    async def body() -> None:
+        async with server() as host, client(*await host.addresses()) as guest:
+            with pytest.raises(TransportError, match=r"cannot be reached for /swarm_plugins/1/rpc_adapter"):
+                await guest.open(host.peer_id, "rpc_adapter", timeout_s=5.0)
+
+    run(body)
+
+
+def test_a_node_cannot_be_used_before_start_or_after_close() -> None:
+    async def body() -> None:
+        node = SwarmNode()
+        with pytest.raises(TransportError, match="call start"):
+            _ = node.peer_id
+        await node.start()
+        with pytest.raises(ConfigError, match="started already"):
+            await node.start()
+        await node.close()
+        await node.close()
+        assert not node.is_alive
+        with pytest.raises(TransportError, match="nothing after close"):
+            await node.servers("v1", 8)
+
+    run(body)
+
+
+def test_clients_neither_serve_nor_announce() -> None:
+    async def body() -> None:
+        async with server() as host, client(*await host.addresses()) as guest:
+            with pytest.raises(ConfigError, match="client mode cannot serve"):
+                await guest.serve({"rpc_info": echo})
+            with pytest.raises(ConfigError, match="client mode cannot announce"):
+                await guest.announce(INFO, 10.0)
+            with pytest.raises(ConfigError, match="ttl_s must be above 0 and at most 3600, got 7200"):
+                await host.announce(INFO, 7200.0)
+            with pytest.raises(ConfigError, match="cannot announce this: server claims blocks"):
+                await host.announce(msgspec.structs.replace(INFO, end=99), 10.0)
+
+    run(body)
+
+
+def test_initial_peers_that_cannot_be_reached_are_named() -> None:
+    async def body() -> None:
+        async with server() as host:
+            (address,) = await host.addresses()
+        with pytest.raises(TransportError, match=f"none of the initial peers can be reached: {address}"):
+            await SwarmNode(NodeConfig(initial_peers=(address,), client_mode=True)).start()
+
+    run(body)
+
+
+def test_one_dead_initial_peer_among_living_ones_does_no_harm() -> None:
+    async def body() -> None:
+        async with server() as gone:
+            (dead,) = await gone.addresses()
+        async with server() as host:
+            await host.announce(INFO, 60.0)
+            async with client(dead, *await host.addresses()) as guest:
+                assert set(await guest.servers("v1", 8)) == {host.peer_id}
+
+    run(body)
+
+
+def test_a_port_in_use_and_a_shared_identity_are_refused(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with SwarmNode(NodeConfig(identity_path=tmp_path / "id")) as host:
+            (address,) = await host.addresses()
+            port_address = address.split("/p2p/")[0]
+            with pytest.raises(ConfigError, match=f"cannot listen on {port_address}: Address already in use"):
+                await SwarmNode(NodeConfig(host_maddrs=(port_address,))).start()
+            with pytest.raises(ConfigError, match="in use by another node on this machine"):
+                await SwarmNode(NodeConfig(identity_path=tmp_path / "id")).start()
+            peer = host.peer_id
+        async with SwarmNode(NodeConfig(identity_path=tmp_path / "id", host_maddrs=(port_address,))) as again:
+            assert again.peer_id == peer
+            assert await again.addresses() == (address,)
+
+    run(body)
