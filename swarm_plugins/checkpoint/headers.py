@@ -104,53 +104,57 @@ def header_bytes(prefix: bytes, file: str, file_bytes: int | None) -> int:
     return length
 
 
-def parse_header(header: bytes, file: str, file_bytes: int | None) -> dict[str, TensorInfo]:
+def parse_header(
+    header: bytes, file: str, file_bytes: int | None, *, label: str | None = None
+) -> dict[str, TensorInfo]:
     """Returns the tensors that a header lists.
 
     Args:
         header: The header without the length before it.
-        file: Name of the file.
+        file: Name of the file, for the result.
         file_bytes: Size of the file, if known: every tensor must end within.
+        label: Name of the file for messages, if another.
 
     Raises:
         CheckpointError: If the header is not what the format allows, or a tensor lies beyond the end of the file.
     """
+    label = label or file
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(value, type=_Entry) for name, value in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise CheckpointError(f"{file} has a corrupt safetensors header ({exc}): fetch it again") from exc
+        raise CheckpointError(f"{label} has a corrupt safetensors header ({exc}): fetch it again") from exc
     data_start = LENGTH_BYTES + len(header)
-    tensors = {name: _tensor_info(name, entry, file, data_start) for name, entry in entries.items()}
+    tensors = {name: _tensor_info(name, entry, file, data_start, label) for name, entry in entries.items()}
     if file_bytes is not None:
-        _check_ends(tensors, file, file_bytes)
+        _check_ends(tensors, label, file_bytes)
     return tensors
 
 
-def _tensor_info(name: str, entry: _Entry, file: str, data_start: int) -> TensorInfo:
+def _tensor_info(name: str, entry: _Entry, file: str, data_start: int, label: str) -> TensorInfo:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointError(
-            f"tensor {name!r} in {file} has the type {entry.dtype!r}, which this torch ({torch.__version__}) cannot "
+            f"tensor {name!r} in {label} has the type {entry.dtype!r}, which this torch ({torch.__version__}) cannot "
             f"hold; known: {', '.join(_DTYPES)}"
         )
     start, end = entry.data_offsets
     needed = math.prod(entry.shape) * dtype.itemsize
     if min(entry.shape, default=0) < 0 or start < 0 or end - start != needed:
         raise CheckpointError(
-            f"tensor {name!r} in {file} has shape {list(entry.shape)} of {entry.dtype}, which takes {needed} bytes, "
+            f"tensor {name!r} in {label} has shape {list(entry.shape)} of {entry.dtype}, which takes {needed} bytes, "
             f"but lies at bytes {start} to {end}: the header is corrupt, fetch the file again"
         )
     return TensorInfo(name, dtype, entry.shape, file, data_start + start, data_start + end)
 
 
-def _check_ends(tensors: dict[str, TensorInfo], file: str, file_bytes: int) -> None:
+def _check_ends(tensors: dict[str, TensorInfo], label: str, file_bytes: int) -> None:
     beyond = [info for info in tensors.values() if info.end > file_bytes]
     if beyond:
         first = min(beyond, key=lambda info: info.start)
         expected = max(info.end for info in beyond)
         raise CheckpointError(
-            f"{file} is truncated: tensor {first.name!r} ends at byte {first.end} and the whole file should have "
+            f"{label} is truncated: tensor {first.name!r} ends at byte {first.end} and the whole file should have "
             f"{expected} bytes, found {file_bytes}: fetch it again"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
@@ -36,11 +37,13 @@ class TensorIndex(Mapping[str, TensorInfo]):
     def __init__(self, files: CheckpointFiles) -> None:
         self._files = files
         self._headers: dict[str, dict[str, TensorInfo]] = {}
+        self._num_tensors: Counter[str] = Counter()
         names = files.names()
         if INDEX_FILE in names:
             self._file_of = _read_index(files)
+            self._num_tensors = Counter(self._file_of.values())
         elif SINGLE_FILE in names:
-            self._file_of = dict.fromkeys(self._header(SINGLE_FILE, None), SINGLE_FILE)
+            self._file_of = dict.fromkeys(self._header(SINGLE_FILE), SINGLE_FILE)
         else:
             raise CheckpointError(_no_weights(files.label, names))
 
@@ -48,7 +51,7 @@ class TensorIndex(Mapping[str, TensorInfo]):
         file = self._file_of[name]
         header = self._headers.get(file)
         if header is None:
-            header = self._header(file, sum(other == file for other in self._file_of.values()))
+            header = self._header(file)
         if name not in header:
             raise CheckpointError(
                 f"{INDEX_FILE} of {self._files.label} says that {file} holds the tensor {name!r}, but it does not: "
@@ -79,8 +82,8 @@ class TensorIndex(Mapping[str, TensorInfo]):
         for name in self._file_of:
             self[name]
 
-    def _header(self, file: str, num_tensors: int | None) -> dict[str, TensorInfo]:
-        guess = max(_HEADER_BYTES_AT_LEAST, (num_tensors or 0) * _HEADER_BYTES_PER_TENSOR)
+    def _header(self, file: str) -> dict[str, TensorInfo]:
+        guess = max(_HEADER_BYTES_AT_LEAST, self._num_tensors[file] * _HEADER_BYTES_PER_TENSOR)
         label = f"{self._files.label}/{file}"
         head, size = self._files.head(file, guess)
         end = LENGTH_BYTES + header_bytes(head, label, size)
@@ -90,11 +93,7 @@ class TensorIndex(Mapping[str, TensorInfo]):
             raise CheckpointError(
                 f"{label} is truncated: its header ends at byte {end}, found {len(head)} bytes: fetch it again"
             )
-        tensors = parse_header(head[LENGTH_BYTES:end], label, size)
-        # Messages name the whole path; a tensor only its file in the checkpoint.
-        self._headers[file] = {
-            name: TensorInfo(name, info.dtype, info.shape, file, info.start, info.end) for name, info in tensors.items()
-        }
+        self._headers[file] = parse_header(head[LENGTH_BYTES:end], file, size, label=label)
         return self._headers[file]
 
 
