@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from swarm_plugins.client import CacheOp
 from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
 from swarm_plugins.client.connection import RemoteBlocks
 from swarm_plugins.client.session import ClientSession
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.transport.messages import CacheOp
 
 __all__ = ["RemoteCacheLayer", "RemoteCacheState", "adopt_cache"]
 
