@@ -30,9 +30,7 @@ def scheduler(runner: FakeRunner) -> Iterator[Scheduler]:
 
 @pytest.fixture
 def service(runner: FakeRunner, scheduler: Scheduler) -> Service:
-    info = ServerInfo(
-        version=VERSION, model="tiny", num_blocks=8, start=2, end=6, dtype="float32", quantization="none"
-    )
+    info = ServerInfo(version=VERSION, model="tiny", num_blocks=8, start=2, end=6, dtype="float32", quantization="none")
     return Service(
         version=VERSION,
         num_blocks=8,
@@ -41,7 +39,7 @@ def service(runner: FakeRunner, scheduler: Scheduler) -> Service:
         runner=runner,
         scheduler=scheduler,
         info=lambda: replace_info(info, load=scheduler.load),
-        check_adapter=lambda digest, spec, tensors: LoadedAdapter(digest=digest, spec=spec, tensors=tensors),
+        check_adapter=lambda spec, tensors, *, digest: LoadedAdapter(digest=digest, spec=spec, tensors=tuple(tensors)),
         limits=ServiceLimits(max_batch_tokens=256, max_session_tokens=100, max_sessions_per_peer=3),
         kv_tokens=200,
         activations=ActivationStore(1 << 20),

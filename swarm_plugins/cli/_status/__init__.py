@@ -1,0 +1,3 @@
+"""What ``swarm status`` is made of."""
+
+from __future__ import annotations

@@ -1,0 +1,41 @@
+"""Puts the commands together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from swarm_plugins import __version__
+from swarm_plugins.cli import bench
+from swarm_plugins.cli.serve import serve
+from swarm_plugins.cli.status import status
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="swarm",
+    help="Fine-tune and use mixture-of-experts language models that do not fit your machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+app.command()(serve)
+app.command()(status)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Runs the ``swarm`` command."""
+    app()

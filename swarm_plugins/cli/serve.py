@@ -1,0 +1,114 @@
+"""``swarm serve``: hosts a span of a model's blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarm_plugins.cli.errors import one_sentence_errors
+from swarm_plugins.cli.sizes import parse_bytes
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["serve"]
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Directory of a model, or its id on the Hub.", show_default=False)],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    blocks: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Blocks A to B-1; or K/N, the K-th of N equal parts.")
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="This many blocks, those the swarm lacks most.  [default: what memory holds]")
+    ] = None,
+    initial_peers: Annotated[
+        list[str] | None, typer.Option(help="Address to join the swarm by; repeat for several. None: a new swarm.")
+    ] = None,
+    identity: Annotated[
+        Path | None, typer.Option(help="Key file of the peer id, made if it does not exist.", dir_okay=False)
+    ] = None,
+    host_maddrs: Annotated[
+        list[str] | None,
+        typer.Option(help="Address to listen on, such as /ip4/0.0.0.0/tcp/31337.  [default: a port of 127.0.0.1]"),
+    ] = None,
+    announce_maddrs: Annotated[
+        list[str] | None, typer.Option(help="Address to tell others, if it is not one listened on.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:INDEX.")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the checkpoint's]")
+    ] = None,
+    quantization: Annotated[str, typer.Option(help="How weights are kept: none, int8 or nf4.")] = "none",
+    kv_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the sessions' keys and values.")] = "1GiB",
+    activation_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for forward graphs kept for their backward.")
+    ] = "512MiB",
+    adapter_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for the adapters that clients upload.")
+    ] = "512MiB",
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="REPO[@TAG]", help="Published adapter to hold and announce, or a directory; repeatable."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's]")] = None,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Largest batch of one request, in tokens.")] = 16_384,
+    max_session_tokens: Annotated[int, typer.Option(min=1, help="Longest sequence of a session.")] = 32_768,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
+) -> None:
+    """Host a span of a model's blocks for the swarm.
+
+    Only the tensors of these blocks are read or downloaded. Ends cleanly on Ctrl-C.
+    """
+    with one_sentence_errors("serve"):
+        # Imported before anything heavy: an embedded server must notice early that its parent is gone.
+        from swarm_plugins.cli._serve.embedding import Embedding
+
+        embedding = Embedding.take_over() if embedded else None
+        from swarm_plugins.cli._serve.process import prepare_process, run_server
+
+        prepare_process(log_level, threads)
+        from swarm_plugins.server.config import DEFAULT_HOST_MADDRS, ServeConfig
+        from swarm_plugins.server.service import ServiceLimits
+
+        span, part = parse_blocks(blocks)
+        peers = (initial_peers or []) if embedding is None else [*(initial_peers or []), *embedding.read_peers()]
+        config = ServeConfig(
+            model=model,
+            revision=revision,
+            blocks=span,
+            part=part,
+            num_blocks=num_blocks,
+            initial_peers=tuple(peers),
+            identity=identity,
+            announce_maddrs=tuple(announce_maddrs or ()),
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            kv_bytes=parse_bytes(kv_bytes),
+            activation_bytes=parse_bytes(activation_bytes),
+            adapter_bytes=parse_bytes(adapter_bytes),
+            adapters=tuple(adapter or ()),
+            limits=ServiceLimits(max_batch_tokens=max_batch_tokens, max_session_tokens=max_session_tokens),
+            host_maddrs=tuple(host_maddrs or DEFAULT_HOST_MADDRS),
+        )
+        run_server(config, embedding)
+
+
+def parse_blocks(text: str | None) -> tuple[range | None, tuple[int, int] | None]:
+    """Returns the span ``A:B``, or the part ``K/N``, that an option names.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if text is None:
+        return None, None
+    for sign in (":", "/"):
+        first, found, second = text.partition(sign)
+        if found and first.strip().isdecimal() and second.strip().isdecimal():
+            if sign == "/":
+                return None, (int(first), int(second))
+            return range(int(first), int(second)), None
+    raise ConfigError(f"blocks {text!r} are no span: A:B such as 0:10, or K/N such as 1/2, is allowed")

@@ -1,0 +1,326 @@
+"""A swarm on this machine: real ``swarm serve`` processes on loopback, for notebooks, demos and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from swarm_plugins.errors import ConfigError, TransportError
+
+__all__ = ["LocalServer", "LocalSwarm"]
+
+_OPTIONS = (
+    "activation_bytes",
+    "adapter",
+    "adapter_bytes",
+    "announce_maddrs",
+    "device",
+    "dtype",
+    "host_maddrs",
+    "kv_bytes",
+    "log_level",
+    "max_batch_tokens",
+    "max_session_tokens",
+    "quantization",
+    "revision",
+    "threads",
+)
+"""Options of ``swarm serve`` that make sense for a local swarm."""
+_STOP_TIMEOUT_S = 15.0
+_LOG_TAIL_LINES = 15
+_POLL_S = 0.02
+
+
+class _Event(msgspec.Struct):
+    """What a server says on its standard output."""
+
+    event: str
+    peer_id: str = ""
+    addresses: tuple[str, ...] = ()
+    start: int = 0
+    end: int = 0
+
+
+class LocalServer:
+    """One server process. Made by [`LocalSwarm`][swarm_plugins.LocalSwarm].
+
+    Args:
+        command: What to run.
+        environment: Of the process.
+        log_path: Where its standard error goes.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log_path: Path) -> None:
+        self._log_path = log_path
+        self._line = b""
+        self._joined: _Event | None = None
+        self._ready: _Event | None = None
+        with log_path.open("wb") as log:
+            # A session of its own: Ctrl-C in a terminal reaches only the parent, which then ends its servers in order.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                bufsize=0,
+            )
+        if self._process.stdout is not None:
+            os.set_blocking(self._process.stdout.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server; its libp2p daemon is a child of it."""
+        return self._process.pid
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First block served, and one past the last."""
+        if self._ready is None:
+            raise ConfigError("this server does not serve yet: start the swarm first")
+        return (self._ready.start, self._ready.end)
+
+    @property
+    def peer_id(self) -> str:
+        """Base58 id of the peer."""
+        if self._joined is None:
+            raise ConfigError("this server has not joined yet: start the swarm first")
+        return self._joined.peer_id
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses by which it is reached; none before it has joined."""
+        return self._joined.addresses if self._joined is not None else ()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """What the server has written so far: warnings, errors, progress."""
+        with contextlib.suppress(OSError):
+            return self._log_path.read_text(errors="replace")
+        return ""
+
+    def kill(self) -> None:
+        """Ends the process at once, as a crash would: nothing is said to the swarm."""
+        self._process.kill()
+        self._wait(_STOP_TIMEOUT_S)
+
+    def terminate(self, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
+        """Lets the process leave the swarm cleanly; kills it if that takes longer than ``timeout_s``."""
+        self.ask_to_end()
+        self._wait(timeout_s)
+
+    def ask_to_end(self) -> None:
+        """Sends the signal to leave, without waiting."""
+        if self.is_alive:
+            self._process.send_signal(signal.SIGTERM)
+
+    def _wait(self, timeout_s: float) -> None:
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_STOP_TIMEOUT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def tell_peers(self, addresses: Sequence[str]) -> None:
+        """Tells the process whom to join by; it waits for this."""
+        if self._process.stdin is not None:
+            # A process that has died already is noticed by the one who waits for its events.
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(msgspec.json.encode(list(addresses)) + b"\n")
+
+    def listen(self) -> None:
+        """Reads the events that have come, without waiting."""
+        pipe = self._process.stdout
+        if pipe is None or pipe.closed:
+            return
+        while chunk := pipe.read(4096):
+            *lines, self._line = (self._line + chunk).split(b"\n")
+            for line in lines:
+                event = msgspec.json.decode(line, type=_Event)
+                if event.event == "joined":
+                    self._joined = event
+                elif event.event == "ready":
+                    self._ready = event
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether others can join by its addresses."""
+        return self._joined is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it serves."""
+        return self._ready is not None
+
+
+class LocalSwarm:
+    """A swarm of servers in processes of their own on this machine, for as long as the ``with`` block runs.
+
+    The servers end with this process, however it ends.
+
+    Args:
+        model: Directory of a model, or its id on the Hub.
+        num_servers: Servers among which the blocks are divided evenly.
+        spans: ``(start, end)`` of each server instead.
+        replicas: Servers for each span.
+        dtype: Compute dtype: ``float32``, ``bfloat16`` or ``float16``. None: the checkpoint's.
+        threads: CPU threads of each server.
+        start_timeout_s: How long all servers together may take to start.
+        serve_options: Other options of ``swarm serve``, such as ``kv_bytes="256MB"`` or ``quantization="int8"``.
+
+    Raises:
+        ConfigError: If a setting is wrong.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        num_servers: int = 2,
+        spans: Sequence[tuple[int, int]] | None = None,
+        replicas: int = 1,
+        dtype: object = None,
+        threads: int | None = 1,
+        start_timeout_s: float = 300.0,
+        **serve_options: object,
+    ) -> None:
+        if num_servers < 1 or replicas < 1:
+            raise ConfigError(f"num_servers and replicas must be at least 1, got {num_servers} and {replicas}")
+        unknown = sorted(set(serve_options) - set(_OPTIONS))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r} of a local swarm; known: {', '.join(_OPTIONS)}")
+        self.model = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else str(model)
+        parts = [f"{index}/{num_servers}" for index in range(1, num_servers + 1)]
+        self._blocks = [f"{start}:{end}" for start, end in spans] if spans is not None else parts
+        if not self._blocks:
+            raise ConfigError("spans is empty: give at least one (start, end)")
+        self._replicas = replicas
+        self._threads = threads
+        self._options = dict(serve_options)
+        if dtype is not None:
+            # torch.float32 prints as such; torch itself need not be loaded here.
+            self._options["dtype"] = str(dtype).removeprefix("torch.")
+        self._start_timeout_s = start_timeout_s
+        self._directory: Path | None = None
+        self._servers: list[LocalServer] = []
+
+    @property
+    def servers(self) -> tuple[LocalServer, ...]:
+        """The servers, by span; the replicas of a span follow one another."""
+        return tuple(self._servers)
+
+    @property
+    def initial_peers(self) -> list[str]:
+        """Addresses to join by, of all servers that live."""
+        return [address for server in self._servers if server.is_alive for address in server.addresses]
+
+    def start(self) -> LocalSwarm:
+        """Starts the servers and waits until all serve.
+
+        Raises:
+            TransportError: If a server ends or does not serve in time; its last words are in the message.
+        """
+        if self._servers:
+            raise ConfigError("this swarm has been started already: close it first")
+        self._directory = Path(tempfile.mkdtemp(prefix="swarm-local-"))
+        deadline = time.monotonic() + self._start_timeout_s
+        try:
+            for blocks in self._blocks:
+                for _ in range(self._replicas):
+                    self._spawn(blocks)
+            first, *others = self._servers
+            first.tell_peers([])
+            self._wait_for([first], "is_joined", deadline)
+            for server in others:
+                server.tell_peers(first.addresses)
+            self._wait_for(self._servers, "is_ready", deadline)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Ends all servers. Idempotent."""
+        for server in self._servers:
+            server.ask_to_end()
+        for server in self._servers:
+            server.terminate()
+        self._servers = []
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def __enter__(self) -> LocalSwarm:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _spawn(self, blocks: str) -> None:
+        if self._directory is None:
+            raise ConfigError("this swarm is closed")
+        command = [sys.executable, "-m", "swarm_plugins", "serve", self.model, "--embedded", "--blocks", blocks]
+        if self._threads is not None:
+            command += ["--threads", str(self._threads)]
+        for name, value in self._options.items():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                command += [f"--{name.replace('_', '-')}", str(item)]
+        log_path = self._directory / f"server-{len(self._servers)}.log"
+        self._servers.append(LocalServer(command, _environment(self._threads), log_path))
+
+    def _wait_for(self, servers: Sequence[LocalServer], goal: str, deadline: float) -> None:
+        while True:
+            for server in self._servers:
+                server.listen()
+            if all(getattr(server, goal) for server in servers):
+                return
+            for server in self._servers:
+                if not server.is_alive:
+                    raise TransportError(
+                        f"a local server ended before it served (pid {server.pid}){_last_words(server)}"
+                    )
+            late = next(server for server in servers if not getattr(server, goal))
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    f"a local server (pid {late.pid}) did not serve within {self._start_timeout_s:g} s: "
+                    f"raise start_timeout_s, or see why{_last_words(late)}"
+                )
+            time.sleep(_POLL_S)
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    environment = dict(os.environ)
+    if threads is not None:
+        environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    # The package may have been found through sys.path alone, which a child does not inherit.
+    home = str(Path(__file__).resolve().parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in (home, environment.get("PYTHONPATH", "")) if part)
+    return environment
+
+
+def _last_words(server: LocalServer) -> str:
+    lines = [line for line in server.log.replace("\r", "\n").splitlines() if line.strip()]
+    return ":\n" + "\n".join(lines[-_LOG_TAIL_LINES:]) if lines else "; it has said nothing"

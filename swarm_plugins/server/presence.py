@@ -1,0 +1,138 @@
+"""A server's place in the swarm: its node, its announcements, and a new node when the libp2p daemon dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from swarm_plugins.errors import SwarmError, TransportError
+from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.node import NodeConfig, SwarmNode
+
+__all__ = ["Presence"]
+
+log = logging.getLogger(__name__)
+
+_MAX_RESTARTS = 5
+"""Restarts of the daemon in a row; one that then lived for ``_STABLE_S`` is forgiven."""
+_STABLE_S = 300.0
+_RETRACT_TIMEOUT_S = 5.0
+
+
+class Presence:
+    """Keeps a server reachable and announced.
+
+    Args:
+        config: How to join.
+        every_s: Time between announcements.
+        ttl_s: Life of an announcement.
+    """
+
+    def __init__(self, config: NodeConfig, *, every_s: float, ttl_s: float) -> None:
+        self._config = config
+        self._every_s = every_s
+        self._ttl_s = ttl_s
+        self._node = SwarmNode(config)
+        self._handlers: Mapping[str, Handler] = {}
+        self._info: Callable[[], ServerInfo] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_lost = asyncio.Event()
+
+    @property
+    def peer_id(self) -> str:
+        """Base58 id of this peer."""
+        return self._node.peer_id
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Returns the addresses by which others reach this peer."""
+        return await self._node.addresses()
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        """Returns the servers of a model version."""
+        return await self._node.servers(version, num_blocks)
+
+    async def wait_lost(self) -> None:
+        """Returns when the network is lost and could not be joined again."""
+        await self._is_lost.wait()
+
+    async def start(self) -> None:
+        """Joins the swarm."""
+        await self._node.start()
+
+    async def announce(self, info: Callable[[], ServerInfo]) -> None:
+        """Announces what ``info`` says, now and from time to time until ``close``."""
+        self._info = info
+        await self._node.announce(info(), self._ttl_s)
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep(), name="keep the server announced")
+
+    async def serve(self, handlers: Mapping[str, Handler]) -> None:
+        """Answers requests from now on."""
+        self._handlers = handlers
+        await self._node.serve(handlers)
+
+    async def retract(self) -> None:
+        """Leaves the DHT; requests are still answered."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        if self._node.is_alive:
+            try:
+                async with asyncio.timeout(_RETRACT_TIMEOUT_S):
+                    await self._node.retract()
+            except (SwarmError, TimeoutError) as error:
+                log.warning("the announcement could not be taken back, it expires by itself: %s", error)
+
+    async def close(self) -> None:
+        """Leaves the swarm. Idempotent."""
+        await self.retract()
+        await self._node.close()
+
+    async def _keep(self) -> None:
+        restarts = 0
+        while True:
+            started = asyncio.get_running_loop().time()
+            await self._announce_while_alive()
+            if asyncio.get_running_loop().time() - started > _STABLE_S:
+                restarts = 0
+            log.error("the libp2p daemon has died; joining the swarm again")
+            while not await self._rejoin():
+                restarts += 1
+                if restarts > _MAX_RESTARTS:
+                    log.error("gave up after %d attempts to join the swarm again", restarts)
+                    self._is_lost.set()
+                    return
+                await asyncio.sleep(min(30.0, 2.0**restarts))
+
+    async def _announce_while_alive(self) -> None:
+        dead = asyncio.create_task(self._node.wait_dead(), name="watch the libp2p daemon")
+        try:
+            while self._node.is_alive:
+                await asyncio.wait([dead], timeout=self._every_s)
+                if dead.done() or self._info is None:
+                    return
+                try:
+                    await self._node.announce(self._info(), self._ttl_s)
+                except TransportError as error:
+                    log.warning("could not announce, trying again in %.0f s: %s", self._every_s, error)
+        finally:
+            dead.cancel()
+            await asyncio.gather(dead, return_exceptions=True)
+
+    async def _rejoin(self) -> bool:
+        await self._node.close()
+        node = SwarmNode(self._config)
+        try:
+            await node.start()
+            await node.serve(self._handlers)
+            if self._info is not None:
+                await node.announce(self._info(), self._ttl_s)
+        except SwarmError as error:
+            log.warning("could not join the swarm again: %s", error)
+            await node.close()
+            return False
+        self._node = node
+        return True

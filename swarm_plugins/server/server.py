@@ -1,0 +1,288 @@
+"""A server: loads a span, joins the swarm, serves and announces it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Collection
+from types import TracebackType
+
+import msgspec
+import torch
+from torch import nn
+
+from swarm_plugins import __version__
+from swarm_plugins.blocks.adapters import check_adapter
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.blocks.span import Span
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.routing.placement import block_coverage, choose_span
+from swarm_plugins.server.activations import ActivationStore
+from swarm_plugins.server.adapters import AdapterStore
+from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.fit import blocks_that_fit
+from swarm_plugins.server.handlers import info_handler, push_handler
+from swarm_plugins.server.measure import measure
+from swarm_plugins.server.presence import Presence
+from swarm_plugins.server.rpc_adapter import adapter_handler
+from swarm_plugins.server.rpc_session import session_handler
+from swarm_plugins.server.rpc_training import backward_handler, forward_handler
+from swarm_plugins.server.scheduler import Scheduler, SchedulerConfig
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.sessions import SessionTable
+from swarm_plugins.server.threads import in_thread
+from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.node import NodeConfig
+
+__all__ = ["SwarmServer", "service_handlers"]
+
+log = logging.getLogger(__name__)
+
+_HANDLERS = {
+    "rpc_info": info_handler,
+    "rpc_forward": forward_handler,
+    "rpc_backward": backward_handler,
+    "rpc_session": session_handler,
+    "rpc_adapter": adapter_handler,
+    "rpc_push": push_handler,
+}
+_PACK_S = 0.5
+"""A pack of session steps is cut to about this time, which a decode step may have to wait."""
+_MIN_PACK_TOKENS = 64
+_SWEEP_EVERY_S = 10.0
+
+
+def service_handlers(service: Service) -> dict[str, Handler]:
+    """Returns the handlers of a service, by rpc name."""
+    return {name: functools.partial(handler, service) for name, handler in _HANDLERS.items()}
+
+
+class SwarmServer:
+    """Serves a span of blocks.
+
+    Args:
+        config: What to serve and how.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.config = config
+        self._presence: Presence | None = None
+        self._service: Service | None = None
+        self._info: ServerInfo | None = None
+        self._span: Span | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> ServerInfo:
+        """What the server announces at this moment.
+
+        Raises:
+            ConfigError: If it has not been started.
+        """
+        if self._info is None:
+            raise ConfigError("this server has not been started: call start() first")
+        if self._span is None or self._service is None:
+            return self._info
+        return msgspec.structs.replace(
+            self._info, free_kv_tokens=self._span.free_tokens, load=round(self._service.scheduler.load, 3)
+        )
+
+    @property
+    def peer_id(self) -> str:
+        """Base58 id of this peer."""
+        return self._joined().peer_id
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Returns the addresses by which others reach this server, and may join by."""
+        return await self._joined().addresses()
+
+    async def wait_lost(self) -> None:
+        """Returns when the server has lost the network for good."""
+        await self._joined().wait_lost()
+
+    async def start(self, *, on_joined: Callable[[SwarmServer], object] | None = None) -> None:
+        """Joins the swarm, loads the span, serves and announces it.
+
+        Args:
+            on_joined: Called with the server as soon as others can join by its addresses; the span is loaded then.
+
+        Raises:
+            SwarmError: If the checkpoint, a setting or the network is at fault.
+        """
+        try:
+            await self._start(on_joined)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start(self, on_joined: Callable[[SwarmServer], object] | None) -> None:
+        config = self.config
+        device = _checked_device(config.device)
+        checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
+        version = str(await in_thread(lambda: checkpoint.version))
+        num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+        named = config.span_of(num_blocks)
+        self._presence = Presence(
+            NodeConfig(
+                initial_peers=config.initial_peers,
+                host_maddrs=config.host_maddrs,
+                announce_maddrs=config.announce_maddrs,
+                identity_path=config.identity,
+            ),
+            every_s=config.announce_every_s,
+            ttl_s=config.announce_ttl_s,
+        )
+        await self._presence.start()
+        if on_joined is not None:
+            on_joined(self)
+        blocks = named or await self._choose_blocks(checkpoint, version, num_blocks)
+        self._info = ServerInfo(
+            version=version,
+            model=checkpoint.name,
+            num_blocks=num_blocks,
+            start=blocks.start,
+            end=blocks.stop,
+            dtype=config.dtype or "",
+            quantization=config.quantization,
+            state="joining",
+            max_batch_tokens=config.limits.max_batch_tokens,
+            max_session_tokens=config.limits.max_session_tokens,
+            adapters=config.adapters,
+            software=__version__,
+        )
+        # Before the load, which may take minutes: others that join meanwhile see that these blocks will be served.
+        await self._presence.announce(lambda: self.info)
+        span = await in_thread(
+            lambda: load_span(
+                checkpoint,
+                blocks,
+                dtype=None if config.dtype is None else getattr(torch, config.dtype),
+                device=device,
+                quantization=config.quantization,
+                kv_bytes=config.kv_bytes,
+                progress=True,
+            )
+        )
+        await self._serve(span, version, num_blocks)
+
+    async def _choose_blocks(self, checkpoint: Checkpoint, version: str, num_blocks: int) -> range:
+        config = self.config
+        length = config.num_blocks
+        if length is None:
+            length = blocks_that_fit(checkpoint, config)
+            log.info("memory holds %d of %d blocks", length, num_blocks)
+        servers = await self._joined().servers(version, num_blocks)
+        spans = [(info.start, info.end, info.throughput or 1.0) for info in servers.values()]
+        return choose_span(block_coverage(num_blocks, spans), length)
+
+    async def _serve(self, span: Span, version: str, num_blocks: int) -> None:
+        config, presence = self.config, self._joined()
+        scheduler = Scheduler(span, SchedulerConfig(max_pack_tokens=config.max_pack_tokens))
+        limits = config.limits
+        speed = await in_thread(
+            lambda: measure(span, span.hidden_size, span.dtype, span.device, max_tokens=limits.max_batch_tokens)
+        )
+        pack_tokens = int(speed.throughput / (span.end - span.start) * _PACK_S)
+        scheduler.chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
+        kv_tokens = config.kv_bytes // max(1, span.kv_token_bytes)
+        info = self.info
+        self._info = msgspec.structs.replace(
+            info,
+            dtype=str(span.dtype).removeprefix("torch."),
+            state="online",
+            throughput=round(speed.throughput, 3),
+            decode_s=speed.decode_s,
+            total_kv_tokens=kv_tokens,
+            max_session_tokens=min(limits.max_session_tokens, span.max_positions, kv_tokens),
+        )
+        self._span = span
+        self._service = Service(
+            version=version,
+            num_blocks=num_blocks,
+            hidden_size=span.hidden_size,
+            dtype=span.dtype,
+            device=span.device,
+            runner=span,
+            scheduler=scheduler,
+            info=lambda: self.info,
+            check_adapter=lambda digest, spec, tensors: check_adapter(spec, tensors, span, digest=digest),
+            limits=dataclasses.replace(limits, max_session_tokens=self._info.max_session_tokens),
+            kv_tokens=kv_tokens,
+            weights=_storages(span.model),
+            activations=ActivationStore(config.activation_bytes),
+            adapters=AdapterStore(config.adapter_bytes),
+            sessions=SessionTable(limits.max_sessions_per_peer),
+        )
+        scheduler.start()
+        self._sweeper = asyncio.create_task(_sweep(self._service), name="drop expired graphs")
+        await presence.serve(service_handlers(self._service))
+        await presence.announce(lambda: self.info)
+
+    async def close(self) -> None:
+        """Leaves the DHT, lets running requests finish for a moment, ends everything. Idempotent."""
+        presence, self._presence = self._presence, None
+        service = self._service
+        sweeper, self._sweeper = self._sweeper, None
+        if sweeper is not None:
+            sweeper.cancel()
+            await asyncio.gather(sweeper, return_exceptions=True)
+        try:
+            if presence is not None:
+                await presence.retract()
+                if service is not None:
+                    await _drain(service.scheduler, self.config.grace_s)
+                await presence.close()
+        finally:
+            if service is not None:
+                await asyncio.get_running_loop().run_in_executor(None, service.scheduler.close)
+                service.activations.clear()
+
+    async def __aenter__(self) -> SwarmServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _joined(self) -> Presence:
+        if self._presence is None:
+            raise ConfigError("this server is not running: call start() first, and nothing after close()")
+        return self._presence
+
+
+async def _sweep(service: Service) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_EVERY_S)
+        service.activations.drop_expired()
+
+
+async def _drain(scheduler: Scheduler, grace_s: float) -> None:
+    """Waits until nothing is asked of the scheduler any more, but not for long."""
+    deadline = asyncio.get_running_loop().time() + grace_s
+    while scheduler.num_waiting and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+def _storages(model: nn.Module) -> Collection[int]:
+    tensors = (*model.parameters(), *model.buffers())
+    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+
+def _checked_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}; cpu, cuda and cuda:INDEX are allowed") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; cpu, cuda and cuda:INDEX are allowed")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"there is no device {name!r} here: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
+        )
+    return device
