@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.ia3.layer import IA3Layer
@@ -86,7 +86,7 @@ def _find_tuned(blocks: Sequence[nn.Module]) -> Iterator[_Tuned]:
     for index, block in enumerate(blocks):
         for path, module in block.named_modules():
             if isinstance(module, BaseTunerLayer):
-                check_inserted(path, module)
+                check_inserted(path, cast(nn.Module, module))
                 plain = ".".join(part for part in path.split(".") if part != "base_layer")
                 yield _Tuned(index, plain, module)
 

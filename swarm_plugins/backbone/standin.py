@@ -115,8 +115,9 @@ def _hollow_parameter(like: Tensor, dtype: torch.dtype, device: torch.device | s
 
 
 def _remade(shape: tuple[int, ...], dtype: torch.dtype, device: str, requires_grad: bool) -> RemoteWeight:
-    like = torch.empty(shape, device="meta")
-    return _hollow_parameter(like, dtype, device).requires_grad_(requires_grad)
+    weight = _hollow_parameter(torch.empty(shape, device="meta"), dtype, device)
+    weight.requires_grad_(requires_grad)
+    return weight
 
 
 class StandIn(nn.Module):
@@ -132,7 +133,7 @@ class StandIn(nn.Module):
         for name in shadows:
             buffers[name] = None
         try:
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             for name, parameter in hollow.items():
                 own[name] = _moved(fn, parameter)
@@ -144,8 +145,19 @@ class StandIn(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Saves nothing: the weights are not here."""
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Loads nothing: the weights are not here."""
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: Any,
+        unexpected_keys: list[str],
+        error_msgs: Any,
+    ) -> None:
+        """Loads nothing: the weights are not here. Weights for a remote block are reported as unexpected."""
+        names = (*self._parameters, *self._buffers)
+        unexpected_keys.extend(prefix + name for name in names if prefix + name in state_dict)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
@@ -195,7 +207,7 @@ def _copy_of(tensor: Tensor) -> Tensor:
 
 
 def _rebuilt(mixins: tuple[type[nn.Module], ...], original: type[nn.Module]) -> nn.Module:
-    cls = stand_in_class(original, *mixins)
+    cls: type[nn.Module] = stand_in_class(original, *mixins)  # type: ignore[arg-type]  # classes are hashable
     return cls.__new__(cls)
 
 
@@ -207,7 +219,7 @@ def stand_in_class(original: type[nn.Module], *mixins: type[nn.Module]) -> type[
         if "forward" in vars(mixin):
             # transformers wraps the forward of every subclass of a decoder layer for gradient checkpointing, which
             # would send each request twice: servers keep or recompute what they need by themselves.
-            cls.forward = mixin.forward
+            cls.forward = mixin.forward  # type: ignore[attr-defined]
     cls._stand_in_of = (mixins, original)  # type: ignore[attr-defined]
     return cls
 
@@ -221,5 +233,5 @@ def turn_into_stand_ins(module: nn.Module, device: torch.device | str) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = stand_in_tensor(buffer.shape, buffer.dtype, device)
-        part.__class__ = stand_in_class(type(part))
+        part.__class__ = stand_in_class(type(part))  # type: ignore[arg-type]
         part._is_hf_initialized = True  # type: ignore[assignment]

@@ -68,6 +68,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield Pair(family="llama", directory=directory, local=local, remote=remote, swarm=swarm)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _collects_fast() -> None:
+    """Half a second of every full collection would go into the modules of torch, transformers and peft."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_sessions(request: pytest.FixtureRequest) -> Iterator[None]:
     """Sessions are closed when their cache is collected."""
