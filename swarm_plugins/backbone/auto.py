@@ -11,6 +11,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -55,6 +56,9 @@ class _AutoSwarm:
         Embeddings, final norm and head are real and local; only they are read or downloaded. Everything else is as
         with transformers: ``generate()``, PEFT, any Trainer.
 
+        ``save_pretrained`` and ``state_dict`` give the local weights only (a trained head, say); they are put back by
+        ``load_state_dict`` into the model loaded by its name again. Adapters are saved by PEFT.
+
         Args:
             name_or_dir: Id of a repository on the Hub, or a directory.
             revision: Branch, tag or commit on the Hub.
@@ -66,7 +70,7 @@ class _AutoSwarm:
             token: Access token of the Hub.
             cache_dir: Cache of the Hub's files.
             connection: A connection of one's own, instead of peers.
-            **config_changes: Settings of the model's config to change, such as ``num_labels``.
+            **config_changes: Settings of the model's config that act on this side, such as ``num_labels``.
 
         Raises:
             ConfigError: If no peers are given, a setting is wrong or the model does not exist.
@@ -76,12 +80,7 @@ class _AutoSwarm:
         """
         settings = None if connection is not None else resolve_settings(initial_peers, swarm)
         checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
-        unknown = [name for name in config_changes if not hasattr(checkpoint.config, name)]
-        if unknown:
-            raise ConfigError(
-                f"unknown argument {unknown[0]!r}: neither an argument of from_pretrained nor a setting of "
-                f"{type(checkpoint.config).__name__}"
-            )
+        _check_changes(config_changes, checkpoint.config)
         base_class = model_class(cls._mapping, checkpoint.config, cls._what)
         text_config = checkpoint.config.get_text_config(decoder=True)
         stack = RemoteStack(
@@ -97,6 +96,36 @@ class _AutoSwarm:
         # Joining here and not at the first step: a wrong address or a missing block shows before any data is read.
         stack.check()
         return model
+
+
+_CLIENT_SETTINGS = frozenset({
+    "bos_token_id",
+    "classifier_dropout",
+    "eos_token_id",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "router_aux_loss_coef",
+    "use_cache",
+})  # fmt: skip
+
+
+def _check_changes(changes: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    for name in changes:
+        if name in _CLIENT_SETTINGS:
+            continue
+        allowed = f"settings that can be given are {', '.join(sorted(_CLIENT_SETTINGS))}"
+        if not hasattr(config, name):
+            raise ConfigError(
+                f"unknown argument {name!r}: neither an argument of from_pretrained nor a setting of "
+                f"{type(config).__name__}; {allowed}"
+            )
+        raise ConfigError(f"{name!r} cannot be changed here: servers run the blocks as the checkpoint says; {allowed}")
 
 
 class AutoSwarmModel(_AutoSwarm):

@@ -1,0 +1,150 @@
+"""Loading: HF's own class, only the client's share of the checkpoint, errors before any data is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from swarm_plugins.backbone import (
+    AutoSwarmModel,
+    AutoSwarmModelForCausalLM,
+    AutoSwarmModelForSequenceClassification,
+)
+from swarm_plugins.backbone.loading import model_class
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.files import LocalFiles, Piece
+from swarm_plugins.errors import CheckpointError, ConfigError, MissingBlocksError, UnsupportedError
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny, tiny_model
+
+IDS = torch.tensor([[5, 17, 99, 23]])
+
+
+@pytest.fixture(autouse=True)
+def _no_peers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
+
+
+def test_the_class_is_hf_s_own(remote, local, directory: Path) -> None:
+    assert type(remote) is type(local)
+    assert remote.config.model_type == "mixtral"
+    assert remote.name_or_path == str(directory)
+    assert not remote.training
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"], ids=["one-file", "shards"])
+def test_only_the_client_s_share_is_read(
+    max_shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tiny("mixtral", tmp_path, max_shard_size=max_shard_size)
+    read_bytes: list[int] = []
+    plain_read = LocalFiles.read
+
+    def counted(self: LocalFiles, file: str, pieces: Sequence[Piece], progress: object) -> None:
+        read_bytes.extend(len(piece.buffer) for piece in pieces)
+        plain_read(self, file, pieces, progress)
+
+    with InProcessSwarm(directory) as swarm:
+        monkeypatch.setattr(LocalFiles, "read", counted)
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+    client_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    assert sum(read_bytes) == client_bytes
+    assert client_bytes < model.num_parameters() * 4 / 5
+
+
+@torch.no_grad()
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with InProcessSwarm(tmp_path) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(tmp_path, connection=swarm.connection)
+        assert remote.lm_head.weight is remote.model.embed_tokens.weight
+        # Same kernels in the same order on both sides up to the attention of a session.
+        torch.testing.assert_close(remote(IDS).logits, local(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_dtype_is_that_of_local_weights_and_stand_ins(swarm: InProcessSwarm, directory: Path, dtype) -> None:
+    model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.dtype == torch.bfloat16
+
+
+def test_generation_config_of_the_checkpoint_is_used(tmp_path: Path) -> None:
+    directory = save_tiny("llama", tmp_path)
+    GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=[2, 5]).save_pretrained(directory)
+    with InProcessSwarm(directory) as swarm:
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        assert model.generation_config.max_new_tokens == 3
+        assert model.generation_config.eos_token_id == [2, 5]
+
+
+def test_settings_of_the_head_can_be_given(swarm: InProcessSwarm, directory: Path) -> None:
+    model = AutoSwarmModelForSequenceClassification.from_pretrained(
+        directory, connection=swarm.connection, num_labels=5, id2label={i: f"class {i}" for i in range(5)}
+    )
+    assert model.num_labels == 5
+    assert model.config.id2label[4] == "class 4"
+    assert model.score.weight.requires_grad
+
+
+def test_an_unknown_argument_is_named(swarm: InProcessSwarm, directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown argument 'num_lables'.*MixtralConfig; .*num_labels"):
+        AutoSwarmModelForSequenceClassification.from_pretrained(directory, connection=swarm.connection, num_lables=5)
+
+
+@pytest.mark.parametrize("setting", ["num_hidden_layers", "num_experts_per_tok", "sliding_window"])
+def test_settings_that_servers_would_not_know_of_are_refused(
+    swarm: InProcessSwarm, directory: Path, setting: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"'{setting}' cannot be changed here: servers run the blocks"):
+        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, **{setting: 1})
+
+
+def test_no_peers_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no swarm to join"):
+        AutoSwarmModelForCausalLM.from_pretrained(tmp_path / "missing")
+
+
+def test_a_directory_that_does_not_exist_is_named(swarm: InProcessSwarm, tmp_path: Path) -> None:
+    with pytest.raises((ConfigError, CheckpointError), match="missing"):
+        AutoSwarmModelForCausalLM.from_pretrained(tmp_path / "missing", connection=swarm.connection)
+
+
+def test_blocks_that_nobody_serves_are_named_at_loading(directory: Path) -> None:
+    with (
+        InProcessSwarm(directory, spans=[(0, 2), (3, 4)]) as swarm,
+        pytest.raises(MissingBlocksError, match=r"blocks? 2:3"),
+    ):
+        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+
+
+def test_a_swarm_of_another_version_is_as_good_as_none(swarm: InProcessSwarm, tmp_path: Path) -> None:
+    other = save_tiny("mixtral", tmp_path, seed=3)
+    with pytest.raises(MissingBlocksError, match="0:4"):
+        AutoSwarmModelForCausalLM.from_pretrained(other, connection=swarm.connection)
+
+
+def test_an_architecture_without_a_head_of_the_kind_is_refused() -> None:
+    config = AutoConfig.for_model("clip_vision_model")
+    with pytest.raises(UnsupportedError, match="no class of causal language model for model_type 'clip_vision_model'"):
+        model_class(MODEL_FOR_CAUSAL_LM_MAPPING, config, "causal language model")
+
+
+@pytest.mark.parametrize(
+    "auto", [AutoSwarmModel, AutoSwarmModelForCausalLM, AutoSwarmModelForSequenceClassification]
+)
+def test_the_auto_classes_are_not_instantiated(auto: type) -> None:
+    with pytest.raises(TypeError, match=rf"call {auto.__name__}\.from_pretrained"):
+        auto()
+
+
+def test_the_checkpoint_s_version_is_the_one_asked_for(remote, directory: Path) -> None:
+    assert remote.model.layers[0].swarm_stack.version == str(Checkpoint.open(directory).version)
