@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.cli.errors import one_sentence_errors
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -98,20 +97,24 @@ def sessions(
 def _measure(what: str, model: Path, json: Path | None, run: Callable[[Report, Progress], None]) -> None:
     # Read when torch is loaded, so before that; one thread a side keeps the two from competing for cores.
     os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
+    # Says at import that a kernel of its own is missing, which nothing here uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from rich.console import Console
     from rich.progress import Progress
 
+    from swarm_plugins.cli._bench.arms import quiet_libraries
     from swarm_plugins.cli._bench.figures import Report
+    from swarm_plugins.cli._bench.measure import Bystanders
 
-    torch.set_num_threads(1)
-    report = Report(command=shlex.join(["swarm", "bench", what, *sys.argv[3:]]), model=model.resolve().name)
-    try:
+    quiet_libraries()
+    bystanders = Bystanders()
+    report = Report(command=f"swarm bench {what}", model=model.resolve().name)
+    with one_sentence_errors(f"bench {what}"):
         with Progress(console=Console(stderr=True), transient=True) as progress:
             run(report, progress)
+        report.notes.append(f"other processes kept {bystanders.cores():.2f} cores busy meanwhile")
         if json is not None:
             report.write_json(json)
-    except SwarmError as exc:
-        typer.echo(f"swarm bench {what}: {exc}", err=True)
-        raise typer.Exit(1) from exc
-    report.print_table(Console())
+    console = Console()
+    # A pipe has no width of its own; 80 columns would fold the table.
+    report.print_table(console if console.is_terminal else Console(width=120))

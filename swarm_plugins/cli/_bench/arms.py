@@ -11,11 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["Decoded", "TokenClock", "decode", "local_model", "prompt_tokens", "swarm_model", "weight_bytes"]
+__all__ = [
+    "Decoded",
+    "TokenClock",
+    "decode",
+    "local_model",
+    "prompt_tokens",
+    "quiet_libraries",
+    "swarm_model",
+    "weight_bytes",
+]
 
 TEXT = (
     "We came over the pass in the late afternoon, when the wind had dropped and the lake below us lay quite still. "
@@ -23,6 +33,13 @@ TEXT = (
     "largest of the houses a clock was still going. We waited until it was dark, and then we lit the lamps ourselves. "
     "In the morning a boy came along the shore with two goats and asked whether we had brought the letters. "
 )
+
+
+def quiet_libraries() -> None:
+    """Turns off the progress bars and remarks of libraries: the figures are what is asked for."""
+    hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
+    torch.set_num_threads(1)
 
 
 def local_model(directory: Path) -> PreTrainedModel:

@@ -76,7 +76,7 @@ def _idle_memory(swarm: LocalSwarm, local: PreTrainedModel) -> Figure:
     weights = weight_bytes(local, range(*server.span))
     beside = (private_bytes([server.pid]) - weights) / 1e9
     return Figure(
-        name="memory of an idle server beside its weights",
+        name="idle server beside its weights",
         unit="GB",
         local=None,
         swarm=beside,

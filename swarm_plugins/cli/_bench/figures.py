@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from swarm_plugins import __version__
 from swarm_plugins.errors import ConfigError
 
 __all__ = ["Figure", "Report", "machine"]
@@ -57,9 +58,9 @@ class Report:
 
     def print_table(self, console: Console) -> None:
         """Prints the figures as a table, with the machine they were measured on."""
-        table = Table(title=f"{self.command}, {self.model}", title_justify="left")
-        for heading in ("figure", "local", "swarm", "unit", "ratio", "goal", "", "CPU, all processes"):
-            table.add_column(heading, justify="left" if heading in ("figure", "unit", "") else "right")
+        table = Table(title=f"{self.command}: {self.model}", title_justify="left")
+        for heading in ("figure", "local", "swarm", "unit", "ratio", "goal", "", "CPU ratio"):
+            table.add_column(heading, justify="left" if heading in ("figure", "unit", "") else "right", no_wrap=True)
         for one in self.figures:
             table.add_row(*_row(one))
         console.print(table)
@@ -104,11 +105,8 @@ def _row(one: Figure) -> Sequence[str]:
 def machine() -> dict[str, str]:
     """Returns what one has to know of the machine and the libraries to compare figures."""
     found = {"cpu": _cpu_name(), "cores": str(len(os.sched_getaffinity(0))), "python": platform.python_version()}
-    for package in ("torch", "transformers", "hivemind", "swarm_plugins"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+    found |= {package: metadata.version(package) for package in ("torch", "transformers", "hivemind")}
+    found["swarm_plugins"] = __version__
     return found
 
 

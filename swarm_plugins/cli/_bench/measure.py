@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-__all__ = ["Arm", "Sample", "cpu_seconds", "interleave", "private_bytes", "process_tree"]
+__all__ = ["Arm", "Bystanders", "Sample", "cpu_seconds", "interleave", "private_bytes", "process_tree"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +98,26 @@ def private_bytes(pids: Iterable[int], *, settle_s: float = 1.0) -> int:
         except psutil.NoSuchProcess:
             continue
     return total
+
+
+class Bystanders:
+    """Notes how much CPU the rest of the machine uses from the start to the end of a run."""
+
+    def __init__(self) -> None:
+        self._before = (time.monotonic(), _machine_cpu_s(), _own_cpu_s())
+
+    def cores(self) -> float:
+        """Returns the mean number of cores that other processes kept busy; our own children have to have ended."""
+        seconds, machine, own = self._before
+        others = (_machine_cpu_s() - machine) - (_own_cpu_s() - own)
+        return max(0.0, others / (time.monotonic() - seconds))
+
+
+def _machine_cpu_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _own_cpu_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

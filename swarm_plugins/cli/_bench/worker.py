@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import IO
 
 import msgspec
-import torch
 
-from swarm_plugins.cli._bench.arms import decode, prompt_tokens, swarm_model
+from swarm_plugins.cli._bench.arms import decode, prompt_tokens, quiet_libraries, swarm_model
 from swarm_plugins.errors import SwarmError
 
 __all__ = ["Worker", "main"]
@@ -102,7 +101,7 @@ class Worker:
 
 def main() -> None:
     """Runs the worker: a job, then numbers of tokens until the end of the input."""
-    torch.set_num_threads(1)
+    quiet_libraries()
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     model = swarm_model(Path(job.directory), job.initial_peers)
     prompt = prompt_tokens(Path(job.directory), length=job.prefix, vocab_size=model.config.vocab_size, shift=job.shift)

@@ -38,7 +38,7 @@ def test_the_table_shows_figure_goal_and_machine() -> None:
     output = io.StringIO()
     report.print_table(Console(file=output, width=200))
     text = output.getvalue()
-    for word in ("swarm bench decode, toy", "0.94", ">= 0.95", "missed", "a note", "torch 2."):
+    for word in ("swarm bench decode: toy", "0.94", ">= 0.95", "missed", "a note", "torch 2."):
         assert word in text
 
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from swarm_plugins.cli._bench.measure import Arm, cpu_seconds, interleave, private_bytes, process_tree
+from swarm_plugins.cli._bench import measure
+from swarm_plugins.cli._bench.measure import Arm, Bystanders, cpu_seconds, interleave, private_bytes, process_tree
 
 HOLD_100_MB = "import sys; held = bytearray(b'x' * 100_000_000); print('ready', flush=True); sys.stdin.read()"
 SPIN = "import sys, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('ready', flush=True); sys.stdin.read()"  # noqa: E501
@@ -61,6 +62,14 @@ def test_a_process_that_is_gone_counts_as_nothing() -> None:
     process.wait(timeout=10)
     assert process_tree([process.pid]) == []
     assert cpu_seconds([process.pid]) == 0.0
+
+
+def test_bystanders_are_what_the_machine_did_less_what_we_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, machine, own = iter([100.0, 110.0]), iter([50.0, 65.0]), iter([2.0, 7.0])
+    monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(measure, "_machine_cpu_s", lambda: next(machine))
+    monkeypatch.setattr(measure, "_own_cpu_s", lambda: next(own))
+    assert Bystanders().cores() == pytest.approx((15.0 - 5.0) / 10.0)
 
 
 def test_a_process_named_twice_counts_once() -> None:
