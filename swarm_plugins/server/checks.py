@@ -26,6 +26,7 @@ __all__ = [
     "check_rows",
     "check_seed",
     "check_version",
+    "checked_output",
 ]
 
 _MAX_POSITION = 2**31 - 1
@@ -80,6 +81,13 @@ def check_finite(tensor: Tensor, name: str) -> None:
             f"{name} of shape {list(tensor.shape)} holds NaN or infinity: lower the learning rate, "
             "use a wider dtype, or check the inputs",
         )
+
+
+def checked_output(tensor: Tensor, dtype: torch.dtype, name: str = "the output of the blocks") -> Tensor:
+    """Returns a result as it goes over the wire: in the client's dtype, and finite there too."""
+    answer = tensor.to("cpu", dtype)
+    check_finite(answer, name)
+    return answer
 
 
 def check_batch_tokens(service: Service, hidden: Tensor) -> None:

@@ -51,4 +51,4 @@ def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
             f"the adapter is named {upload.digest[:64]!r}, its content hashes to {found!r}: "
             "send tensors uncompressed and name the adapter by adapter_digest()",
         )
-    return service.check_adapter(upload.spec, upload.tensors, digest=upload.digest)
+    return service.check_adapter(upload.digest, upload.spec, upload.tensors)

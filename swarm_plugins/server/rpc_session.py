@@ -9,13 +9,13 @@ from swarm_plugins.blocks.types import AdapterUse, SessionCache, SpanOutputs, St
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.checks import (
     check_blocks,
-    check_finite,
     check_hidden,
     check_mask,
     check_positions,
     check_prefix,
     check_rows,
     check_version,
+    checked_output,
 )
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.handlers import Answer, answer_requests
@@ -214,11 +214,10 @@ def _check_share(service: Service, session: Session, num_new: int) -> None:
 
 
 def _response(outputs: SpanOutputs, request: SessionStep) -> SessionStepResponse:
-    check_finite(outputs.hidden, "the output of the blocks")
     dtype = request.hidden.dtype
     return SessionStepResponse(
-        hidden=outputs.hidden.to("cpu", dtype),
-        hidden_states=tuple(tensor.to("cpu", dtype) for tensor in outputs.hidden_states),
+        hidden=checked_output(outputs.hidden, dtype),
+        hidden_states=tuple(checked_output(tensor, dtype) for tensor in outputs.hidden_states),
         router_logits=tuple(tensor.cpu() for tensor in outputs.router_logits),
         router_blocks=outputs.router_blocks,
     )

@@ -20,6 +20,7 @@ from swarm_plugins.server.checks import (
     check_rows,
     check_seed,
     check_version,
+    checked_output,
 )
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.handlers import Answer, answer_requests
@@ -110,19 +111,14 @@ def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> 
 
 
 def _response(outputs: SpanOutputs, ticket: str | None, dtype: torch.dtype) -> ForwardResponse:
-    check_finite(outputs.hidden, "the output of the blocks")
     return ForwardResponse(
-        hidden=_for_wire(outputs.hidden, dtype),
-        hidden_states=tuple(_for_wire(tensor, dtype) for tensor in outputs.hidden_states),
+        hidden=checked_output(outputs.hidden, dtype),
+        hidden_states=tuple(checked_output(tensor, dtype) for tensor in outputs.hidden_states),
         # Routers may work in a wider type than the blocks, on purpose: theirs is kept.
         router_logits=tuple(tensor.cpu() for tensor in outputs.router_logits),
         router_blocks=outputs.router_blocks,
         ticket=ticket,
     )
-
-
-def _for_wire(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to("cpu", dtype)
 
 
 def _check_gradients(service: Service, request: BackwardRequest) -> None:
@@ -151,11 +147,9 @@ async def _backward(service: Service, kept: KeptForward | SpanInputs, request: B
 
 
 def _gradient_response(found: Gradients, dtype: torch.dtype) -> BackwardResponse:
-    every = (*(() if found.hidden is None else (found.hidden,)), *found.adapters, *found.prefix)
-    for tensor in every:
-        check_finite(tensor, "a gradient of the blocks")
+    name = "a gradient of the blocks"
     return BackwardResponse(
-        grad_hidden=None if found.hidden is None else _for_wire(found.hidden, dtype),
-        grad_adapters=tuple(tensor.cpu() for tensor in found.adapters),
-        grad_prefix=tuple(_for_wire(tensor, dtype) for tensor in found.prefix),
+        grad_hidden=None if found.hidden is None else checked_output(found.hidden, dtype, name),
+        grad_adapters=tuple(checked_output(tensor, tensor.dtype, name) for tensor in found.adapters),
+        grad_prefix=tuple(checked_output(tensor, dtype, name) for tensor in found.prefix),
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -21,12 +20,8 @@ from swarm_plugins.transport.messages import ServerInfo
 __all__ = ["AdapterCheck", "Service", "ServiceLimits"]
 
 
-class AdapterCheck(Protocol):
-    """Checks structure and tensors of an upload against the span before anything is kept."""
-
-    def __call__(self, spec: AdapterSpec, tensors: Sequence[torch.Tensor], *, digest: str) -> LoadedAdapter:
-        """Returns the adapter, on the span's device; raises if anything about it is not allowed."""
-        ...
+AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...]], LoadedAdapter]
+"""Checks digest, structure and tensors of an upload against the span before anything is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

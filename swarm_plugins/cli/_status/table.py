@@ -45,10 +45,19 @@ def _cells(server: ServerStatus) -> tuple[str, ...]:
         state,
         f"{info.dtype}{kept}",
         f"{info.load:.0%}",
-        f"{info.free_kv_tokens:,} of {info.total_kv_tokens:,}",
-        f"{info.throughput:,.0f}",
+        f"{_short(info.free_kv_tokens)} of {_short(info.total_kv_tokens)}",
+        _short(info.throughput),
         ", ".join(info.adapters),
     )
+
+
+def _short(number: float) -> str:
+    """Says a number in three digits: ``4.19 M``."""
+    for unit in ("", " k", " M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} G"
 
 
 def _coverage(counts: Sequence[int]) -> str:

@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fake_server import VERSION, WIDTH, FakeRunner, transport_to
+
+from swarm_plugins.server.service import Service, ServiceLimits
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import (
+    CacheOp,
+    Failure,
+    ForwardRequest,
+    Message,
+    SessionOpen,
+    SessionOpened,
+    SessionStep,
+    SessionStepResponse,
+)
+
+ADDED = 3 + 4 + 5 + 6
+OPEN = SessionOpen(version=VERSION, start=2, end=6, batch_size=1)
+
+
+def step_of(num_tokens: int, cached: int, *, batch_size: int = 1, value: float = 1.0, **fields: object) -> SessionStep:
+    hidden = torch.full((batch_size, num_tokens, WIDTH), value)
+    return SessionStep(hidden=hidden, cached_tokens=cached, **fields)  # type: ignore[arg-type]
+
+
+async def ask(channel: Channel, message: Message) -> Message:
+    await channel.send(message)
+    answer = await channel.receive(timeout_s=5)
+    assert answer is not None
+    return answer
+
+
+def play(
+    service: Service, scene: Callable[[Channel, LocalTransport], Awaitable[None]], *, client: str = "alice"
+) -> None:
+    async def run() -> None:
+        transport = transport_to(service, client)
+        channel = await transport.open("server", "rpc_session", timeout_s=5)
+        try:
+            await scene(channel, transport)
+        finally:
+            await transport.close()
+            await service.scheduler.call(lambda: None, timeout_s=5)  # closing is done by now: calls keep their order
+
+    asyncio.run(run())
+
+
+def test_prefill_and_decode_share_one_session(service: Service, runner: FakeRunner) -> None:
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        opened = await ask(channel, OPEN)
+        assert isinstance(opened, SessionOpened)
+        assert opened.max_tokens == 100
+        first = await ask(channel, step_of(5, 0))
+        second = await ask(channel, step_of(1, 5, value=2.0, collect_hidden=True, collect_router=True))
+        assert isinstance(first, SessionStepResponse)
+        assert isinstance(second, SessionStepResponse)
+        assert first.hidden.shape == (1, 5, WIDTH)
+        assert float(second.hidden[0, 0, 0]) == 2.0 + ADDED
+        assert len(second.hidden_states) == len(second.router_logits) == 1
+        assert second.router_blocks == (2,)
+        assert runner.open_caches[0].length == 6
+
+    play(service, scene)
+    assert runner.open_caches == []
+    assert len(service.sessions) == 0
+
+
+def test_sub_span_may_hold_longer_sessions(service: Service) -> None:
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        # 200 tokens fit in 4 blocks: 3 rows in all 4 blocks get 66 each, in 1 block they would get 266.
+        opened = await ask(channel, msgspec.structs.replace(OPEN, batch_size=3))
+        assert isinstance(opened, SessionOpened)
+        assert opened.max_tokens == 66
+
+    play(service, scene)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "words"),
+    [
+        pytest.param(step_of(1, 0), "unknown_session", "send SessionOpen first", id="step-before-open"),
+        pytest.param(
+            msgspec.structs.replace(OPEN, version="other@main"), "wrong_version", "serves tiny@", id="other-version"
+        ),
+        pytest.param(
+            msgspec.structs.replace(OPEN, start=0), "wrong_span", r"blocks 0:6 .* holds 2:6", id="blocks-elsewhere"
+        ),
+        pytest.param(
+            msgspec.structs.replace(OPEN, end=9),
+            "bad_request",
+            r"blocks 2:9 .* model has blocks 0:8",
+            id="no-such-block",
+        ),
+        pytest.param(msgspec.structs.replace(OPEN, end=2), "bad_request", "blocks 2:2", id="empty-span"),
+        pytest.param(
+            msgspec.structs.replace(OPEN, batch_size=257), "bad_request", "batch_size is 257: 1 to 256", id="wide-batch"
+        ),
+        pytest.param(
+            msgspec.structs.replace(OPEN, fork_of="guess"), "unknown_session", "'guess' is not open", id="unknown-fork"
+        ),
+        pytest.param(
+            msgspec.structs.replace(OPEN, prefix=(torch.zeros(1, 1, 2, 2),)),
+            "bad_request",
+            "1 tensors, allowed is 2",
+            id="half-a-prefix",
+        ),
+        pytest.param(
+            msgspec.structs.replace(OPEN, prefix=tuple(torch.zeros(1, 1, 101, 2) for _ in range(8))),
+            "bad_request",
+            "101 tokens per row, this server allows 100",
+            id="long-prefix",
+        ),
+        pytest.param(
+            ForwardRequest(version=VERSION, start=2, end=6, hidden=torch.zeros(1, 1, WIDTH)),
+            "bad_request",
+            "ForwardRequest where SessionOpen or SessionStep was due",
+            id="other-message",
+        ),
+    ],
+)
+def test_wrong_opening_is_refused_and_the_stream_lives_on(
+    service: Service, message: Message, kind: str, words: str
+) -> None:
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        answer = await ask(channel, message)
+        assert isinstance(answer, Failure)
+        assert answer.kind == kind
+        with pytest.raises(AssertionError, match=words):
+            raise AssertionError(answer.message)
+        assert isinstance(await ask(channel, OPEN), SessionOpened)
+        assert isinstance(await ask(channel, step_of(1, 0)), SessionStepResponse)
+
+    play(service, scene)
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "words"),
+    [
+        pytest.param(
+            step_of(1, 3), "bad_request", "client counts 3 cached tokens, this session holds 4", id="out-of-sync"
+        ),
+        pytest.param(step_of(97, 4), "bad_request", "101 tokens per row, this server allows 100", id="too-long"),
+        pytest.param(step_of(1, 4, batch_size=2), "bad_request", "hidden has 2 rows, the session has 1", id="rows"),
+        pytest.param(
+            SessionStep(hidden=torch.zeros(1, 1, 5), cached_tokens=4),
+            "bad_request",
+            r"\[1, 1, 5\].*length, 4\]",
+            id="width",
+        ),
+        pytest.param(step_of(1, 4, value=float("nan")), "not_finite", "NaN or infinity", id="nan"),
+        pytest.param(
+            step_of(1, 4, attention_mask=torch.ones(1, 4, dtype=torch.bool)),
+            "bad_request",
+            r"attention_mask has shape \[1, 4\], allowed is \[1, 5\]",
+            id="mask",
+        ),
+        pytest.param(
+            step_of(1, 4, position_ids=torch.tensor([[-1]])), "bad_request", "position_ids run from -1", id="positions"
+        ),
+        pytest.param(step_of(1, 4, adapters=("ab",)), "unknown_adapter", "'ab' is not held here", id="adapter"),
+        pytest.param(
+            step_of(1, 4, adapter_rows=(0,)), "bad_request", "names adapter 0: -1 .none. to -1", id="adapter-rows"
+        ),
+        pytest.param(
+            step_of(1, 5, ops=(CacheOp(kind="crop", indices=(5,)),)),
+            "bad_request",
+            "cannot crop a cache of 4 tokens to 5",
+            id="crop",
+        ),
+        pytest.param(
+            step_of(1, 4, ops=(CacheOp(kind="reorder", indices=(1,)),)),
+            "bad_request",
+            "reorder names row 1, rows 0 to 0 exist",
+            id="reorder",
+        ),
+        pytest.param(
+            step_of(1, 4, ops=(CacheOp(kind="repeat", indices=(10**9,)),)),
+            "bad_request",
+            "hidden has 1 rows, the session has 1000000000",
+            id="repeat",
+        ),
+        pytest.param(OPEN, "bad_request", "has a session already", id="second-opening"),
+        pytest.param(step_of(1, 4, value=666.0), "internal", "its log says more", id="fault-of-the-server"),
+    ],
+)
+def test_wrong_step_is_refused_and_the_session_lives_on(
+    service: Service, runner: FakeRunner, step: Message, kind: str, words: str
+) -> None:
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        await ask(channel, OPEN)
+        await ask(channel, step_of(4, 0))
+        answer = await ask(channel, step)
+        assert isinstance(answer, Failure)
+        assert answer.kind == kind
+        with pytest.raises(AssertionError, match=words):
+            raise AssertionError(answer.message)
+        assert "/home" not in answer.message
+        assert runner.open_caches[0].length == 4
+        assert isinstance(await ask(channel, step_of(1, 4)), SessionStepResponse)
+
+    play(service, scene)
+
+
+def test_full_budget_is_out_of_memory_and_leaves_the_session(service: Service, runner: FakeRunner) -> None:
+    runner.max_cached = 10
+
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        await ask(channel, OPEN)
+        await ask(channel, step_of(8, 0))
+        answer = await ask(channel, step_of(3, 8))
+        assert isinstance(answer, Failure)
+        assert answer.kind == "out_of_memory"
+        assert "8 used, 3 asked, limit 10" in answer.message
+        assert isinstance(await ask(channel, step_of(2, 8)), SessionStepResponse)
+
+    play(service, scene)
+
+
+def test_operations_take_effect_before_the_step(service: Service, runner: FakeRunner) -> None:
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        await ask(channel, OPEN)
+        await ask(channel, step_of(8, 0))
+        ops = (CacheOp(kind="repeat", indices=(3,)), CacheOp(kind="crop", indices=(6,)))
+        ops = (*ops, CacheOp(kind="select", indices=(0, 2)))
+        answer = await ask(channel, step_of(2, 6, batch_size=2, ops=ops))
+        assert isinstance(answer, SessionStepResponse)
+        assert (runner.open_caches[0].batch_size, runner.open_caches[0].length) == (2, 8)
+        answer = await ask(channel, step_of(1, 0, batch_size=2, ops=(CacheOp(kind="reset"),)))
+        assert isinstance(answer, SessionStepResponse)
+        assert runner.open_caches[0].length == 1
+
+    play(service, scene)
+
+
+def test_fork_copies_the_cache_of_the_same_peer_only(service: Service, runner: FakeRunner) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        opened = await ask(channel, OPEN)
+        assert isinstance(opened, SessionOpened)
+        await ask(channel, step_of(4, 0))
+        fork = msgspec.structs.replace(OPEN, fork_of=opened.session)
+        other = await transport.open("server", "rpc_session", timeout_s=5)
+        copied = await ask(other, fork)
+        assert isinstance(copied, SessionOpened)
+        assert copied.session != opened.session
+        assert isinstance(await ask(other, step_of(1, 4)), SessionStepResponse)
+        assert sorted(cache.length for cache in runner.open_caches) == [4, 5]
+
+        stranger = transport_to(service, "mallory")
+        theirs = await stranger.open("server", "rpc_session", timeout_s=5)
+        answer = await ask(theirs, fork)
+        assert isinstance(answer, Failure)
+        assert answer.kind == "unknown_session"
+        wrong = await ask(theirs, msgspec.structs.replace(fork, prefix=(torch.zeros(1, 1, 1, 1),) * 8))
+        assert isinstance(wrong, Failure)
+        await stranger.close()
+
+        third = await transport.open("server", "rpc_session", timeout_s=5)
+        answer = await ask(third, msgspec.structs.replace(fork, batch_size=2))
+        assert isinstance(answer, Failure)
+        assert "has 1 rows, the request names 2" in answer.message
+
+    play(service, scene)
+
+
+def test_peer_may_hold_so_many_sessions(service: Service) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        await ask(channel, OPEN)
+        others = [await transport.open("server", "rpc_session", timeout_s=5) for _ in range(3)]
+        answers = [await ask(other, OPEN) for other in others]
+        assert [type(answer) for answer in answers] == [SessionOpened, SessionOpened, Failure]
+        assert isinstance(answers[2], Failure)
+        assert answers[2].kind == "overloaded"
+        assert "3 sessions of this client are open here, 3 are allowed" in answers[2].message
+        await channel.close()
+        await asyncio.sleep(0.05)
+        assert isinstance(await ask(others[2], OPEN), SessionOpened)
+
+    play(service, scene)
+
+
+def test_share_of_the_kv_budget_is_kept(service: Service) -> None:
+    service.limits = limits_with(service, max_peer_kv_share=0.5)
+
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        other = await transport.open("server", "rpc_session", timeout_s=5)
+        for one in (channel, other):
+            await ask(one, OPEN)
+        assert isinstance(await ask(channel, step_of(60, 0)), SessionStepResponse)
+        answer = await ask(other, step_of(60, 0))
+        assert isinstance(answer, Failure)
+        assert answer.kind == "out_of_memory"
+        assert "hold 240 tokens x blocks, 240 more are asked, 400 are allowed" in answer.message
+        assert isinstance(await ask(other, step_of(40, 0)), SessionStepResponse)
+
+    play(service, scene)
+
+
+def limits_with(service: Service, **fields: Any) -> ServiceLimits:
+    return dataclasses.replace(service.limits, **fields)
+
+
+def test_silent_session_is_closed(service: Service, runner: FakeRunner) -> None:
+    service.limits = limits_with(service, idle_session_s=0.1)
+
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        await ask(channel, OPEN)
+        assert await channel.receive(timeout_s=5) is None
+
+    play(service, scene)
+    assert runner.open_caches == []
+
+
+def test_broken_line_in_mid_step_closes_the_session(service: Service, runner: FakeRunner) -> None:
+    runner.block_s = 0.2
+
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        await ask(channel, OPEN)
+        await channel.send(step_of(1, 0))
+        await asyncio.sleep(0.05)
+        await transport.close()
+
+    play(service, scene)
+    assert runner.open_caches == []
+    assert service.scheduler.num_waiting == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_answer_has_the_clients_dtype(service: Service, dtype: torch.dtype) -> None:
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        await ask(channel, OPEN)
+        answer = await ask(channel, SessionStep(hidden=torch.ones(1, 2, WIDTH, dtype=dtype), cached_tokens=0))
+        assert isinstance(answer, SessionStepResponse)
+        assert answer.hidden.dtype == dtype
+        assert float(answer.hidden[0, 0, 0]) == 1 + ADDED
+
+    play(service, scene)
+
+
+def test_output_that_overflows_the_clients_dtype_is_refused(service: Service) -> None:
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        await ask(channel, OPEN)
+        answer = await ask(channel, SessionStep(hidden=torch.full((1, 1, WIDTH), 65504.0).half(), cached_tokens=0))
+        assert isinstance(answer, Failure)  # 65504 + 18 rounds to infinity in float16
+        assert answer.kind == "not_finite"
+
+    play(service, scene)
