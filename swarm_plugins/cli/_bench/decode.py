@@ -54,7 +54,7 @@ def bench_decode(
                 swarm=there.median_s * 1e3,
                 ratio=here.median_s / there.median_s,
                 goal=GOALS.get(num_servers),
-                cpu_ratio=there.median_cpu_s / here.median_cpu_s,
+                cpu_ratio=there.cpu_ratio(here),
                 rounds=rounds,
             )
         )

@@ -13,6 +13,10 @@ import psutil
 __all__ = ["Arm", "Bystanders", "Sample", "cpu_seconds", "interleave", "private_bytes", "process_tree"]
 
 
+# The system counts CPU time in hundredths of a second.
+_SHORTEST_CPU_S = 0.1
+
+
 @dataclass(frozen=True)
 class Sample:
     """One round of one arm."""
@@ -41,9 +45,13 @@ class Arm:
         return statistics.median(sample.seconds for sample in self.samples)
 
     @property
-    def median_cpu_s(self) -> float:
-        """Median CPU time of a round."""
-        return statistics.median(sample.cpu_s for sample in self.samples)
+    def cpu_s(self) -> float:
+        """CPU time of all rounds."""
+        return sum(sample.cpu_s for sample in self.samples)
+
+    def cpu_ratio(self, base: Arm) -> float | None:
+        """Returns CPU time over that of another arm; None if that is too short to be measured."""
+        return self.cpu_s / base.cpu_s if base.cpu_s >= _SHORTEST_CPU_S else None
 
 
 def interleave(

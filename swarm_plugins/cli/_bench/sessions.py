@@ -72,7 +72,7 @@ def bench_sessions(
                 swarm=rate,
                 ratio=rate / one,
                 goal=GOALS.get(count),
-                cpu_ratio=statistics.median(cpu[count]) / statistics.median(cpu[1]),
+                cpu_ratio=sum(cpu[count]) / sum(cpu[1]) if sum(cpu[1]) > 0 else None,
                 rounds=rounds,
             )
         )

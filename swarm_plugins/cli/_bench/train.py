@@ -54,7 +54,7 @@ def bench_train(report: Report, directory: Path, *, num_servers: int, rounds: in
                     swarm=there.median_s * 1e3,
                     ratio=here.median_s / there.median_s,
                     goal=goal,
-                    cpu_ratio=there.median_cpu_s / here.median_cpu_s,
+                    cpu_ratio=there.cpu_ratio(here),
                     rounds=rounds,
                 )
             )

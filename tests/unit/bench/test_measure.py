@@ -7,7 +7,15 @@ import sys
 import pytest
 
 from swarm_plugins.cli._bench import measure
-from swarm_plugins.cli._bench.measure import Arm, Bystanders, cpu_seconds, interleave, private_bytes, process_tree
+from swarm_plugins.cli._bench.measure import (
+    Arm,
+    Bystanders,
+    Sample,
+    cpu_seconds,
+    interleave,
+    private_bytes,
+    process_tree,
+)
 
 HOLD_100_MB = "import sys; held = bytearray(b'x' * 100_000_000); print('ready', flush=True); sys.stdin.read()"
 SPIN = "import sys, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('ready', flush=True); sys.stdin.read()"  # noqa: E501
@@ -43,6 +51,15 @@ def test_warm_up_rounds_do_not_count() -> None:
     interleave([arm], rounds=3, warm_up=1)
     assert [sample.seconds for sample in arm.samples] == [3.0, 1.0, 2.0]
     assert arm.median_s == 2.0
+
+
+def test_cpu_ratio_is_of_all_rounds_and_absent_below_the_clock() -> None:
+    base, other = Arm(lambda: 0.0, ()), Arm(lambda: 0.0, ())
+    base.samples += [Sample(1.0, 0.2), Sample(1.0, 0.3)]
+    other.samples += [Sample(1.0, 0.4), Sample(1.0, 0.6)]
+    assert other.cpu_ratio(base) == pytest.approx(2.0)
+    base.samples[:] = [Sample(1.0, 0.01)]
+    assert other.cpu_ratio(base) is None
 
 
 @pytest.mark.parametrize("child", [SPIN], indirect=True, ids=["spin"])

@@ -1,0 +1,62 @@
+"""`swarm bench` runs from end to end on a toy; its figures mean nothing there, its equalities do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm_plugins.testing.models import save_tiny
+
+ROOT = Path(__file__).parent.parent.parent
+QUICK = ["--rounds", "1"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swarm_plugins", "bench", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize(
+    ("arguments", "figures"),
+    [
+        pytest.param(["decode", "--servers", "2", "--new-tokens", "4"], ["decode, batch 1, 2 servers"], id="decode"),
+        pytest.param(
+            ["train", "--servers", "2"],
+            [f"{what}, {batch} x 64 tokens" for what in ("forward", "forward + backward") for batch in (1, 8)],
+            id="train",
+        ),
+        pytest.param(
+            ["sessions", "--sessions", "2", "--new-tokens", "24"],
+            ["1 session together", "2 sessions together"],
+            id="sessions",
+        ),
+    ],
+)
+def test_bench_shows_a_ratio_for_each_figure(
+    tiny: Path, tmp_path: Path, arguments: list[str], figures: list[str]
+) -> None:
+    path = tmp_path / "figures.json"
+    result = bench(*arguments, *QUICK, "--model", str(tiny), "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    content = json.loads(path.read_text())
+    assert sorted(one["name"] for one in content["figures"]) == sorted(figures)
+    assert all(one["ratio"] > 0 and one["local"] > 0 and one["swarm"] > 0 for one in content["figures"])
+    assert all(name in result.stdout for name in figures)
+
+
+def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
+    result = bench("decode", "--model", str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr.strip() == (
+        f"swarm bench decode: there is no model in {tmp_path}: it needs a config.json and safetensors files"
+    )
