@@ -84,7 +84,7 @@ class _AutoSwarm:
         base_class = model_class(cls._mapping, checkpoint.config, cls._what)
         text_config = checkpoint.config.get_text_config(decoder=True)
         stack = RemoteStack(
-            version=str(checkpoint.version),
+            version=checkpoint.version,
             num_blocks=text_config.num_hidden_layers,
             settings=settings,
             connection=connection,

@@ -24,6 +24,7 @@ from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
 from swarm_plugins.client.connection import RemoteBlocks, SwarmConnection, connect
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.versions import ModelVersion
 
 __all__ = ["RemoteStack"]
 
@@ -53,7 +54,7 @@ class RemoteStack:
     def __init__(
         self,
         *,
-        version: str,
+        version: ModelVersion,
         num_blocks: int,
         settings: SwarmSettings | None = None,
         connection: SwarmConnection | None = None,

@@ -127,7 +127,7 @@ class ChainCall:
     def _request(self, span: SpanChoice, hidden: Tensor, part: AdapterPart, *, keep: bool) -> ForwardRequest:
         inputs = self.inputs
         return ForwardRequest(
-            version=self.view.version,
+            version=self.view.version.key,
             start=span.start,
             end=span.end,
             hidden=hidden.detach(),

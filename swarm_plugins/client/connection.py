@@ -25,6 +25,7 @@ from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Directory, Transport
 from swarm_plugins.transport.messages import CacheOp
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.versions import ModelVersion
 
 __all__ = ["RemoteBlocks", "SwarmConnection", "connect"]
 
@@ -87,7 +88,7 @@ class SwarmConnection:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def blocks(self, *, version: str, num_blocks: int) -> RemoteBlocks:
+    def blocks(self, *, version: ModelVersion, num_blocks: int) -> RemoteBlocks:
         """Returns the blocks of one model version."""
         return RemoteBlocks(self.start(), version=version, num_blocks=num_blocks)
 
@@ -101,7 +102,7 @@ class RemoteBlocks:
         num_blocks: Blocks of the whole model.
     """
 
-    def __init__(self, connection: SwarmConnection, *, version: str, num_blocks: int) -> None:
+    def __init__(self, connection: SwarmConnection, *, version: ModelVersion, num_blocks: int) -> None:
         if connection.peers is None or connection.network is None:
             raise SwarmError("the connection is not started")
         self.connection = connection

@@ -13,6 +13,7 @@ from swarm_plugins.errors import MissingBlocksError, ProtocolError, SwarmError
 from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.versions import ModelVersion
 
 __all__ = ["SwarmView"]
 
@@ -34,7 +35,7 @@ class SwarmView:
     """
 
     def __init__(
-        self, directory: Directory, peers: Peers, config: SwarmConfig, *, version: str, num_blocks: int
+        self, directory: Directory, peers: Peers, config: SwarmConfig, *, version: ModelVersion, num_blocks: int
     ) -> None:
         self.directory = directory
         self.peers = peers
@@ -84,7 +85,7 @@ class SwarmView:
         async with self._lock:
             if not force and time.monotonic() - self._refreshed_at < self.config.refresh_s:
                 return
-            announced = await self.directory.servers(self.version, self.num_blocks)
+            announced = await self.directory.servers(self.version.key, self.num_blocks)
             if self.config.allowed_peers is not None:
                 announced = {peer: info for peer, info in announced.items() if peer in self.config.allowed_peers}
             candidates = [peer for peer, info in announced.items() if info.state == "online"][:_MAX_PROBES]
@@ -115,8 +116,8 @@ class SwarmView:
         )
 
     def _check(self, info: ServerInfo) -> None:
-        if info.version != self.version:
-            raise ProtocolError(f"it announced version {self.version} but serves {info.version}")
+        if info.version != self.version.key:
+            raise ProtocolError(f"it announced version {self.version} but serves {info.version} ({info.model})")
         if info.num_blocks != self.num_blocks or not 0 <= info.start < info.end <= self.num_blocks:
             raise ProtocolError(
                 f"it says it serves blocks {info.start}:{info.end} of {info.num_blocks}, "

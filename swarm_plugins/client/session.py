@@ -62,6 +62,11 @@ class _SpanSession:
         if self.channel is not None:
             self.unsent_ops.extend(ops)
 
+    def crop(self, length: int) -> None:
+        """Takes back what was sent after the first ``length`` tokens."""
+        if self.history.length > length:
+            self.apply([CacheOp(kind="crop", indices=(length,))])
+
     async def close(self) -> None:
         channel, self.channel = self.channel, None
         if channel is not None:
@@ -93,6 +98,8 @@ class ClientSession:
     async def step(self, inputs: BlockInputs, ops: Sequence[CacheOp] = ()) -> BlockOutputs:
         """Applies the queued changes of the cache, then runs new tokens through the chain.
 
+        If it raises, the changes are in the cache and the new tokens are not: the step can be tried again.
+
         Raises:
             MissingBlocksError: If no living server holds some block.
             SwarmError: If a server refuses the step, or too many servers failed.
@@ -102,6 +109,16 @@ class ClientSession:
         retries = Retries(self.view, self.peers.config.max_retries)
         if not self._spans:
             self._spans = await self._plan(self.blocks, inputs, self.prefix, retries)
+        cached = self._spans[0].history.length
+        try:
+            return await self._run(inputs, cached, retries)
+        except BaseException:
+            # Also when interrupted: the first spans may have the new tokens already.
+            for current in self._spans:
+                current.crop(cached)
+            raise
+
+    async def _run(self, inputs: BlockInputs, cached: int, retries: Retries) -> BlockOutputs:
         outputs = BlockOutputs(hidden=inputs.hidden)
         position = 0
         while position < len(self._spans):
@@ -113,6 +130,8 @@ class ClientSession:
                 response = await self._advance(current, replace(inputs, hidden=outputs.hidden))
             except SwarmError as exc:
                 await current.close()
+                # Some chunks of a long input may be in it.
+                current.crop(cached)
                 retries.note(current.span.peer, exc)
                 if not current.is_lost:
                     # Nothing was in it yet: a fresh plan for the blocks is all it takes.
@@ -177,7 +196,7 @@ class ClientSession:
         current.channel = await self.peers.transport.open(span.peer, "rpc_session", timeout_s=config.connect_timeout_s)
         current.unsent_ops = []
         request = SessionOpen(
-            version=self.view.version,
+            version=self.view.version.key,
             start=span.start,
             end=span.end,
             batch_size=batch_size,
@@ -222,8 +241,13 @@ class ClientSession:
             raise SessionLostError(f"the session on server {current.span.peer} is closed")
         peer, tokens, deadlines = current.span.peer, num_tokens(request), self.peers.deadlines
         started = time.perf_counter()
-        await channel.send(request, codec=self.peers.config.codec)
-        answer = await channel.receive(timeout_s=deadlines.timeout_s(peer, "rpc_session", tokens))
+        try:
+            await channel.send(request, codec=self.peers.config.codec)
+            answer = await channel.receive(timeout_s=deadlines.timeout_s(peer, "rpc_session", tokens))
+        except BaseException:
+            # Also when interrupted: an answer may be on its way that would be taken for the next one's.
+            await current.close()
+            raise
         deadlines.observe(peer, "rpc_session", tokens, time.perf_counter() - started)
         return check_answer(answer, SessionStepResponse, peer)
 

@@ -123,7 +123,8 @@ class SwarmServer:
         config = self.config
         device = _checked_device(config.device)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
-        version = str(await in_thread(lambda: checkpoint.version))
+        identity = await in_thread(lambda: checkpoint.version)
+        version = identity.key
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         named = config.span_of(num_blocks)
         self._presence = Presence(
@@ -142,7 +143,8 @@ class SwarmServer:
         blocks = named or await self._choose_blocks(checkpoint, version, num_blocks)
         self._info = ServerInfo(
             version=version,
-            model=checkpoint.name,
+            # The name without its path: it is announced to everybody.
+            model=identity.name,
             num_blocks=num_blocks,
             start=blocks.start,
             end=blocks.stop,
@@ -164,7 +166,7 @@ class SwarmServer:
                 device=device,
                 quantization=config.quantization,
                 kv_bytes=config.kv_bytes,
-                progress=True,
+                progress=config.show_progress,
             )
         )
         await self._serve(span, version, num_blocks)

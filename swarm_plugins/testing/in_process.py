@@ -89,8 +89,8 @@ class InProcessSwarm:
         scheduler = Scheduler(span)
         scheduler.start()
         info = ServerInfo(
-            version=str(checkpoint.version),
-            model=checkpoint.name,
+            version=checkpoint.version.key,
+            model=checkpoint.version.name,
             num_blocks=num_blocks,
             start=span.start,
             end=span.end,

@@ -21,11 +21,9 @@ def print_tables(found: Sequence[ModelStatus], console: Console | None = None) -
     """Prints one table for each model version, and what is missing."""
     console = console or Console()
     for one in found:
-        table = Table(title=escape(one.version), title_justify="left", title_style="bold")
-        for name in ("peer", "blocks", "state", "dtype", "load", "free KV tokens", "tokens/s a block", "adapters"):
-            table.add_column(
-                name, justify="right" if name in ("load", "free KV tokens", "tokens/s a block") else "left"
-            )
+        table = Table(title=escape(f"{one.model}@{one.version}"), title_justify="left", title_style="bold")
+        for name in _COLUMNS:
+            table.add_column(name, justify="right" if name in _NUMBERS else "left")
         for server in one.servers:
             table.add_row(*(escape(cell) for cell in _cells(server)))
         console.print(table)
