@@ -39,6 +39,10 @@ class Daemon:
         self.peer_id: str = p2p.peer_id.to_base58()
         self.socket_path: str = p2p.daemon_listen_maddr["unix"]
         self._is_stopping = False
+        # hivemind never looks at how these tasks end: with an error when the daemon dies, which is ours to tell.
+        control = p2p._client.control
+        for task in (control._read_task, control._write_task, p2p._reader_task):
+            task.add_done_callback(_ignore_error)
         self._death = asyncio.create_task(self._watch(), name="watch libp2p daemon")
 
     @property
@@ -85,15 +89,7 @@ class Daemon:
     async def stop(self) -> None:
         """Ends the process and waits for its end, by force if need be. Idempotent."""
         self._is_stopping = True
-        child = self.p2p._child
-        try:
-            async with asyncio.timeout(_STOP_TIMEOUT_S):
-                await self.p2p.shutdown()
-        except TimeoutError:
-            log.warning("the libp2p daemon (pid %d) ignores SIGTERM; killing it", child.pid)
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
+        await _stop(self.p2p)
         await asyncio.wait({self._death}, timeout=_STOP_TIMEOUT_S)
 
     async def _watch(self) -> None:
@@ -120,7 +116,7 @@ async def start_daemon(config: NodeConfig, identity_path: Path) -> Daemon:
             _check_port_free(address)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return Daemon(await P2P.create(**_arguments(config, identity_path)))
+            return Daemon(await _create(_arguments(config, identity_path)))
         except P2PDaemonError as exc:
             if "failed to start in" in str(exc) and attempt < _ATTEMPTS:
                 log.warning("the libp2p daemon has not started within %g s; trying again", config.start_timeout_s)
@@ -129,6 +125,41 @@ async def start_daemon(config: NodeConfig, identity_path: Path) -> Daemon:
         except OSError as exc:
             raise TransportError(f"cannot start the libp2p daemon: {exc}; is /tmp writable?") from exc
     raise TransportError("the libp2p daemon was not started")
+
+
+def _ignore_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+async def _create(arguments: dict[str, Any]) -> P2P:
+    created: list[P2P] = []
+
+    class TrackedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
+        def __init__(self) -> None:
+            super().__init__()
+            created.append(self)
+
+    try:
+        return await TrackedP2P.create(**arguments)
+    except BaseException:
+        # hivemind keeps a daemon that does not come up to itself, and neither ends it nor waits for its end.
+        for p2p in created:
+            if p2p._child is not None:
+                await _stop(p2p)
+        raise
+
+
+async def _stop(p2p: P2P) -> None:
+    child = p2p._child
+    try:
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            await p2p.shutdown()
+    except TimeoutError:
+        log.warning("the libp2p daemon (pid %d) ignores SIGTERM; killing it", child.pid)
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
 
 
 def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:

@@ -90,8 +90,11 @@ class FrameStream(asyncio.BufferedProtocol):
         # Zero: a send returns only when the kernel has all bytes, so its caller may reuse the memory.
         transport.set_write_buffer_limits(high=0)
         transport.set_protocol(self)
-        if already_read:
+        try:
             self._feed(memoryview(already_read))
+        except ProtocolError as exc:
+            self.abort(exc)
+            return
         if not self._is_reading_paused:
             transport.resume_reading()
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -31,6 +32,17 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
 async def echo(channel: Channel) -> None:
     while (received := await channel.receive(timeout_s=30.0)) is not None:
         await channel.send(received)
+
+
+async def freeze(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        await asyncio.sleep(0.01)
+
+
+async def look_for_ever(node: SwarmNode) -> None:
+    while True:
+        await node.servers("v1", 8)
 
 
 @asynccontextmanager
@@ -211,8 +223,7 @@ def test_the_death_of_the_own_daemon_ends_all_waiting() -> None:
             channel = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
             waiting = asyncio.create_task(channel.receive(timeout_s=30.0))
             await asyncio.sleep(0.05)
-            os.kill(guest._running().pid, signal.SIGSTOP)
-            looking = asyncio.create_task(guest.servers("v1", 8))
+            looking = asyncio.create_task(look_for_ever(guest))
             await asyncio.sleep(0.05)
             os.kill(guest._running().pid, signal.SIGKILL)
             started = time.monotonic()
@@ -235,7 +246,7 @@ def test_the_death_of_the_own_daemon_ends_all_waiting() -> None:
 def test_a_peer_that_does_not_answer_times_out() -> None:
     async def body() -> None:
         async with server() as host, client(*await host.addresses()) as guest:
-            os.kill(host._running().pid, signal.SIGSTOP)
+            await freeze(host._running().pid)
             try:
                 # libp2p opens a stream of a known protocol without waiting for the other end.
                 channel = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)

@@ -131,6 +131,22 @@ def test_bytes_read_before_the_takeover_are_not_lost(run: Callable[[Body], None]
     run(body)
 
 
+def test_garbage_read_before_the_takeover_breaks_the_stream(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        near, far = socket.socketpair()
+        far.settimeout(5.0)
+        _, writer = await asyncio.open_unix_connection(sock=near)
+        stream = FrameStream("peer-x", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
+        stream.attach(writer.transport, b"\xff" * 100)  # type: ignore[arg-type]
+        with pytest.raises(ProtocolError, match="not a frame"):
+            await stream.read(5.0)
+        await asyncio.sleep(0.01)
+        assert far.recv(1) == b""
+        far.close()
+
+    run(body)
+
+
 def test_a_declared_size_alone_claims_little_memory(run: Callable[[Body], None]) -> None:
     async def body() -> None:
         limits = WireLimits(first_chunk_bytes=1 << 16)

@@ -1,0 +1,183 @@
+"""What hostile peers try over a real connection; each succeeds on a plain hivemind node."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgpack
+import pytest
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, P2PHandlerError, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
+
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.contract import protocol_name
+from swarm_plugins.transport.limits import WireLimits
+from swarm_plugins.transport.messages import Failure, InfoRequest, ServerInfo
+from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.records import key_id, own_server_key
+
+pytestmark = pytest.mark.swarm
+
+INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 120))  # type: ignore[arg-type]
+
+
+async def echo(channel: Channel) -> None:
+    while (received := await channel.receive(timeout_s=30.0)) is not None:
+        await channel.send(received)
+
+
+@asynccontextmanager
+async def victim_and_attacker(**limits: Any) -> AsyncIterator[tuple[SwarmNode, P2P]]:
+    async with SwarmNode(limits=WireLimits(**limits)) as victim:
+        await victim.serve({"rpc_forward": echo})
+        await victim.announce(INFO, 60.0)
+        attacker = await P2P.create(initial_peers=await victim.addresses(), dht_mode="client", no_listen=True)
+        try:
+            yield victim, attacker
+            await check_health(victim)
+        finally:
+            await attacker.shutdown()
+
+
+async def check_health(victim: SwarmNode) -> None:
+    """An honest client finds the victim, with the right record, and is served."""
+    config = NodeConfig(initial_peers=await victim.addresses(), client_mode=True)
+    async with SwarmNode(config) as honest:
+        assert await honest.servers("v1", 8) == {victim.peer_id: INFO}
+        channel = await honest.open(victim.peer_id, "rpc_forward", timeout_s=5.0)
+        await channel.send(InfoRequest())
+        assert await channel.receive(timeout_s=5.0) == InfoRequest()
+
+
+async def store(attacker: P2P, victim: SwarmNode, **fields: Any) -> list[bool]:
+    request = dht_pb2.StoreRequest(in_cache=[False], **fields)
+    response = await attacker.call_protobuf_handler(
+        PeerID.from_base58(victim.peer_id), "DHTProtocol.rpc_store", request, dht_pb2.StoreResponse
+    )
+    return list(response.store_ok)
+
+
+def test_a_nested_record_does_not_kill_the_process() -> None:
+    nested = msgpack.packb(0)
+    for _ in range(220):
+        nested = msgpack.packb(msgpack.ExtType(0x40, b"\x91" + nested))
+
+    async def body() -> None:
+        async with victim_and_attacker() as (victim, attacker):
+            # b"" marks a whole dictionary, which hivemind decodes before it validates.
+            with pytest.raises(P2PHandlerError, match="nested deeper"):
+                await store(
+                    attacker, victim, keys=[b"k" * 20], subkeys=[b""], values=[nested], expiration_time=[time.time() + 9]
+                )
+
+    run(body)
+
+
+@pytest.mark.parametrize("expiration", [math.nan, math.inf], ids=str)
+def test_eternal_records_are_not_stored(expiration: float) -> None:
+    async def body() -> None:
+        async with victim_and_attacker() as (victim, attacker):
+            subkey = MSGPackSerializer.dumps("someone")
+            accepted = await store(
+                attacker, victim, keys=[b"k" * 20], subkeys=[subkey], values=[b"v"], expiration_time=[expiration]
+            )
+            assert accepted == [False]
+
+    run(body)
+
+
+def test_another_peers_record_cannot_be_overwritten() -> None:
+    async def body() -> None:
+        async with victim_and_attacker() as (victim, attacker):
+            node = await DHTNode.create(p2p=attacker, initial_peers=await victim.addresses(), client_mode=True)
+            key = own_server_key("v1", victim.peer_id)
+            for subkey in (victim.peer_id, None, "someone"):
+                assert not await node.store(key, b"mine", time.time() + 3000, subkey=subkey)
+            stored = victim._joined()._running().protocol.storage.get(
+                next(k for k in victim._joined()._running().protocol.storage.data if k.to_bytes() == key_id(key))
+            )
+            assert list(stored.value.data) == [victim.peer_id]
+            await node.shutdown()
+
+    run(body)
+
+
+def test_many_idle_streams_of_one_peer_leave_room_for_others() -> None:
+    async def body() -> None:
+        async with victim_and_attacker(max_streams_per_peer=10) as (victim, attacker):
+            peer = PeerID.from_base58(victim.peer_id)
+            streams = []
+            for _ in range(300):
+                _, reader, writer = await attacker.call_binary_stream_handler(peer, protocol_name("rpc_forward"))
+                writer.write(b"S")
+                streams.append((reader, writer))
+            await asyncio.sleep(1.0)
+            assert victim.num_streams == 10
+            for _, writer in streams:
+                writer.close()
+
+    run(body)
+
+
+def test_silent_streams_are_closed_after_a_while() -> None:
+    async def body() -> None:
+        async with victim_and_attacker(first_message_timeout_s=0.3) as (victim, attacker):
+            peer = PeerID.from_base58(victim.peer_id)
+            _, reader, writer = await attacker.call_binary_stream_handler(peer, protocol_name("rpc_forward"))
+            writer.write(b"S")
+            # The victim says the end of the stream and closes it.
+            assert len(await asyncio.wait_for(reader.read(), 5.0)) == 16
+            assert victim.num_streams == 0
+            writer.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\xff" * 1000, id="garbage"),
+        pytest.param(b"SW\x01\x00" + (64).to_bytes(4, "little") + (2**63).to_bytes(8, "little"), id="huge"),
+        pytest.param(b"SW\x01\x00" + (64).to_bytes(4, "little") + bytes(8) + b"\x91" * 64, id="nested"),
+    ],
+)
+def test_malformed_frames_end_their_stream_only(data: bytes) -> None:
+    async def body() -> None:
+        async with victim_and_attacker() as (victim, attacker):
+            peer = PeerID.from_base58(victim.peer_id)
+            _, reader, writer = await attacker.call_binary_stream_handler(peer, protocol_name("rpc_forward"))
+            writer.write(data)
+            assert len(await asyncio.wait_for(reader.read(), 5.0)) <= 16
+            writer.close()
+            assert victim.num_streams == 0
+
+    run(body)
+
+
+def test_a_refused_stream_is_told_why() -> None:
+    async def body() -> None:
+        async with SwarmNode(limits=WireLimits(max_streams_per_peer=1)) as host:
+            await host.serve({"rpc_forward": echo})
+            config = NodeConfig(initial_peers=await host.addresses(), client_mode=True)
+            async with SwarmNode(config) as guest:
+                first = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
+                await first.send(InfoRequest())
+                assert await first.receive(timeout_s=5.0) == InfoRequest()
+                second = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
+                await second.send(InfoRequest())
+                answer = await second.receive(timeout_s=5.0)
+                assert isinstance(answer, Failure)
+                assert answer.kind == "overloaded"
+
+    run(body)
