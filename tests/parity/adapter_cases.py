@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,7 +62,10 @@ METHODS: dict[str, tuple[Callable[[str], PeftConfig], tuple[str, ...]]] = {
     "lora-experts-up": (lambda f: lora(f, r=2, target_parameters=EXPERTS[:1]), MOE),
     "lora-experts-down": (lambda f: lora(f, r=2, target_modules=[], target_parameters=EXPERTS[1:]), MOE),
     "lora-router": (lambda f: lora(f, r=2, target_modules=[], target_parameters=[router_of(f)]), MOE),
-    "ia3": (lambda f: IA3Config(target_modules=attention_of(f), feedforward_modules=[], task_type="CAUSAL_LM"), FAMILIES),
+    "ia3": (
+        lambda f: IA3Config(target_modules=attention_of(f), feedforward_modules=[], task_type="CAUSAL_LM"),
+        FAMILIES,
+    ),
     "ia3-feedforward": (
         lambda _: IA3Config(
             target_modules=["o_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
@@ -71,7 +75,10 @@ METHODS: dict[str, tuple[Callable[[str], PeftConfig], tuple[str, ...]]] = {
     "prompt-tuning": (prompt(PromptTuningConfig), FAMILIES),
     "p-tuning": (prompt(PromptEncoderConfig, encoder_hidden_size=16), FAMILIES),
     "prefix-tuning": (prompt(PrefixTuningConfig), WITH_PREFIX),
-    "prefix-tuning-projected": (prompt(PrefixTuningConfig, prefix_projection=True, encoder_hidden_size=16), WITH_PREFIX),
+    "prefix-tuning-projected": (
+        prompt(PrefixTuningConfig, prefix_projection=True, encoder_hidden_size=16),
+        WITH_PREFIX,
+    ),
 }
 CASES = [(family, method) for family in FAMILIES for method, (_, families) in METHODS.items() if family in families]
 
@@ -118,3 +125,15 @@ def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     assert got.keys() == want.keys()
     scale = {name: float(gradient.abs().max()) for name, gradient in want.items()}
     return max(float((got[name] - want[name]).abs().max()) / max(scale[name], 1e-12) for name in want)
+
+
+@contextmanager
+def nothing_kept(pair) -> Iterator[None]:
+    """Lets every backward run its forward again."""
+    stores = [service.activations for service in pair.swarm.services.values()]
+    budgets = [store.budget_bytes for store in stores]
+    for store in stores:
+        store.budget_bytes = 0
+    yield
+    for store, budget in zip(stores, budgets, strict=True):
+        store.budget_bytes = budget

@@ -7,13 +7,11 @@ errors up to 4e-6 were seen. Everywhere else, both sides do the same operations,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from adapter_cases import CASES, IDS, MASK, config_of, step, trained, tuned, worst_error
+from adapter_cases import CASES, IDS, MASK, config_of, nothing_kept, step, trained, tuned, worst_error
 from peft import PeftModel
 
 pytestmark = [
@@ -24,18 +22,6 @@ pytestmark = [
 ]
 TOLERANCE = 1e-5
 every_case = pytest.mark.parametrize(("pair", "method"), CASES, indirect=["pair"])
-
-
-@contextmanager
-def nothing_kept(pair) -> Iterator[None]:
-    """Lets every backward run its forward again."""
-    stores = [service.activations for service in pair.swarm.services.values()]
-    budgets = [store.budget_bytes for store in stores]
-    for store in stores:
-        store.budget_bytes = 0
-    yield
-    for store, budget in zip(stores, budgets, strict=True):
-        store.budget_bytes = budget
 
 
 @every_case
