@@ -30,8 +30,8 @@ def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:
     """Converts every decoder layer of a model in place."""
     for index, layer in enumerate(layers):
         turn_into_stand_ins(layer, device)
-        _, original = layer._stand_in_of  # type: ignore[misc]
+        original: type[nn.Module] = layer._stand_in_of[1]  # type: ignore[index,assignment]
         layer.__class__ = stand_in_class(original, RemoteBlock)  # type: ignore[arg-type]
         layer.swarm_stack = stack  # type: ignore[assignment]
         layer.swarm_index = index  # type: ignore[assignment]
-    stack.layers = layers
+    stack.layers = list(layers)

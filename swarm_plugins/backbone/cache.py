@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,13 +40,15 @@ class RemoteCacheState:
         self.length = prefix[0].shape[2] if prefix else 0
         self._ops: list[CacheOp] = []
         self._session: ClientSession | None = None
+        self._release: Callable[[], object] | None = None
+        """Closes the session, once; also called when this state is collected."""
         self._owed: list[BlockInputs] = []
         """Inputs that ran with gradients, outside the session: sent first if the cache is used again."""
 
     @property
     def is_untouched(self) -> bool:
         """Whether nothing but the prefix is cached."""
-        return self._session is None and not self._owed and not self._ops
+        return self._session is None and not self._owed
 
     def step(self, inputs: BlockInputs) -> BlockOutputs:
         """Runs new tokens in the session."""
@@ -58,16 +60,18 @@ class RemoteCacheState:
 
     def _ready_session(self) -> ClientSession:
         """Opens the session if there is none yet, and puts in what is owed."""
-        if self._session is None:
-            self._keep(self.remote.open_session(range(self.num_blocks), self.prefix))
-        owed, self._owed = self._owed, []
-        for past in owed:
-            self.remote.step(self._session, past, ())  # type: ignore[arg-type]
-        return self._session  # type: ignore[return-value]
+        session = self._session
+        if session is None:
+            session = self._keep(self.remote.open_session(range(self.num_blocks), self.prefix))
+        while self._owed:
+            self.remote.step(session, self._owed[0], ())
+            del self._owed[0]
+        return session
 
-    def _keep(self, session: ClientSession) -> None:
+    def _keep(self, session: ClientSession) -> ClientSession:
         self._session = session
-        weakref.finalize(self, self.remote.release, session)
+        self._release = weakref.finalize(self, self.remote.release, session)
+        return session
 
     def owe(self, inputs: BlockInputs) -> None:
         """Notes tokens that ran outside the session."""
@@ -83,15 +87,28 @@ class RemoteCacheState:
         self.length += inputs.hidden.shape[1]
 
     def change(self, kind: str, *indices: int) -> None:
-        """Queues a change of the cache."""
+        """Queues a change of the cache, or makes it at once where nothing is on servers yet."""
         if self._owed:
             # What is owed was computed before the change: it has to be in the session first.
             self._ready_session()
-        if kind == "reset":
-            self.length, self.prefix = 0, ()
-        elif kind == "crop":
+        if kind == "crop":
             self.length = indices[0]
-        self._ops.append(CacheOp(kind=kind, indices=indices))  # type: ignore[arg-type]
+        if self._session is not None:
+            self._ops.append(CacheOp(kind=kind, indices=indices))  # type: ignore[arg-type]
+        elif kind == "crop":
+            self.prefix = tuple(tensor[:, :, : indices[0]] for tensor in self.prefix)  # [B, heads, P, width]
+        elif kind == "repeat":
+            self.prefix = tuple(tensor.repeat_interleave(indices[0], dim=0) for tensor in self.prefix)
+        else:
+            self.prefix = tuple(tensor[list(indices)] for tensor in self.prefix)
+
+    def reset(self) -> None:
+        """Forgets everything; the session is closed and its memory given back."""
+        if self._release is not None:
+            self._release()
+        self.length, self.prefix = 0, ()
+        self._session = self._release = None
+        self._ops, self._owed = [], []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheState:
         twin = RemoteCacheState(self.remote, self.num_blocks, self.prefix)
@@ -109,7 +126,7 @@ class RemoteCacheState:
         )
 
 
-class RemoteCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+class RemoteCacheLayer(CacheLayerMixin):
     """One block's layer of the cache.
 
     Args:
@@ -123,7 +140,7 @@ class RemoteCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     supports_early_init = False
 
     def __init__(self, state: RemoteCacheState, *, is_first: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.state = state
         self.is_first = is_first
         self.is_initialized = True
@@ -152,7 +169,7 @@ class RemoteCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets all tokens."""
         if self.is_first:
-            self.state.change("reset")
+            self.state.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; the number is negative or 0, as in transformers 5."""
@@ -206,12 +223,13 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCa
                 "start with a new cache"
             )
         return state
-    filled = [layer for layer in layers if layer.get_seq_length() > 0]
+    filled = [layer for layer in layers if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0]
     if filled and len(filled) != num_blocks:
         raise UnsupportedError(
-            f"the cache holds keys and values for {len(filled)} of {num_blocks} layers; pass an empty cache or a full one"
+            f"the cache holds keys and values for {len(filled)} of {num_blocks} layers; "
+            "pass an empty cache or a full one"
         )
-    prefix = [tensor for layer in filled for tensor in (layer.keys, layer.values)]
+    prefix = [tensor for layer in filled for tensor in (layer.keys, layer.values) if tensor is not None]
     state = RemoteCacheState(remote, num_blocks, prefix)
     cache.layers = [RemoteCacheLayer(state, is_first=index == 0) for index in range(num_blocks)]
     cache.layer_class_to_replicate = None

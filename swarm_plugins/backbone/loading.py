@@ -69,11 +69,12 @@ def load_remote(
     )
     # From here on it is HF's own class: PEFT's and transformers' tables go by class and model_type.
     model.__class__ = base_class
-    model.to(device)
+    model.to(torch.device(device))  # type: ignore[arg-type]  # the wrapper around it has lost its signature
     model.set_attn_implementation(ATTENTION_NAME)
     model.name_or_path = checkpoint.name
     _load_generation_config(model, checkpoint)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _class_with_remote_blocks(

@@ -234,8 +234,8 @@ def test_tokens_seen_with_gradients_enabled_can_be_cropped_and_forked(pair) -> N
         twin = copy.deepcopy(cache)
         cache.crop(-3)
         with torch.no_grad():
-            for each in (cache, twin):
-                logits.append(model(torch.tensor([[40], [41]]), past_key_values=each, use_cache=True).logits)
+            next_ids = torch.tensor([[40], [41]])
+            logits += [model(next_ids, past_key_values=each, use_cache=True).logits for each in (cache, twin)]
     close(logits[0], logits[2])
     close(logits[1], logits[3])
 
@@ -303,7 +303,7 @@ def test_cache_of_another_model_is_refused(llama, tmp_path) -> None:
         stranger = AutoSwarmModelForCausalLM.from_pretrained(other, connection=swarm.connection)
         cache = DynamicCache(config=stranger.config)
         stranger(IDS, past_key_values=cache)
-        with pytest.raises(UnsupportedError, match="this cache belongs to .*start with a new cache"):
+        with pytest.raises(UnsupportedError, match=r"this cache belongs to .*start with a new cache"):
             llama.remote(IDS, past_key_values=cache)
 
 

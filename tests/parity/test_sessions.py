@@ -1,0 +1,178 @@
+"""A cache is what its tokens say, whatever went wrong or was changed in between.
+
+Tolerance: a session computes attention over cached keys, the local model over one longer sequence: about 1e-6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.client.chain_call import BlockInputs
+from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny
+
+FP32 = {"atol": 1e-5, "rtol": 1e-5}
+IDS = torch.tensor([[5, 17, 99, 23, 64, 9, 88, 40, 12]])
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def local(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory).eval()
+
+
+def load(directory: Path, swarm: InProcessSwarm) -> PreTrainedModel:
+    return AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+
+
+class FailOnce:
+    """Makes the n-th step of all wrapped spans fail, once."""
+
+    def __init__(self, swarm: InProcessSwarm, peers: list[str], call: int) -> None:
+        self.left = call
+        self.has_failed = False
+        for peer in peers:
+            runner: Any = swarm.services[peer].runner
+            runner.step = self.wrapped(runner.step)
+
+    def wrapped(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(steps: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                self.has_failed = True
+                raise RuntimeError("injected fault")
+            return step(steps)
+
+        return run
+
+
+@torch.no_grad()
+def test_a_failed_step_can_be_tried_again(directory: Path, local: PreTrainedModel) -> None:
+    """The first span has the tokens when the second fails: they must not be in it twice."""
+    with InProcessSwarm(directory, config=SwarmConfig(max_retries=1)) as swarm:
+        remote = load(directory, swarm)
+        cache = DynamicCache()
+        remote(IDS[:, :6], past_key_values=cache)
+        swarm.kill("peer1")
+        with pytest.raises(MissingBlocksError, match="blocks 2:4"):
+            remote(IDS[:, 6:8], past_key_values=cache)
+        assert cache.get_seq_length() == 6
+        swarm.transport.revive("peer1")
+        cache.layers[0].state.remote.view.bans.forgive("peer1")
+        remote(IDS[:, 6:8], past_key_values=cache)
+        got = remote(IDS[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(got, local(IDS).logits[:, 8:], **FP32)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3], ids=["first-chunk", "second-chunk", "last-chunk"])
+@torch.no_grad()
+def test_a_server_lost_between_chunks_leaves_no_chunk_twice(
+    directory: Path, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    with InProcessSwarm(directory, spans=[(0, 2), (2, 4), (2, 4)]) as swarm:
+        for service in swarm.services.values():
+            info = msgspec.structs.replace(service.info(), max_batch_tokens=4)
+            monkeypatch.setattr(service, "info", lambda info=info: info)
+        remote = load(directory, swarm)
+        fault = FailOnce(swarm, ["peer1", "peer2"], call)
+        cache = DynamicCache()
+        got = remote(IDS, past_key_values=cache).logits
+        assert fault.has_failed
+        torch.testing.assert_close(got, local(IDS).logits, **FP32)
+        got = remote(torch.tensor([[77]]), past_key_values=cache).logits
+    want = local(torch.cat([IDS, torch.tensor([[77]])], dim=1)).logits[:, -1:]
+    torch.testing.assert_close(got, want, **FP32)
+
+
+@torch.no_grad()
+def test_an_interrupted_step_can_be_tried_again(directory: Path, local: PreTrainedModel) -> None:
+    with InProcessSwarm(directory) as swarm:
+        remote = load(directory, swarm)
+        cache = DynamicCache()
+        remote(IDS[:, :6], past_key_values=cache)
+        runner: Any = swarm.services["peer1"].runner
+        step, entered, leave = runner.step, threading.Event(), threading.Event()
+
+        def slow(steps: Any) -> Any:
+            entered.set()
+            leave.wait(10)
+            return step(steps)
+
+        runner.step = slow
+        state = cache.layers[0].state
+        inputs = _inputs_of(remote, IDS[:, 6:8])
+        future = swarm.connection.loop.submit(state._session.step(inputs))
+        assert entered.wait(10)
+        future.cancel()
+        leave.set()
+        runner.step = step
+        swarm.connection.loop.run(_settle())
+        remote(IDS[:, 6:8], past_key_values=cache)
+        got = remote(IDS[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(got, local(IDS).logits[:, 8:], **FP32)
+
+
+def _inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+    return BlockInputs(hidden=model.get_input_embeddings()(ids), position_ids=torch.tensor([[6, 7]]))
+
+
+async def _settle() -> None:
+    await asyncio.sleep(0.1)
+
+
+@torch.no_grad()
+def test_a_cache_cropped_to_nothing_starts_afresh(directory: Path, local: PreTrainedModel) -> None:
+    with InProcessSwarm(directory) as swarm:
+        remote = load(directory, swarm)
+        cache = DynamicCache()
+        remote(torch.tensor([[70, 71, 72]]), past_key_values=cache)
+        cache.crop(-3)
+        assert cache.get_seq_length() == 0
+        got = remote(IDS, past_key_values=cache).logits
+    torch.testing.assert_close(got, local(IDS).logits, **FP32)
+
+
+@torch.no_grad()
+def test_a_reset_cache_starts_afresh_with_another_batch(directory: Path, local: PreTrainedModel) -> None:
+    with InProcessSwarm(directory) as swarm:
+        remote = load(directory, swarm)
+        cache = DynamicCache()
+        remote(torch.tensor([[70, 71, 72]]), past_key_values=cache)
+        cache.reset()
+        ids = torch.cat([IDS, IDS.flip(1)])
+        got = remote(ids, past_key_values=cache).logits
+    torch.testing.assert_close(got, local(ids).logits, **FP32)
+
+
+@torch.no_grad()
+def test_rows_can_be_repeated_selected_and_copied(directory: Path, local: PreTrainedModel) -> None:
+    ids = torch.cat([IDS, IDS.flip(1)])
+    logits = []
+    with InProcessSwarm(directory) as swarm:
+        for model in (load(directory, swarm), local):
+            cache = DynamicCache()
+            model(ids, past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+            twin = copy.deepcopy(cache)  # with a change still waiting
+            cache.batch_select_indices(torch.tensor([0, 3]))
+            next_of_four = model(torch.tensor([[1], [2], [3], [4]]), past_key_values=twin).logits
+            next_of_two = model(torch.tensor([[1], [4]]), past_key_values=cache).logits
+            logits.append((next_of_four, next_of_two))
+    for got, want in zip(*logits, strict=True):
+        torch.testing.assert_close(got, want, **FP32)
