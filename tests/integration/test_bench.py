@@ -36,7 +36,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
             id="train",
         ),
         pytest.param(
-            ["sessions", "--sessions", "2", "--new-tokens", "24"],
+            ["sessions", "--sessions", "2", "--new-tokens", "200"],
             ["1 session together", "2 sessions together"],
             id="sessions",
         ),
