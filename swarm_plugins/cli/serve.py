@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -92,6 +93,7 @@ def serve(
             adapter_bytes=parse_bytes(adapter_bytes),
             adapters=tuple(adapter or ()),
             limits=ServiceLimits(max_batch_tokens=max_batch_tokens, max_session_tokens=max_session_tokens),
+            show_progress=sys.stderr.isatty(),
             host_maddrs=tuple(host_maddrs or DEFAULT_HOST_MADDRS),
         )
         run_server(config, embedding)

@@ -80,6 +80,9 @@ class ServeConfig:
     announce_ttl_s: float = 60.0
     """Life of an announcement."""
 
+    show_progress: bool = False
+    """Whether loading shows a progress bar on standard error."""
+
     grace_s: float = 5.0
     """How long ``close`` lets running requests finish."""
 

@@ -103,7 +103,7 @@ def _report(server: SwarmServer, addresses: tuple[str, ...], config: ServeConfig
     peers = " ".join(f"--initial-peers {address}" for address in addresses)
     revision = f" --revision {shlex.quote(config.revision)}" if config.revision else ""
     typer.echo(
-        f"Serving blocks {info.start}:{info.end} of {info.num_blocks} of {info.version}; "
+        f"Serving blocks {info.start}:{info.end} of {info.num_blocks} of {info.model}@{info.version}; "
         f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}"
     )
     sys.stdout.flush()

@@ -1,0 +1,151 @@
+"""LocalSwarm: real processes that serve, and never outlive their parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm_plugins.errors import ConfigError, TransportError
+from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.testing.models import save_tiny
+
+# What a parent's death costs: a poll of half a second, and leaving the swarm.
+GONE_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def trees(pids: list[int]) -> list[psutil.Process]:
+    return [one for pid in pids for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+
+
+def status(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swarm_plugins", "status", *arguments]
+    environment = {**os.environ, "COLUMNS": "160"}
+    environment.pop("SWARM_INITIAL_PEERS", None)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+
+
+@pytest.mark.swarm
+def test_servers_serve_their_spans_and_status_names_what_is_missing(model: Path) -> None:
+    swarm = LocalSwarm(model, spans=[(0, 2), (2, 3)], dtype="float32", kv_bytes="16MB")
+    with swarm:
+        assert [server.span for server in swarm.servers] == [(0, 2), (2, 3)]
+        first, second = swarm.servers
+        assert first.peer_id != second.peer_id
+        assert all(any(server.peer_id in address for address in swarm.initial_peers) for server in swarm.servers)
+        processes = trees([first.pid, second.pid])
+        assert len(processes) == 4  # a Python process and a libp2p daemon each
+
+        seen = status("--json", "--initial-peers", swarm.initial_peers[0])
+        [found] = json.loads(seen.stdout)
+        assert found["coverage"] == [1, 1, 1, 0]
+        assert found["missing_blocks"] == [3]
+        assert {server["peer"] for server in found["servers"]} == {first.peer_id, second.peer_id}
+        assert found["servers"][0]["dtype"] == "float32"
+        assert found["servers"][0]["throughput"] > 0
+        assert found["servers"][0]["free_kv_tokens"] > 0
+
+        second.kill()
+        assert not second.is_alive
+        shown = status("tiny-llama", "--initial-peers", swarm.initial_peers[0])
+        assert shown.returncode == 0
+        assert "missing blocks: 2:4" in shown.stdout
+        assert first.peer_id in shown.stdout
+
+        unknown = status("other-model", "--initial-peers", swarm.initial_peers[0])
+        assert unknown.returncode == 1
+        assert "nobody in this swarm serves 'other-model'" in unknown.stderr
+    assert psutil.wait_procs(processes, GONE_S)[1] == []
+    swarm.close()
+
+
+@pytest.mark.swarm
+def test_num_blocks_takes_what_is_missing(model: Path) -> None:
+    with LocalSwarm(model, spans=[(0, 1)]) as swarm:
+        joining = ["--threads", "1", "--initial-peers", swarm.initial_peers[0]]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "swarm_plugins", "serve", str(model), "--num-blocks", "2", *joining],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("Serving blocks 1:3 of 4")
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.communicate()
+        # It has left the DHT: nothing of it is shown, not even as unreachable.
+        [found] = json.loads(status("--json", "--initial-peers", swarm.initial_peers[0]).stdout)
+        assert len(found["servers"]) == 1
+
+
+@pytest.mark.swarm
+def test_no_process_outlives_a_killed_parent(model: Path) -> None:
+    code = (
+        "import sys, time; from swarm_plugins.local_swarm import LocalSwarm\n"
+        "swarm = LocalSwarm(sys.argv[1], num_servers=2).start()\n"
+        "print(*(server.pid for server in swarm.servers), flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(model)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        processes = trees([int(pid) for pid in parent.stdout.readline().split()])
+        assert len(processes) == 4
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert psutil.wait_procs(processes, GONE_S)[1] == []
+
+
+@pytest.mark.swarm
+def test_killed_server_takes_its_daemon_along(model: Path) -> None:
+    with LocalSwarm(model, num_servers=1) as swarm:
+        processes = trees([swarm.servers[0].pid])
+        swarm.servers[0].kill()
+        assert psutil.wait_procs(processes, GONE_S)[1] == []
+        assert swarm.initial_peers == []
+
+
+def test_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(TransportError, match=r"ended before it served \(pid \d+\):\n(?s:.*)nowhere"):
+        LocalSwarm(tmp_path / "nowhere", num_servers=1).start()
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.swarm
+def test_late_server_is_reported_and_ended(model: Path) -> None:
+    with pytest.raises(TransportError, match=r"did not serve within 0.2 s: raise start_timeout_s"):
+        LocalSwarm(model, num_servers=1, start_timeout_s=0.2).start()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param({"num_servers": 0}, "num_servers and replicas must be at least 1, got 0 and 1", id="no-servers"),
+        pytest.param({"replicas": 0}, "got 2 and 0", id="no-replicas"),
+        pytest.param({"spans": []}, "spans is empty", id="no-spans"),
+        pytest.param({"kv_byte": 3}, "unknown option 'kv_byte' of a local swarm; known: ", id="unknown"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_starts(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LocalSwarm("model", **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def _no_swarm_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)

@@ -1,0 +1,194 @@
+"""`swarm serve` as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from swarm_plugins.cli import app
+from swarm_plugins.testing.models import save_tiny
+
+START_S = 120.0
+UNREACHABLE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_prints_one_line_to_join_by_and_ends_cleanly(model: Path, number: signal.Signals, tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "swarm_plugins", "serve", str(model), "--num-blocks", "3", "--threads", "1"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            line = first_line(process)
+            daemons = psutil.Process(process.pid).children(recursive=True)
+            started = time.monotonic()
+            process.send_signal(number)
+            rest, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+            process.wait()
+    assert re.fullmatch(
+        r"Serving blocks 0:3 of 4 of tiny-llama@local-[0-9a-f]{40}; others join with: swarm serve \S+tiny-llama "
+        r"(--initial-peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+ ?)+\n",
+        line,
+    )
+    assert rest == ""
+    assert process.returncode == 0
+    assert time.monotonic() - started < 10
+    assert psutil.wait_procs(daemons, 5)[1] == []
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.swarm
+def test_signal_while_it_starts_ends_it_too(model: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swarm_plugins", "serve", str(model), "--initial-peers", UNREACHABLE, "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + START_S
+        while not psutil.Process(process.pid).children():  # it has come as far as the network
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        daemons = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+    assert psutil.wait_procs(daemons, 5)[1] == []
+
+
+def refusal(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert "Traceback" not in result.output
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["--blocks", "2:9"], r"blocks 2:9 are not all in .* it has 4 blocks, 0:4 at most", id="too-far"),
+        pytest.param(["--blocks", "3:3"], r"blocks 3:3 are no span: START:END with 0 <= START < END", id="empty"),
+        pytest.param(["--blocks", "all"], r"blocks 'all' are no span: A:B such as 0:10", id="words"),
+        pytest.param(["--blocks", "1/9"], r"has 4 blocks, which cannot be cut in 9 parts", id="too-many-parts"),
+        pytest.param(["--num-blocks", "5"], r"num_blocks is 5, .* has only 4 blocks", id="too-many"),
+        pytest.param(["--blocks", "0:1", "--num-blocks", "1"], r"exclude each other: give one", id="both"),
+        pytest.param(["--revision", "v2"], r"revision='v2' was given for the directory", id="revision-of-directory"),
+        pytest.param(["--dtype", "float8"], r"unknown dtype 'float8'; known: float32, bfloat16, float16", id="dtype"),
+        pytest.param(["--quantization", "int3"], r"unknown quantization 'int3'; known: none", id="quantization"),
+        pytest.param(["--kv-bytes", "lots"], r"'lots' is no size", id="size"),
+        pytest.param(["--device", "tpu9"], r"unknown device 'tpu9'; cpu, cuda", id="device"),
+        pytest.param(["--log-level", "loud"], r"unknown log level 'loud'; known: debug", id="log-level"),
+        pytest.param(["--initial-peers", "1.2.3.4:5"], r"'1.2.3.4:5' is not a libp2p address", id="peer"),
+        pytest.param(["--initial-peers", "/ip4/1.2.3.4/tcp/5"], r"has no peer id", id="peer-without-id"),
+        pytest.param(["--host-maddrs", "here"], r"'here' is not a libp2p address", id="host"),
+    ],
+)
+def test_wrong_setting_is_one_sentence(model: Path, arguments: list[str], words: str) -> None:
+    code, text = refusal(str(model), *arguments)
+    assert code == 1
+    assert text.startswith("swarm serve: ")
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(text)
+
+
+def test_wrong_path_is_one_sentence(tmp_path: Path) -> None:
+    code, text = refusal(str(tmp_path / "nothing" / "here"))
+    assert code == 1
+    assert str(tmp_path / "nothing" / "here") in text
+
+
+def cut_shard(directory: Path) -> None:
+    shard = directory / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def no_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        pytest.param(cut_shard, "model.safetensors", id="truncated"),
+        pytest.param(no_weights, "safetensors", id="missing"),
+    ],
+)
+def test_damaged_checkpoint_is_one_sentence(
+    model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    damage(copy)
+    code, text = refusal(str(copy))
+    assert code == 1
+    assert words in text
+
+
+@pytest.mark.swarm
+def test_port_in_use_is_one_sentence(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        code, text = refusal(str(model), "--host-maddrs", address)
+    assert code == 1
+    assert address in text
+
+
+@pytest.mark.swarm
+def test_unreachable_peer_is_one_sentence(model: Path) -> None:
+    code, text = refusal(str(model), "--initial-peers", UNREACHABLE)
+    assert code == 1
+    assert UNREACHABLE in text
+
+
+@pytest.mark.swarm
+def test_identity_that_cannot_be_read_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("no key")
+    code, text = refusal(str(model), "--identity", str(key))
+    assert code == 1
+    assert str(key) in text
+
+
+def test_full_disk_is_one_sentence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device", "/somewhere")
+
+    monkeypatch.setattr("swarm_plugins.server.server.Checkpoint.open", full)
+    code, text = refusal(str(model))
+    assert code == 1
+    assert text == "swarm serve: No space left on device (/somewhere): free some space and try again"
