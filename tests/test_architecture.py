@@ -67,6 +67,7 @@ LATE_PARTS = frozenset({"cli", "__main__"})
 # (file, what it imports late): each with its reason.
 LATE_IMPORTS = frozenset({
     ("adapter_spec.py", "torch"),  # structure and digest checks must not cost a torch import
+    ("blocks/quantize.py", "bitsandbytes"),  # memory and start-up time of servers that do not quantize
 })  # fmt: skip
 MAX_LINES = 400
 
