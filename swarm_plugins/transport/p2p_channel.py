@@ -28,11 +28,9 @@ log = logging.getLogger(__name__)
 class P2PChannel:
     """A channel over one libp2p stream; see [`Channel`][swarm_plugins.transport.channel.Channel]."""
 
-    def __init__(self, remote_peer: str, stream: FrameStream, writer: asyncio.StreamWriter, limits: WireLimits) -> None:
+    def __init__(self, remote_peer: str, stream: FrameStream, limits: WireLimits) -> None:
         self._remote_peer = remote_peer
         self._stream = stream
-        # Newer Pythons close the transport when its writer is collected.
-        self._writer = writer
         self._limits = limits
 
     @property
@@ -104,8 +102,8 @@ async def _take_over(
     # Nothing yields between these two lines: with the end marked, reading returns what is buffered at once.
     reader.feed_eof()
     already_read = await reader.read()
-    stream.attach(cast(asyncio.Transport, writer.transport), already_read)
-    return P2PChannel(peer, stream, writer, limits)
+    stream.attach(writer, already_read)
+    return P2PChannel(peer, stream, limits)
 
 
 class Acceptor:

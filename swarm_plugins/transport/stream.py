@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ _STAGING_BYTES = 64 * 1024
 _SLICE_BYTES = 256 * 1024
 _JOIN_BYTES = 64 * 1024
 _MAX_WAITING_FRAMES = 2
-_LINGER_S = 10.0
+_PART_TIMEOUT_S = 5.0
+_MAX_PARTING = 256
 
 
 class Frame(NamedTuple):
@@ -36,9 +37,10 @@ class Frame(NamedTuple):
 
 
 class ReceiveBudget:
-    """Counts the memory of all unfinished incoming messages of a node."""
+    """Counts what all streams of a node hold together: memory of unfinished messages, streams about to close."""
 
     def __init__(self, limit_bytes: int) -> None:
+        self.num_parting = 0
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
 
@@ -68,6 +70,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._limits = limits
         self._budget = budget
         self._loop = asyncio.get_running_loop()
+        self._writer: asyncio.StreamWriter | None = None
         self._transport: asyncio.Transport | None = None
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._header_part = bytearray()
@@ -80,13 +83,16 @@ class FrameStream(asyncio.BufferedProtocol):
         self._error: TransportError | None = None
         self._has_ended = False
         self.is_closed = False
+        self._is_parting = False
         self.received_bytes = 0
 
     # -- from the transport ------------------------------------------------------------------------------------
 
-    def attach(self, transport: asyncio.Transport, already_read: bytes) -> None:
-        """Takes over a connected transport from another protocol, with the bytes that one has read."""
-        self._transport = transport
+    def attach(self, writer: asyncio.StreamWriter, already_read: bytes) -> None:
+        """Takes over a connection from asyncio's streams, with the bytes that those have read."""
+        # Kept until the end: a writer that is collected closes its transport.
+        self._writer = writer
+        transport = self._transport = cast(asyncio.Transport, writer.transport)
         # Zero: a send returns only when the kernel has all bytes, so its caller may reuse the memory.
         transport.set_write_buffer_limits(high=0)
         transport.set_protocol(self)
@@ -100,11 +106,13 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Offers the memory that the next bytes go to."""
-        return self._staging if self._body is None else self._body.free_space()
+        return self._staging if self._body is None or self.is_closed else self._body.free_space()
 
     def buffer_updated(self, nbytes: int) -> None:
         """Takes note of bytes that have arrived."""
         self.received_bytes += nbytes
+        if self.is_closed:
+            return
         try:
             if self._body is None:
                 self._feed(self._staging[:nbytes])
@@ -123,6 +131,10 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._error is None:
             reason = f": {exc}" if exc else ""
             self._error = TransportError(f"the stream to peer {self._peer} broke{reason}")
+        self._writer = None
+        if self._is_parting:
+            self._is_parting = False
+            self._budget.num_parting -= 1
         self._drop_body()
         self._wake_receiver()
         self._wake_sender()
@@ -191,9 +203,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort(TransportError(f"the channel to peer {self._peer} was closed in mid-message"))
         elif transport is not None and not transport.is_closing():
             transport.write(END_FRAME)
-            transport.close()
-            # A peer that reads nothing must not keep the socket for ever.
-            self._loop.call_later(_LINGER_S, transport.abort)
+            self._part(transport)
         self._frames.clear()
         self._drop_body()
         self._wake_receiver()
@@ -209,6 +219,20 @@ class FrameStream(asyncio.BufferedProtocol):
         self._wake_sender()
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _part(self, transport: asyncio.Transport) -> None:
+        """Closes the socket, after the other end has read our last words."""
+        # A socket closed over unread bytes is reset, and the other end loses what we said last (such as a refusal).
+        # So what still comes is read and dropped; for a bounded time, and on a bounded number of streams.
+        if self._has_ended or self._budget.num_parting >= _MAX_PARTING:
+            transport.close()
+        else:
+            self._budget.num_parting += 1
+            self._is_parting = True
+            transport.write_eof()
+            self._resume_reading()
+        # Also for one that has to flush to a peer that reads nothing.
+        self._loop.call_later(_PART_TIMEOUT_S, transport.abort)
 
     def _feed(self, data: memoryview) -> None:
         while len(data) and not self._has_ended:

@@ -78,7 +78,12 @@ def test_a_nested_record_does_not_kill_the_process() -> None:
             # b"" marks a whole dictionary, which hivemind decodes before it validates.
             with pytest.raises(P2PHandlerError, match="nested deeper"):
                 await store(
-                    attacker, victim, keys=[b"k" * 20], subkeys=[b""], values=[nested], expiration_time=[time.time() + 9]
+                    attacker,
+                    victim,
+                    keys=[b"k" * 20],
+                    subkeys=[b""],
+                    values=[nested],
+                    expiration_time=[time.time() + 9],
                 )
 
     run(body)
@@ -104,8 +109,12 @@ def test_another_peers_record_cannot_be_overwritten() -> None:
             key = own_server_key("v1", victim.peer_id)
             for subkey in (victim.peer_id, None, "someone"):
                 assert not await node.store(key, b"mine", time.time() + 3000, subkey=subkey)
-            stored = victim._joined()._running().protocol.storage.get(
-                next(k for k in victim._joined()._running().protocol.storage.data if k.to_bytes() == key_id(key))
+            stored = (
+                victim._joined()
+                ._running()
+                .protocol.storage.get(
+                    next(k for k in victim._joined()._running().protocol.storage.data if k.to_bytes() == key_id(key))
+                )
             )
             assert list(stored.value.data) == [victim.peer_id]
             await node.shutdown()

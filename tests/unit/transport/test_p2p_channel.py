@@ -39,8 +39,8 @@ async def connected(acceptor: Acceptor, handler: Handler) -> AsyncIterator[P2PCh
     serving = asyncio.create_task(acceptor.accept(handler, info, reader, writer))  # type: ignore[arg-type]
     _, writer = await asyncio.open_unix_connection(sock=near)
     stream = FrameStream("server", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
-    stream.attach(writer.transport, b"")  # type: ignore[arg-type]
-    channel = P2PChannel("server", stream, writer, DEFAULT_LIMITS)
+    stream.attach(writer, b"")
+    channel = P2PChannel("server", stream, DEFAULT_LIMITS)
     try:
         yield channel
     finally:

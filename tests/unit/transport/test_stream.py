@@ -12,6 +12,7 @@ import pytest
 import torch
 import uvloop
 
+import swarm_plugins.transport.stream as stream_module
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ForwardResponse, Message
@@ -39,16 +40,15 @@ async def stream_and_socket(
     """A stream, and the bare socket at its other end."""
     near, far = socket.socketpair()
     far.setblocking(False)
-    reader, writer = await asyncio.open_unix_connection(sock=near)
+    _, writer = await asyncio.open_unix_connection(sock=near)
     stream = FrameStream("peer-x", limits, budget or ReceiveBudget(limits.max_receiving_bytes))
-    stream.attach(writer.transport, b"")  # type: ignore[arg-type]
+    stream.attach(writer, b"")
     try:
         yield stream, far
     finally:
         stream.close()
         far.close()
         await asyncio.sleep(0.01)
-        del reader, writer
 
 
 @asynccontextmanager
@@ -58,12 +58,12 @@ async def two_streams(limits: WireLimits = DEFAULT_LIMITS) -> AsyncIterator[tupl
     for end in (near, far):
         _, writer = await asyncio.open_unix_connection(sock=end)
         stream = FrameStream("peer-x", limits, ReceiveBudget(limits.max_receiving_bytes))
-        stream.attach(writer.transport, b"")  # type: ignore[arg-type]
-        ends.append((stream, writer))
+        stream.attach(writer, b"")
+        ends.append(stream)
     try:
-        yield ends[0][0], ends[1][0]
+        yield ends[0], ends[1]
     finally:
-        for stream, _ in ends:
+        for stream in ends:
             stream.close()
         await asyncio.sleep(0.01)
 
@@ -121,7 +121,7 @@ def test_bytes_read_before_the_takeover_are_not_lost(run: Callable[[Body], None]
         data = frame_bytes(20)
         _, writer = await asyncio.open_unix_connection(sock=near)
         stream = FrameStream("peer-x", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
-        stream.attach(writer.transport, data[:30])  # type: ignore[arg-type]
+        stream.attach(writer, data[:30])
         far.send(data[30:])
         assert (await read_hidden(stream)).numel() == 20
         stream.close()
@@ -137,7 +137,7 @@ def test_garbage_read_before_the_takeover_breaks_the_stream(run: Callable[[Body]
         far.settimeout(5.0)
         _, writer = await asyncio.open_unix_connection(sock=near)
         stream = FrameStream("peer-x", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
-        stream.attach(writer.transport, b"\xff" * 100)  # type: ignore[arg-type]
+        stream.attach(writer, b"\xff" * 100)
         with pytest.raises(ProtocolError, match="not a frame"):
             await stream.read(5.0)
         await asyncio.sleep(0.01)
@@ -231,6 +231,51 @@ def test_close_lets_the_other_end_read_what_was_sent(run: Callable[[Body], None]
                 await near.read(1.0)
             with pytest.raises(TransportError, match="channel to peer peer-x is closed"):
                 await near.write(encode(message(5)))
+
+    run(body)
+
+
+def test_last_words_are_read_although_the_other_end_still_talks(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with two_streams() as (near, far):
+            await far.write(encode(message(7)))
+            await near.write(encode(message(5)))
+            near.close()  # with a message unread
+            await far.write(encode(message(7)))
+            assert (await read_hidden(far)).numel() == 5
+            assert await far.read(5.0) is None
+
+    run(body)
+
+
+def test_a_peer_that_never_closes_is_cut_off(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "_PART_TIMEOUT_S", 0.1)
+
+    async def body() -> None:
+        budget = ReceiveBudget(1 << 30)
+        async with stream_and_socket(budget=budget) as (stream, far):
+            stream.close()
+            assert budget.num_parting == 1
+            await asyncio.sleep(0.3)
+            assert budget.num_parting == 0
+            with pytest.raises(BrokenPipeError):
+                far.send(b"x")
+
+    run(body)
+
+
+def test_few_streams_part_slowly_at_a_time(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "_MAX_PARTING", 1)
+
+    async def body() -> None:
+        budget = ReceiveBudget(1 << 30)
+        async with stream_and_socket(budget=budget) as (first, _), stream_and_socket(budget=budget) as (second, far):
+            first.close()
+            second.close()
+            assert budget.num_parting == 1
+            await asyncio.sleep(0.05)
+            with pytest.raises(BrokenPipeError):
+                far.send(b"x")
 
     run(body)
 
