@@ -93,10 +93,6 @@ def _find_tuned(blocks: Sequence[nn.Module]) -> Iterator[_Tuned]:
 
 def _check_options(item: _Tuned, name: str) -> None:
     layer: Any = item.layer
-    if getattr(layer, "fan_in_fan_out", False):
-        raise UnsupportedError(
-            f"fan_in_fan_out on {item.path!r} of remote block {item.block} is not supported; {WHAT_WORKS}"
-        )
     if not isinstance(layer, LoraLayer):
         return
     if layer.use_dora.get(name) or name in layer.lora_variant:

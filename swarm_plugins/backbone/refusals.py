@@ -43,6 +43,11 @@ def check_inserted(name: str, module: nn.Module) -> None:
             f"{name!r} in a remote block cannot be wrapped by {type(module).__name__} (modules_to_save or "
             f"trainable_token_indices): its weights are on servers and cannot be trained; {WHAT_WORKS}"
         )
+    if type(module) in SUPPORTED_LAYERS and getattr(module, "fan_in_fan_out", False):
+        raise UnsupportedError(
+            f"{name!r} in a remote block stores its weight as [in, out] (fan_in_fan_out, Conv1D): adapters on it are "
+            f"not supported; adapt linear layers; {WHAT_WORKS}"
+        )
     if type(module) not in SUPPORTED_LAYERS:
         kind = f"{type(module).__module__.removeprefix('peft.tuners.')}.{type(module).__name__}"
         raise UnsupportedError(
@@ -72,7 +77,9 @@ def check_config(config: Any, remote_modules: Iterable[str]) -> None:
 
 def _check_lora(config: Any) -> None:
     init = config.init_lora_weights
-    if isinstance(init, str) and init.lower().startswith(_READS_WEIGHTS):
+    # EVA leaves base weights as they are, so what it has trained can be loaded.
+    is_loaded_eva = init == "eva" and config.inference_mode
+    if isinstance(init, str) and init.lower().startswith(_READS_WEIGHTS) and not is_loaded_eva:
         raise UnsupportedError(
             f"init_lora_weights={init!r} reads base weights or activations, which are on servers; "
             "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
@@ -104,6 +111,12 @@ def _check_trained_modules(config: Any, remote_modules: list[str]) -> None:
 
 
 def _targets_any(config: Any, remote_modules: list[str]) -> bool:
+    if config.peft_type == PeftType.XLORA:
+        # It names no targets: it takes the place of other adapters' forward.
+        return True
+    if config.peft_type == PeftType.TRAINABLE_TOKENS and config.target_modules is None:
+        # The embedding, which is here.
+        return False
     if getattr(config, "target_parameters", None) or getattr(config, "target_modules", None) is None:
         # Parameters that can be targeted lie in blocks; without targets PEFT's defaults are layers of blocks.
         return True
