@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from session_check import CLOSE_S, sessions_left
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
@@ -25,7 +24,6 @@ FAMILIES = (
     "deepseek_v3",
     "gpt_oss",
 )
-CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +80,3 @@ def _leaves_no_sessions(request: pytest.FixtureRequest) -> Iterator[None]:
     for swarm in swarms:
         left = sessions_left(swarm)
         assert left == 0, f"{left} sessions are still open {CLOSE_S:g} s after the test"
-
-
-def sessions_left(swarm: InProcessSwarm) -> int:
-    """Waits a bounded time until no session is open, and returns how many are."""
-    gc.collect()
-    deadline = time.monotonic() + CLOSE_S
-    while swarm.num_sessions and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return swarm.num_sessions
