@@ -1,24 +1,36 @@
 """What a Hub holds: repositories with commits, branches and tags. Pure bookkeeping, no network.
 
-Commits are named by their content, as git's are: two stores with the same files have the same commit hashes.
+Commits are named by their content, as git's are: two stores with the same files have the same commit hashes. A store
+with a folder keeps everything there: contents first, then the repository's record, renamed into place. So a commit is
+there as a whole or not at all, whenever the process ends.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError
 
-__all__ = ["Blob", "Commit", "HubStore", "Repo"]
+__all__ = ["Blob", "Commit", "HubConflictError", "HubStore", "Repo"]
 
 _BRANCH = "main"
 # The Hub keeps small text in git and everything else in its large-file store.
 _LARGE_BYTES = 10 << 20
 _LARGE_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt"}
+
+
+class HubConflictError(ConfigError):
+    """Something else is there already: the branch has moved, or the name is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +58,12 @@ class Blob:
             stream.seek(start)
             return stream.read(end - start)
 
+    @property
+    def git_sha1(self) -> str:
+        """How git names the content; for small files."""
+        content = self.read(0, self.size)
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:
@@ -55,6 +73,8 @@ class Commit:
     parent: str | None
     message: str
     files: Mapping[str, Blob]
+    time_s: float = field(default_factory=time.time)
+    """When it was made, in seconds since 1970; not part of its name."""
 
     @classmethod
     def of(cls, files: Mapping[str, Blob], parent: str | None, message: str) -> Commit:
@@ -90,23 +110,40 @@ class Repo:
 
 
 class HubStore:
-    """All repositories. Safe to use from several threads."""
+    """All repositories. Safe to use from several threads.
 
-    def __init__(self) -> None:
+    Args:
+        root: Folder that keeps everything. None: in memory.
+
+    Raises:
+        CheckpointError: If the folder holds something that cannot be read.
+    """
+
+    def __init__(self, root: str | Path | None = None) -> None:
+        self.root = None if root is None else Path(root)
         self._repos: dict[str, Repo] = {}
+        self._blobs: dict[str, Blob] = {}
         self._lock = threading.RLock()
+        if self.root is not None:
+            for folder in ("blobs", "repos"):
+                (self.root / folder).mkdir(parents=True, exist_ok=True)
+            for record in sorted((self.root / "repos").glob("*.json")):
+                repo = _read_repo(record, self.root)
+                self._repos[repo.repo_id] = repo
 
     def create(self, repo_id: str, *, gated: bool = False, private: bool = False) -> Repo:
         """Makes a repository.
 
         Raises:
-            ConfigError: If it exists.
+            HubConflictError: If it exists.
         """
         with self._lock:
             if repo_id in self._repos:
-                raise ConfigError(f"the repository {repo_id!r} exists already")
-            self._repos[repo_id] = Repo(repo_id, gated=gated, private=private)
-            return self._repos[repo_id]
+                raise HubConflictError(f"the repository {repo_id!r} exists already")
+            repo = Repo(repo_id, gated=gated, private=private)
+            self._keep(repo)
+            self._repos[repo_id] = repo
+            return repo
 
     def find(self, repo_id: str) -> Repo | None:
         """Returns a repository."""
@@ -118,16 +155,47 @@ class HubStore:
         with self._lock:
             return list(self._repos.values())
 
+    def put(self, content: bytes) -> Blob:
+        """Keeps the content of a file for a commit to come."""
+        blob = Blob.of(content)
+        if self.root is not None:
+            path = self.root / "blobs" / blob.sha256
+            if not path.exists():
+                _write_whole(path, content)
+            blob = Blob(path, blob.size, blob.sha256)
+        with self._lock:
+            return self._blobs.setdefault(blob.sha256, blob)
+
+    def blob(self, sha256: str) -> Blob | None:
+        """Returns content that was put here, or is part of a commit."""
+        with self._lock:
+            if sha256 not in self._blobs and self.root is not None and sha256.isalnum():
+                path = self.root / "blobs" / sha256
+                if path.is_file():
+                    self._blobs[sha256] = Blob(path, path.stat().st_size, sha256)
+            return self._blobs.get(sha256)
+
     def commit(
-        self, repo: Repo, changes: Mapping[str, Blob | None], *, branch: str = _BRANCH, message: str = "Update"
+        self,
+        repo: Repo,
+        changes: Mapping[str, Blob | None],
+        *,
+        branch: str = _BRANCH,
+        message: str = "Update",
+        expected_parent: str | None = None,
     ) -> str:
         """Adds a commit to a branch; None as content deletes a file.
 
         Returns:
             The commit's hash.
+
+        Raises:
+            HubConflictError: If the branch is not at ``expected_parent``.
         """
         with self._lock:
             parent = repo.branches.get(branch)
+            if expected_parent is not None and expected_parent != parent:
+                raise HubConflictError(f"A commit has happened since. {branch} is at {parent}, not {expected_parent}")
             files = dict(repo.commits[parent].files) if parent else {}
             for path, blob in changes.items():
                 if blob is None:
@@ -135,11 +203,113 @@ class HubStore:
                 else:
                     files[path] = blob
             commit = Commit.of(files, parent, message)
-            repo.commits[commit.sha] = commit
-            repo.branches[branch] = commit.sha
+            self._change(repo, commits={commit.sha: commit}, branches={branch: commit.sha})
             return commit.sha
+
+    def add_ref(self, repo: Repo, kind: str, name: str, sha: str) -> None:
+        """Makes a tag or a branch.
+
+        Args:
+            repo: The repository.
+            kind: ``tags`` or ``branches``.
+            name: Its name.
+            sha: The commit.
+
+        Raises:
+            HubConflictError: If it exists.
+        """
+        with self._lock:
+            if name in getattr(repo, kind):
+                raise HubConflictError(f"{name!r} exists already among the {kind} of {repo.repo_id}")
+            self._change(repo, **{kind: {name: sha}})
+
+    def drop_tag(self, repo: Repo, name: str) -> None:
+        """Removes a tag."""
+        with self._lock:
+            repo.tags = {tag: sha for tag, sha in repo.tags.items() if tag != name}
+            self._keep(repo)
+
+    def _change(self, repo: Repo, **additions: Mapping[str, Any]) -> None:
+        """Adds to a repository's dictionaries: first on disk, so that a full disk leaves both as they were."""
+        grown = {kind: {**getattr(repo, kind), **more} for kind, more in additions.items()}
+        before = {kind: getattr(repo, kind) for kind in additions}
+        for kind, value in grown.items():
+            setattr(repo, kind, value)
+        try:
+            self._keep(repo)
+        except OSError:
+            for kind, value in before.items():
+                setattr(repo, kind, value)
+            raise
+
+    def _keep(self, repo: Repo) -> None:
+        if self.root is not None:
+            record = json.dumps(_record(repo, self.root), indent=1).encode()
+            _write_whole(self.root / "repos" / f"{quote(repo.repo_id, safe='')}.json", record)
 
     @staticmethod
     def is_large(path: str, blob: Blob) -> bool:
         """Whether the Hub would keep the file in its large-file store and redirect downloads there."""
-        return blob.size > _LARGE_BYTES or Path(path).suffix in _LARGE_SUFFIXES
+        return HubStore.is_kept_apart(path, blob.size)
+
+    @staticmethod
+    def is_kept_apart(path: str, num_bytes: int) -> bool:
+        """The same by name and size."""
+        return num_bytes > _LARGE_BYTES or Path(path).suffix in _LARGE_SUFFIXES
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".part-")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _record(repo: Repo, root: Path) -> dict[str, Any]:
+    def where(blob: Blob) -> str | None:
+        # Contents of this store are found by their hash, so that the folder can be moved.
+        is_own = isinstance(blob.content, Path) and blob.content.parent == root / "blobs"
+        if isinstance(blob.content, bytes):
+            raise ConfigError("a store with a folder takes contents through put()")
+        return None if is_own else str(blob.content.resolve())
+
+    commits = [
+        {
+            "sha": commit.sha,
+            "parent": commit.parent,
+            "message": commit.message,
+            "time_s": commit.time_s,
+            "files": {path: [blob.sha256, blob.size, where(blob)] for path, blob in commit.files.items()},
+        }
+        for commit in repo.commits.values()
+    ]
+    return {
+        "repo_id": repo.repo_id,
+        "gated": repo.gated,
+        "private": repo.private,
+        "branches": repo.branches,
+        "tags": repo.tags,
+        "commits": commits,
+    }
+
+
+def _read_repo(path: Path, root: Path) -> Repo:
+    try:
+        record = json.loads(path.read_bytes())
+        commits = {}
+        for one in record.pop("commits"):
+            files = {
+                name: Blob(Path(place) if place else root / "blobs" / sha256, size, sha256)
+                for name, (sha256, size, place) in one.pop("files").items()
+            }
+            commits[one["sha"]] = Commit(files=files, **one)
+        return Repo(commits=commits, **record)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
+        raise CheckpointError(
+            f"{path} cannot be read as a repository of a local Hub ({type(exc).__name__}: {exc}); "
+            "move it away, or give another folder"
+        ) from exc
