@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.blocks.dropout import adapter_dropout_mask
 from swarm_plugins.blocks.experts import EXPERT_PARAMETERS, is_fused_experts
+from swarm_plugins.blocks.quantize import ExpertWeights
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.errors import ConfigError
@@ -182,7 +183,8 @@ def _shape_of(module: nn.Module, name: str) -> tuple[int, ...] | None:
         # A quantized weight is stored in another shape.
         return module.out_features, module.in_features
     parameter = getattr(module, name, None) if name.isidentifier() else None
-    return tuple(parameter.shape) if isinstance(parameter, Tensor) else None
+    # Quantized experts are no tensor, but know the shape of the parameter that they stand for.
+    return tuple(parameter.shape) if isinstance(parameter, (Tensor, ExpertWeights)) else None
 
 
 def _where(entry: AdapterModule) -> str:

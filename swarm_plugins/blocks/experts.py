@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-__all__ = ["EXPERT_PARAMETERS", "ExpertDelta", "adapted_experts_forward", "is_fused_experts"]
+__all__ = ["EXPERT_PARAMETERS", "ExpertDelta", "Routing", "adapted_experts_forward", "is_fused_experts"]
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of fused experts that LoRA can be on."""
@@ -36,7 +36,7 @@ class ExpertDelta:
     index: Callable[[int], Tensor | None]
     """Returns which of so many tokens it applies to, None for all."""
 
-    def add(self, hidden: Tensor, result: Tensor, routing: _Routing) -> Tensor:
+    def add(self, hidden: Tensor, result: Tensor, routing: Routing) -> Tensor:
         """Adds the product to the rows of an expert-sorted result.
 
         Args:
@@ -61,7 +61,7 @@ class ExpertDelta:
         return result + delta if index is None else result.index_add(0, index, delta)
 
 
-class _Routing:
+class Routing:
     """Which token and which expert each row of an expert-sorted tensor belongs to.
 
     Args:
@@ -72,8 +72,8 @@ class _Routing:
     def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
         self.num_tokens, num_chosen = top_k_index.shape
         # The same call on the same values as in the grouped implementation, hence the same order.
-        self.experts, order = torch.sort(top_k_index.reshape(-1))
-        self.tokens = order // num_chosen
+        self.experts, self.order = torch.sort(top_k_index.reshape(-1))
+        self.tokens = self.order // num_chosen
         self._num_experts = num_experts
 
     def rows_of(self, tokens: Tensor | None) -> tuple[Tensor | None, list[int]]:
@@ -97,11 +97,12 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 def adapted_experts_forward(module: nn.Module, deltas: Sequence[ExpertDelta]) -> Callable[..., Tensor]:
     """Returns a forward of the experts with adapters on them."""
+    # Quantized experts bring their own grouped implementation.
+    run: Callable[..., Tensor] = getattr(module, "grouped_forward", None) or ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         adapted = _AdaptedExperts(module, deltas, hidden_states, top_k_index)
-        output: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](adapted, hidden_states, top_k_index, top_k_weights)
-        return output
+        return run(adapted, hidden_states, top_k_index, top_k_weights)
 
     return forward
 
@@ -117,7 +118,7 @@ class _AdaptedExperts:
         self._module = module
         self._deltas = deltas
         self._hidden = hidden_states
-        self._routing = _Routing(top_k_index, int(module.num_experts))  # type: ignore[arg-type]
+        self._routing = Routing(top_k_index, int(module.num_experts))  # type: ignore[arg-type]
         self._down_input: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:

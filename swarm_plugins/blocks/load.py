@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.utils import logging as hf_logging
 
 from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.layers import BlockList, Passing
+from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint, block_tensors, find_layers, layer_list_name, layer_prefix
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
@@ -29,6 +31,8 @@ __all__ = ["DEFAULT_KV_BYTES", "load_span"]
 log = logging.getLogger(__name__)
 
 DEFAULT_KV_BYTES = 1 << 30
+GROUP_BYTES = 1 << 30
+"""Most bytes of a checkpoint that are loaded at once, if a block is not larger."""
 
 
 def load_span(
@@ -62,19 +66,81 @@ def load_span(
     """
     if blocks.step != 1 or not blocks:
         raise ConfigError(f"blocks must be a non-empty range of consecutive indices, got {blocks}")
+    check_quantization(quantization)
+    pool = KVPool(kv_bytes)
     config = _span_config(checkpoint)
     base_class = _base_class(config)
     path = _layer_path(base_class, config)
+    wanted = dtype or getattr(config, "dtype", None) or torch.float32
+    model: PreTrainedModel | None = None
+    for group in _groups(checkpoint, path, blocks):
+        tensors = _read(checkpoint, base_class, path, group, progress)
+        part = _load(_cut_class(base_class, path, group), config, tensors, wanted, checkpoint.name)
+        nn.Module.to(part, device)
+        if quantization != "none":
+            for block in group:
+                quantize_block(_layers(part, path)[block], quantization, wanted)
+        model = part if model is None else _joined(model, part, path, group)
+    if model is None:
+        raise ConfigError(f"blocks {blocks} are empty")
+    return Span(model, path, blocks, pool, wanted)
+
+
+def _groups(checkpoint: Checkpoint, path: str, blocks: range) -> list[range]:
+    """Cuts a span into runs of blocks of bounded size: while one is converted, it exists twice."""
+    block_tensors(checkpoint, path, blocks)  # says at once what is wrong with the whole range
+    groups: list[range] = []
+    size = 0
+    for block in blocks:
+        infos = (checkpoint.tensors[name] for name in block_tensors(checkpoint, path, range(block, block + 1)))
+        num_bytes = sum(info.end - info.start for info in infos)
+        if groups and size + num_bytes <= GROUP_BYTES:
+            groups[-1] = range(groups[-1].start, block + 1)
+            size += num_bytes
+        else:
+            groups.append(range(block, block + 1))
+            size = num_bytes
+    return groups
+
+
+def _read(
+    checkpoint: Checkpoint, base_class: type[PreTrainedModel], path: str, blocks: range, progress: bool
+) -> dict[str, Tensor]:
     names = block_tensors(checkpoint, path, blocks)
+    _check_experts(names, checkpoint.name)
     prefix = layer_prefix(checkpoint, path)
     # HF's conversions are written for the names of a whole causal language model.
     target = f"{base_class.base_model_prefix}.{path}."
-    tensors = {
-        target + name[len(prefix) :]: tensor for name, tensor in checkpoint.read(names, progress=progress).items()
-    }
-    model = _load(_cut_class(base_class, path, blocks), config, tensors, dtype, checkpoint.name)
-    nn.Module.to(model, device)
-    return Span(model, path, blocks, KVPool(kv_bytes))
+    tensors = checkpoint.read(names, progress=progress)
+    return {target + name[len(prefix) :]: tensor for name, tensor in tensors.items()}
+
+
+def _check_experts(names: Iterable[str], checkpoint_name: str) -> None:
+    """Checks that every expert of a block has the same tensors, which HF's fusing does not say clearly."""
+    indices: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        before, marker, after = name.partition(".experts.")
+        index, _, rest = after.partition(".")
+        if marker and index.isdigit():
+            indices[before][rest].add(int(index))
+    for before, by_rest in indices.items():
+        everywhere = set().union(*by_rest.values())
+        for rest, found in by_rest.items():
+            for lacking in sorted(everywhere - found):
+                missing = f"{before}.experts.{lacking}.{rest}"
+                raise CheckpointError(f"{checkpoint_name} lacks {missing}, which other experts have: fetch it again")
+
+
+def _joined(model: PreTrainedModel, part: PreTrainedModel, path: str, blocks: range) -> PreTrainedModel:
+    """Moves blocks from one model to another."""
+    layers, source = _layers(model, path), _layers(part, path)
+    for block in blocks:
+        for module in source[block].modules():
+            # The span switches settings in the one config that all modules read.
+            if getattr(module, "config", None) is part.config:
+                module.config = model.config  # type: ignore[assignment]
+        layers[block] = source[block]
+    return model
 
 
 def _span_config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -120,6 +186,13 @@ def _cut_class(base_class: type[PreTrainedModel], path: str, blocks: range) -> t
     return type(base_class.__name__, (base_class,), attributes)
 
 
+def _layers(model: nn.Module, path: str) -> nn.ModuleList:
+    layers = model.get_submodule(path)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedError(f"the decoder layers of {type(model).__name__} are a {type(layers).__name__}")
+    return layers
+
+
 def _cut(model: nn.Module, path: str, blocks: range) -> None:
     layers = find_layers(model)
     kept = [layer if index in blocks else Passing(layer) for index, layer in enumerate(layers)]
@@ -137,36 +210,46 @@ def _load(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     tensors: dict[str, Tensor],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     name: str,
 ) -> PreTrainedModel:
-    wanted = dtype or getattr(config, "dtype", None) or torch.float32
-    with _no_progress_bar():
-        loaded: Any = model_class.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=wanted, output_loading_info=True
-        )
+    try:
+        with _quiet():
+            loaded: Any = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except RuntimeError as exc:
+        raise CheckpointError(f"{name} has tensors that do not fit its config: {exc}") from exc
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
+    wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
+    if wrong:
+        raise CheckpointError(f"{name} has {len(wrong)} tensors of a wrong shape, such as {wrong[0]}: not its config")
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(
             f"{name} lacks {len(missing)} tensors of its blocks, such as {missing[0]}: fetch it again"
         )
-    wrong = sorted(str(entry) for entry in info["mismatched_keys"])
-    if wrong:
-        raise CheckpointError(f"{name} has {len(wrong)} tensors of a wrong shape, such as {wrong[0]}: not its config")
     model.train(False)
     model.requires_grad_(False)
     return model
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Silences HF's bar, which shows the conversion of tensors that are in memory already."""
+def _quiet() -> Iterator[None]:
+    """Silences HF's bar, which shows the conversion of tensors in memory, and its report: errors here say the same."""
     was_enabled = hf_logging.is_progress_bar_enabled()
+    level = hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hf_logging.set_verbosity(level)
         if was_enabled:
             hf_logging.enable_progress_bar()

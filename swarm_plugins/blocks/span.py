@@ -20,6 +20,7 @@ from swarm_plugins.blocks.checks import check_blocks, check_hidden, check_mask, 
 from swarm_plugins.blocks.context import Call, CallStack
 from swarm_plugins.blocks.kv import BlockKV, KVPool, Session
 from swarm_plugins.blocks.layers import BlockList, SkippedBlock, Watched
+from swarm_plugins.blocks.outputs import collected, padding_of, plain, positions_of, unpacked
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past
 from swarm_plugins.blocks.past import Past, PrefixPast, ProbePast, SessionPast
 from swarm_plugins.blocks.routers import Routers
@@ -51,6 +52,7 @@ class Span:
         layer_path: Path of its layer list.
         blocks: Global indices of the blocks it holds.
         pool: Budget of the sessions' keys and values.
+        dtype: Type to compute in. None: the type of the weights.
 
     Raises:
         UnsupportedError: If the model does more with hidden states than hand them from block to block.
@@ -59,7 +61,9 @@ class Span:
     on_block_boundary: Callable[[], None] | None = None
     """Called between blocks of `forward` and of its backward; may call `step`."""
 
-    def __init__(self, model: PreTrainedModel, layer_path: str, blocks: range, pool: KVPool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layer_path: str, blocks: range, pool: KVPool, dtype: torch.dtype | None = None
+    ) -> None:
         self.model = model
         self.config = model.config
         self.start, self.end = blocks.start, blocks.stop
@@ -71,12 +75,14 @@ class Span:
         self._layers: list[nn.Module] = list(layers)
         parameter = next(model.parameters())
         self.device = parameter.device
-        self.dtype = _compute_dtype(model)
+        self.dtype = dtype or _compute_dtype(model)
         self._attention: str = self.config._attn_implementation
         self._calls = CallStack(layers, self.config)
         self._skipped = [SkippedBlock(layer, in_tuple=False) for layer in self._layers]
         self._tables: dict[tuple[int, int], list[Any]] = {}
         self._joined: dict[int, bool] = {}
+        # Adapters name modules in every step; only those that exist are kept, so it is bounded.
+        self._modules: dict[tuple[int, str], nn.Module] = {}
         self._routers = Routers(model, self._layers, blocks, lambda: self._calls.current)
         self._probe_passing()
         self.kv_layouts: Mapping[int, BlockKV] = self._probe_caches()
@@ -109,7 +115,10 @@ class Span:
         Raises:
             AttributeError: If there is none at the path.
         """
-        return self._layers[block].get_submodule(path)
+        found = self._modules.get((block, path))
+        if found is None:
+            found = self._modules[block, path] = self._layers[block].get_submodule(path)
+        return found
 
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> Session:
         """Opens a session's cache; see `SpanRunner`."""
@@ -135,7 +144,7 @@ class Span:
             call.table = self._watched_table(inputs.blocks, call.between, self.on_block_boundary)
         with self._calls.running(call):
             hidden = self._run(inputs.hidden, inputs.attention_mask, inputs.position_ids, past)
-        return _outputs(hidden, call)
+        return collected(hidden, call)
 
     def step(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
         """Runs new tokens of sessions and appends to their caches; see `SpanRunner`."""
@@ -154,23 +163,23 @@ class Span:
                 outputs = [self._step_one(step, session) for step, session in zip(steps, sessions, strict=True)]
         for step, session in zip(steps, sessions, strict=True):
             session.length += step.hidden.shape[1]
-        return [_plain(output) for output in outputs]
+        return [plain(output) for output in outputs]
 
     def _step_one(self, step: StepInputs, session: Session) -> SpanOutputs:
         use = _Use(step.adapters, session.batch_size, step.hidden.shape[1], session.length)
         call = self._call(step.blocks, [use], [step])
         with self._calls.running(call):
-            hidden = self._run(step.hidden, _padding(step), step.position_ids, SessionPast(session, self._joined))
-        return _outputs(hidden, call)
+            hidden = self._run(step.hidden, padding_of(step), step.position_ids, SessionPast(session, self._joined))
+        return collected(hidden, call)
 
     def _step_packed(self, steps: Sequence[StepInputs], sessions: Sequence[Session]) -> list[SpanOutputs]:
         parts: list[PackedRows] = []
         start = 0
         for step, session in zip(steps, sessions, strict=True):
-            parts.append(PackedRows(session, start, step.hidden.shape[1], _padding(step)))
+            parts.append(PackedRows(session, start, step.hidden.shape[1], padding_of(step)))
             start += parts[-1].num_tokens
         hidden = torch.cat([step.hidden.reshape(1, -1, self.hidden_size) for step in steps], dim=1)  # [1, T, D]
-        positions = torch.cat([_positions(step, part) for step, part in zip(steps, parts, strict=True)], dim=1)
+        positions = torch.cat([positions_of(step, part) for step, part in zip(steps, parts, strict=True)], dim=1)
         uses = [
             _Use(step.adapters, part.batch_size, part.num_new, part.length - part.num_new)
             for step, part in zip(steps, parts, strict=True)
@@ -179,7 +188,7 @@ class Span:
         call.attention = PACKED
         with packed_past(PackedPast(parts, self._attention, self._joined)) as past, self._calls.running(call):
             hidden = self._run(hidden, None, positions, past)
-        return [_unpack(step, part, hidden, call) for step, part in zip(steps, parts, strict=True)]
+        return [unpacked(step, part, hidden, call) for step, part in zip(steps, parts, strict=True)]
 
     def _call(self, blocks: range, uses: Sequence[_Use], asked: Sequence[SpanInputs | StepInputs]) -> Call:
         between: list[Tensor] | None = [] if any(inputs.collect_hidden for inputs in asked) else None
@@ -291,6 +300,12 @@ class Span:
         past = ProbePast()
         with torch.no_grad(), self._calls.running(Call(table=self._table(self.blocks), attention=self._attention)):
             self._run(self._probe_states(), None, None, past)
+        without = [block for block in self.blocks if block not in past.layouts]
+        if without:
+            raise UnsupportedError(
+                f"blocks {without} of {type(self.model).__name__} cache no keys and values: only blocks with attention "
+                "can be served"
+            )
         return past.layouts
 
     def _probe_packing(self) -> bool:
@@ -320,53 +335,6 @@ class Span:
     def _probe_states(self) -> Tensor:
         generator = torch.Generator().manual_seed(_PROBE_SEED)
         return torch.randn(1, 3, self.hidden_size, generator=generator).to(self.device, self.dtype)
-
-
-def _padding(step: StepInputs) -> Tensor | None:
-    # Without padding most kernels need no mask at all.
-    mask = step.attention_mask
-    return None if mask is None or bool(mask.all()) else mask
-
-
-def _positions(step: StepInputs, part: PackedRows) -> Tensor:
-    if step.position_ids is None:
-        positions = torch.arange(part.length - part.num_new, part.length, device=step.hidden.device).unsqueeze(0)
-    else:
-        positions = step.position_ids
-    return positions.expand(part.batch_size, -1).reshape(1, -1)  # [1, B * S]
-
-
-def _outputs(hidden: Tensor, call: Call) -> SpanOutputs:
-    routers = call.router_logits or {}
-    return SpanOutputs(
-        hidden=hidden,
-        hidden_states=tuple(call.between or ()),
-        router_logits=tuple(routers.values()),
-        router_blocks=tuple(routers),
-    )
-
-
-def _plain(outputs: SpanOutputs) -> SpanOutputs:
-    # Copies, since tensors made in inference mode could not go into a graph later.
-    return SpanOutputs(
-        hidden=outputs.hidden.clone(),
-        hidden_states=tuple(state.clone() for state in outputs.hidden_states),
-        router_logits=tuple(logits.clone() for logits in outputs.router_logits),
-        router_blocks=outputs.router_blocks,
-    )
-
-
-def _unpack(step: StepInputs, part: PackedRows, hidden: Tensor, call: Call) -> SpanOutputs:
-    routers = (call.router_logits or {}) if step.collect_router else {}
-    between = (call.between or ()) if step.collect_hidden else ()
-    return SpanOutputs(
-        hidden=hidden.narrow(1, part.start, part.num_tokens).reshape(step.hidden.shape),
-        hidden_states=tuple(
-            state.narrow(1, part.start, part.num_tokens).reshape(step.hidden.shape) for state in between
-        ),
-        router_logits=tuple(logits.narrow(0, part.start, part.num_tokens) for logits in routers.values()),
-        router_blocks=tuple(routers),
-    )
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:

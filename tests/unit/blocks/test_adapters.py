@@ -2,100 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from blocks_kit import BLOCKS, WIDTH, Pair, base, run_local, states
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from peft.tuners.ia3.layer import IA3Layer
-from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft import IA3Config, LoraConfig
+from peft.tuners.lora.layer import LoraLayer
+from peft_kit import Tuned, tune
 from torch import Tensor, nn
 
-from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
-from swarm_plugins.blocks import AdapterUse, LoadedAdapter, SpanInputs, StepInputs
-from swarm_plugins.blocks.adapters import AdapterLimits, adapter_dropout_mask, check_adapter
-from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.blocks import AdapterUse, SpanInputs, StepInputs
+from swarm_plugins.blocks.adapters import adapter_dropout_mask
 
 # Products of experts and routers are added to the output here and to the weight in PEFT.
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-@dataclass
-class Tuned:
-    """A local PEFT model and its adapters as they are shipped."""
-
-    model: PeftModel
-    pair: Pair
-    spec: dict[str, AdapterSpec]
-    parameters: dict[str, list[nn.Parameter]]
-
-    def loaded(self, name: str = "default", requires_grad: bool = False) -> LoadedAdapter:
-        tensors = [parameter.detach().clone() for parameter in self.parameters[name]]
-        loaded = check_adapter(self.spec[name], tensors, self.pair.span)
-        for tensor in loaded.tensors:
-            tensor.requires_grad_(requires_grad)
-        return loaded
-
-
-def tune(pair: Pair, config: Any, others: dict[str, Any] | None = None) -> Tuned:
-    model = get_peft_model(pair.local, copy.deepcopy(config))
-    for name, other in (others or {}).items():
-        model.add_adapter(name, other)
-    generator = torch.Generator().manual_seed(7)
-    names = ["default", *(others or {})]
-    spec: dict[str, AdapterSpec] = {}
-    parameters: dict[str, list[nn.Parameter]] = {}
-    for name in names:
-        modules: list[AdapterModule] = []
-        parameters[name] = []
-        for block, layer in enumerate(base(model).layers):
-            for path, module in layer.named_modules():
-                found = shipped(block, path, module, name)
-                if found is not None:
-                    entry, tensors = found
-                    modules.append(entry)
-                    for tensor in tensors:
-                        # PEFT starts with a product of zero: then nothing would be seen.
-                        tensor.data.add_(0.15 * torch.randn(tensor.shape, generator=generator))
-                    parameters[name].extend(tensors)
-        spec[name] = AdapterSpec(modules=tuple(modules))
-    return Tuned(model, pair, spec, parameters)
-
-
-def shipped(block: int, path: str, module: nn.Module, name: str) -> tuple[AdapterModule, list[nn.Parameter]] | None:
-    clean = ".".join(part for part in path.split(".") if part != "base_layer")
-    if isinstance(module, IA3Layer) and name in module.ia3_l:
-        vector = module.ia3_l[name]
-        entry = AdapterModule(
-            block=block,
-            module=clean,
-            kind="ia3",
-            shapes=(tuple(vector.shape),),
-            is_feedforward=module.is_feedforward,
-        )
-        return entry, [vector]
-    if not isinstance(module, LoraLayer) or name not in module.lora_A:
-        return None
-    tensors = [module.lora_A[name].weight, module.lora_B[name].weight]
-    is_parameter = isinstance(module, ParamWrapper)
-    dropout = module.lora_dropout[name]
-    entry = AdapterModule(
-        block=block,
-        module=clean,
-        kind="lora_parameter" if is_parameter else "lora",
-        parameter=module.parameter_name if is_parameter else None,
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        scaling=module.scaling[name],
-        dropout=dropout.p if isinstance(dropout, nn.Dropout) else 0.0,
-        num_experts=module.num_experts if is_parameter else 1,
-        transposed=is_parameter and module.num_experts > 1 and not module._did_swap_in_out_features,
-    )
-    return entry, tensors
 
 
 LORA = {"r": 3, "lora_alpha": 5}
@@ -358,113 +281,3 @@ def test_dropout_numbers_depend_on_every_argument() -> None:
     numbers = adapter_dropout_mask(5, 0, "m", 0, (400, 500))
     # 200,000 draws: the share below 0.1 has a standard deviation of 0.0007.
     assert abs(float((numbers < 0.1).float().mean()) - 0.1) < 0.004
-
-
-def entry(**changes: Any) -> AdapterModule:
-    values = {"block": 1, "module": "self_attn.q_proj", "kind": "lora", "shapes": ((4, 32), (32, 4))}
-    return AdapterModule(**{**values, **changes})
-
-
-EXPERT = {
-    "module": "mlp.experts", "kind": "lora_parameter", "parameter": "down_proj", "num_experts": 4,
-    "shapes": ((8, 48), (32, 8)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"block": 7}, r"block 7, self_attn.q_proj; this span has blocks 0 to 4", id="block"),
-        pytest.param({"module": "self_attn.w"}, r"self_attn.w: the block has no such module", id="module"),
-        pytest.param({"module": ""}, r"needs a linear layer", id="block-itself"),
-        pytest.param({"module": "self_attn"}, r"MixtralAttention; lora needs a linear layer", id="not-linear"),
-        pytest.param(
-            {"shapes": ((4, 31), (32, 4))}, r"shapes \[4, 31\], \[32, 4\]; allowed are \[rank, 32\]", id="shape"
-        ),
-        pytest.param({"shapes": ((4, 32), (32, 5))}, r"\[32, 5\]", id="ranks-differ"),
-        pytest.param({"shapes": ((0, 32), (32, 0))}, r"\[0, 32\]", id="rank-0"),
-        pytest.param({"shapes": ((4, 32),)}, r"shapes \[4, 32\]; allowed", id="one-factor"),
-        pytest.param({"shapes": ((65, 32), (32, 65))}, r"rank .* is 65; allowed is at most 64", id="rank"),
-        pytest.param({"scaling": float("nan")}, r"scaling .* is nan", id="scaling"),
-        pytest.param({"dropout": 1.0}, r"dropout .* is 1.0", id="dropout"),
-        pytest.param({"kind": "ia3", "shapes": ((31,),)}, r"IA3 vector .* \[31\]; allowed is one of 32", id="ia3"),
-        pytest.param({**EXPERT, "num_experts": 3, "shapes": ((6, 48), (32, 6))}, r"4 experts, .* says 3", id="experts"),
-        pytest.param(
-            {**EXPERT, "transposed": True}, r"transposed False; the adapter says 4, transposed True", id="transposed"
-        ),
-        pytest.param({**EXPERT, "parameter": "act_fn"}, r"parameter 'act_fn' .*: there is none", id="no-parameter"),
-        pytest.param({**EXPERT, "parameter": None}, r"parameter None .*: there is none", id="no-parameter-named"),
-        pytest.param({**EXPERT, "dropout": 0.1}, r"bare parameter allows none", id="parameter-dropout"),
-        pytest.param(
-            {**EXPERT, "shapes": ((8, 32), (48, 8))}, r"\[4 x rank, 48\] and \[32, 4 x rank\]", id="expert-shape"
-        ),
-        pytest.param({**EXPERT, "shapes": ((7, 48), (32, 7))}, r"\[7, 48\]", id="expert-rank"),
-        pytest.param(
-            {"module": "input_layernorm", "kind": "lora_parameter", "parameter": "weight", "shapes": ((1, 32), (1, 1))},
-            r"no such LoRA",
-            id="vector-parameter",
-        ),
-    ],
-)
-def test_adapters_that_do_not_fit_are_refused(
-    changes: dict[str, Any], message: str, pair_of: Callable[[str], Pair]
-) -> None:
-    one = entry(**changes)
-    tensors = [torch.zeros(shape) for shape in one.shapes]
-    with pytest.raises(ConfigError, match=message):
-        check_adapter(AdapterSpec(modules=(one,)), tensors, pair_of("mixtral").span, AdapterLimits(max_rank=64))
-
-
-def test_sizes_types_and_values_are_checked(llama: Pair) -> None:
-    spec = AdapterSpec(modules=(entry(),))
-    good = [torch.zeros(4, 32), torch.zeros(32, 4)]
-    bad = [torch.zeros(4, 32), torch.full((32, 4), float("inf"))]
-    cases: list[tuple[AdapterSpec, list[Tensor], AdapterLimits, str]] = [
-        (spec, good[:1], AdapterLimits(), "names 2 tensors, 1 came"),
-        (spec, good[::-1], AdapterLimits(), r"shape \[32, 4\], announced as \[4, 32\]"),
-        (spec, [tensor.long() for tensor in good], AdapterLimits(), "is torch.int64; allowed are torch.float32"),
-        (spec, good, AdapterLimits(max_bytes=1000), "has 1024 bytes; allowed are at most 1000"),
-        (AdapterSpec(modules=(entry(), entry())), good * 2, AdapterLimits(), "names block 1, self_attn.q_proj twice"),
-        (
-            AdapterSpec(modules=(entry(),) * 3),
-            good * 3,
-            AdapterLimits(max_modules=2),
-            "3 modules; allowed are at most 2",
-        ),
-        (spec, bad, AdapterLimits(), "values that are not finite"),
-    ]
-    for one, tensors, limits, message in cases:
-        with pytest.raises(ConfigError, match=message):
-            check_adapter(one, tensors, llama.span, limits)
-    assert check_adapter(spec, good, llama.span).spec == spec
-    assert check_adapter(AdapterSpec(modules=()), [], llama.span).tensors == ()
-    with pytest.raises(ConfigError, match="max_rank must be at least 1, got 0"):
-        AdapterLimits(max_rank=0)
-
-
-def test_rows_must_name_adapters_that_are_there(llama: Pair) -> None:
-    loaded = check_adapter(AdapterSpec(modules=(entry(),)), [torch.zeros(4, 32), torch.zeros(32, 4)], llama.span)
-    hidden = states(2, 3, WIDTH)
-    for rows, message in (
-        ((0, 1), "row 1 names adapter 1; allowed are -1 to 0"),
-        ((0,), "name 1 rows; the batch has 2"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            llama.forward(hidden, adapters=AdapterUse(adapters=(loaded,), rows=rows))
-
-
-def test_a_parameter_that_is_not_used_in_a_linear_product_is_refused(
-    pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = hidden @ self.weight.T
-        scores, indices = logits.topk(self.top_k)
-        return logits, scores, indices
-
-    pair = pair_of("mixtral")
-    one = entry(module="mlp.gate", kind="lora_parameter", parameter="weight", shapes=((2, 32), (4, 2)))
-    loaded = check_adapter(AdapterSpec(modules=(one,)), [torch.zeros(2, 32), torch.zeros(4, 2)], pair.span)
-    router = pair.span.module(1, "mlp.gate")
-    monkeypatch.setattr(type(router), "forward", forward)
-    with pytest.raises(UnsupportedError, match="does not use its parameter"):
-        pair.forward(states(1, 2, WIDTH), adapters=AdapterUse(adapters=(loaded,)))

@@ -1,0 +1,232 @@
+"""Keeps the weights of blocks in few bits.
+
+int8 is LLM.int8() (Dettmers et al. 2022), nf4 is the type of QLoRA (Dettmers et al. 2023). Linear layers become
+bitsandbytes' own. Fused experts keep each expert quantized and widen it when tokens are routed to it; nothing wide is
+saved for the backward pass, which widens again. Activations, norms, routers and caches stay as they are, and gradients
+flow to activations and adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarm_plugins.blocks.experts import EXPERT_PARAMETERS, Routing, is_fused_experts
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["QUANTIZATIONS", "ExpertWeights", "check_quantization", "quantize_block"]
+
+QUANTIZATIONS = ("none", "int8", "nf4")
+"""Known ways to keep weights."""
+
+# A layer with fewer features on a side (a gate of one output) saves nothing and would lose the most.
+_MIN_FEATURES = 16
+_NF4_BLOCK = 64
+# Columns of activations above this are multiplied in the wide type on CUDA: LLM.int8(), section 3.2.
+_OUTLIER_THRESHOLD = 6.0
+
+
+def check_quantization(kind: str) -> None:
+    """Checks the name of a quantization.
+
+    Raises:
+        ConfigError: If it is unknown.
+    """
+    if kind not in QUANTIZATIONS:
+        raise ConfigError(f"quantization {kind!r} is unknown; known: {', '.join(QUANTIZATIONS)}")
+
+
+def quantize_block(block: nn.Module, kind: str, dtype: torch.dtype) -> None:
+    """Replaces the weights of a block's linear layers and fused experts.
+
+    Args:
+        block: The block; changed in place.
+        kind: ``int8`` or ``nf4``.
+        dtype: Type to compute in.
+    """
+    for parent in list(block.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and min(child.in_features, child.out_features) >= _MIN_FEATURES:
+                setattr(parent, name, _quantized_linear(child, kind, dtype))
+            elif is_fused_experts(child):
+                _quantize_experts(child, kind)
+
+
+class ExpertWeights(nn.Module):
+    """The quantized weights of one fused parameter, expert by expert.
+
+    Args:
+        weight: ``[E, out, in]``, or ``[E, in, out]`` if transposed.
+        kind: ``int8`` or ``nf4``.
+        is_transposed: Whether it is stored ``[E, in, out]``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, weight: Tensor, kind: str, is_transposed: bool) -> None:
+        super().__init__()
+        self.shape = tuple(weight.shape)
+        """As HF stores the parameter."""
+        self.kind = kind
+        experts = [(expert.T if is_transposed else expert).contiguous() for expert in weight.detach()]
+        self._expert_shape = (int(experts[0].shape[0]), int(experts[0].shape[1]))
+        quantize = _int8_codes if kind == "int8" else _nf4_codes
+        codes, scales = zip(*(quantize(expert) for expert in experts), strict=True)
+        self.register_buffer("codes", torch.stack(codes))
+        self.register_buffer("scales", torch.stack(scales))
+
+    def weight(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """Returns the widened weight of an expert, ``[out, in]``."""
+        codes, scales = self.codes[expert], self.scales[expert]
+        if self.kind == "int8":
+            return codes.to(dtype) * scales.to(dtype).unsqueeze(1)
+        return _nf4_weight(codes, scales, self._expert_shape, dtype)
+
+    def product(self, hidden: Tensor, counts: Sequence[int]) -> Tensor:
+        """Multiplies rows that are sorted by expert, ``counts`` of them for each expert."""
+        pieces: list[Tensor] = [
+            _Product.apply(rows, self, expert)  # type: ignore[no-untyped-call]
+            for expert, rows in enumerate(hidden.split(list(counts)))
+            if rows.shape[0]
+        ]
+        return torch.cat(pieces) if pieces else hidden.new_zeros(0, self._expert_shape[0])
+
+
+class _Product(torch.autograd.Function):
+    """A product with an expert's weight, which is widened again for the gradient instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
+        ctx.weights, ctx.expert = weights, expert
+        return functional.linear(rows, weights.weight(expert, rows.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ ctx.weights.weight(ctx.expert, grad.dtype), None, None
+
+
+class QuantizedExperts:
+    """Mixed into a family's experts class: runs the experts from quantized weights."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Runs the experts; the flags of transformers' experts registry are honoured."""
+        return run_quantized(self, hidden_states, top_k_index, top_k_weights)
+
+
+def run_quantized(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Runs experts from quantized weights, as transformers' grouped implementation does from plain ones."""
+    routing = Routing(top_k_index, module.num_experts)
+    _, counts = routing.rows_of(None)
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    up = getattr(module, first).product(hidden_states[routing.tokens], counts)  # [T * k, width]
+    if module.has_bias:
+        up = up + getattr(module, f"{first}_bias")[routing.experts]
+    up = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+    down = module.down_proj.product(up, counts)  # [T * k, D]
+    if module.has_bias:
+        down = down + module.down_proj_bias[routing.experts]
+    if module.has_post_expert_norm:
+        down = module.post_expert_norm(down)
+    weighted = down * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
+    unsorted = torch.empty_like(routing.order)
+    unsorted[routing.order] = torch.arange(routing.order.shape[0], device=routing.order.device)
+    summed: Tensor = weighted[unsorted].reshape(*top_k_index.shape, -1).sum(dim=1)  # [T, D]
+    return summed.to(hidden_states.dtype)
+
+
+def _quantize_experts(module: nn.Module, kind: str) -> None:
+    for name in EXPERT_PARAMETERS:
+        parameter = getattr(module, name, None)
+        if isinstance(parameter, nn.Parameter):
+            delattr(module, name)
+            setattr(module, name, ExpertWeights(parameter, kind, bool(module.is_transposed)))
+    plain = type(module)
+    members = {"grouped_forward": staticmethod(run_quantized), "__module__": plain.__module__}
+    module.__class__ = type(f"Quantized{plain.__name__}", (QuantizedExperts, plain), members)
+
+
+def _quantized_linear(linear: nn.Linear, kind: str, dtype: torch.dtype) -> nn.Linear:
+    # bitsandbytes' CPU kernels widen nf4 wrongly when a block of weights spans two rows: such layers take int8.
+    is_nf4 = kind == "nf4" and linear.in_features % _NF4_BLOCK == 0
+    made: Any = _nf4_linear(linear, dtype) if is_nf4 else _int8_linear(linear)
+    if linear.bias is not None:
+        made.bias = nn.Parameter(linear.bias.detach(), requires_grad=False)
+    # Moving to a device is what quantizes.
+    moved: nn.Linear = made.to(linear.weight.device).train(False)
+    return moved
+
+
+def _nf4_linear(linear: nn.Linear, dtype: torch.dtype) -> Any:
+    import bitsandbytes as bnb_package
+
+    bnb: Any = bnb_package
+    made = bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=dtype, quant_type="nf4"
+    )
+    # On some CPUs it would re-pack its weights in the first call without gradients, and multiply in bfloat16 only
+    # then: a session would compute something else than a forward.
+    made.support_avx512bf16_for_cpu = False
+    weight = linear.weight.detach()
+    made.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", blocksize=_NF4_BLOCK)
+    return made
+
+
+def _int8_linear(linear: nn.Linear) -> Any:
+    import bitsandbytes as bnb_package
+
+    bnb: Any = bnb_package
+    plain = bnb.nn.Linear8bitLt
+
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        # Its kernels take up to three dimensions; latent attention has four.
+        flat: Tensor = plain.forward(self, hidden.reshape(-1, hidden.shape[-1]))
+        return flat.reshape(*hidden.shape[:-1], flat.shape[-1])
+
+    weight = linear.weight.detach()
+    made = type("Linear8bitLt", (plain,), {"forward": forward})(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        has_fp16_weights=False,
+        threshold=_OUTLIER_THRESHOLD if weight.is_cuda else 0.0,
+    )
+    made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    return made
+
+
+def _int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scales = weight.float().abs().amax(dim=1).clamp(min=1e-12) / 127.0  # [out]
+    codes = (weight.float() / scales.unsqueeze(1)).round().to(torch.int8)
+    return codes, scales
+
+
+def _nf4_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    import bitsandbytes.functional as bnb_functional
+
+    bnb: Any = bnb_functional
+    # As one row, so that no block of weights spans two rows (see `_quantized_linear`).
+    flat = functional.pad(weight.reshape(1, -1), (0, -weight.numel() % _NF4_BLOCK))
+    codes, state = bnb.quantize_4bit(flat, blocksize=_NF4_BLOCK, compress_statistics=False, quant_type="nf4")
+    return codes, state.absmax
+
+
+def _nf4_weight(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    import bitsandbytes.functional as bnb_functional
+
+    bnb: Any = bnb_functional
+    state = bnb.QuantState(
+        absmax=scales,
+        shape=torch.Size((1, 2 * codes.numel())),
+        code=bnb.get_4bit_type("nf4", device=codes.device),
+        blocksize=_NF4_BLOCK,
+        quant_type="nf4",
+        dtype=dtype,
+    )
+    flat: Tensor = bnb.dequantize_4bit(codes, state)
+    rows, columns = shape
+    return flat.reshape(-1)[: rows * columns].reshape(rows, columns)

@@ -1,0 +1,205 @@
+"""The budget of keys and values: whole pages, never exceeded, nothing lost when it is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_plugins.blocks.kv import PAGE_TOKENS, BlockKV, KVPool, Session
+from swarm_plugins.errors import CapacityError, ConfigError
+
+LAYOUTS = {0: BlockKV(2, 3, 2, 3, torch.float32), 2: BlockKV(1, 8, 1, 4, torch.float16)}
+TOKEN_BYTES = (2 * 3 * 2) * 4 + (8 + 4) * 2
+
+
+def session_of(pool: KVPool, rows: int = 1) -> Session:
+    return Session(pool, LAYOUTS, range(3), rows, torch.device("cpu"))
+
+
+def fill(session: Session, tokens: int, start: float = 0.0) -> None:
+    """Appends tokens whose keys are counted up from ``start`` in every row."""
+    session.reserve(tokens)
+    for block, layout in LAYOUTS.items():
+        numbers = start + torch.arange(tokens, dtype=layout.dtype).reshape(1, 1, tokens, 1)
+        rows = torch.arange(session.batch_size, dtype=layout.dtype).reshape(-1, 1, 1, 1) * 1000
+        keys = (numbers + rows).expand(-1, layout.key_heads, -1, layout.key_width)
+        values = (numbers + rows).expand(-1, layout.value_heads, -1, layout.value_width)
+        session.append(block, keys, values)
+    session.length += tokens
+
+
+def held(session: Session) -> list[list[float]]:
+    """The numbers in each row of the first block."""
+    keys, values = session.view(0, session.length)
+    assert torch.equal(keys, values)
+    return keys[:, 1, :, 2].tolist()
+
+
+def test_sessions_take_whole_pages() -> None:
+    pool = KVPool(1 << 20)
+    session = session_of(pool, rows=2)
+    assert pool.used_bytes == session.num_bytes == 2 * PAGE_TOKENS * TOKEN_BYTES
+    fill(session, PAGE_TOKENS)
+    assert pool.used_bytes == 2 * PAGE_TOKENS * TOKEN_BYTES
+    fill(session, 1, PAGE_TOKENS)
+    assert pool.used_bytes == session.num_bytes == 2 * 2 * PAGE_TOKENS * TOKEN_BYTES
+    assert held(session)[1] == [1000.0 + number for number in range(PAGE_TOKENS + 1)]
+
+
+def test_growth_is_geometric_where_there_is_room_and_exact_where_not() -> None:
+    roomy = session_of(KVPool(1 << 30))
+    fill(roomy, 8 * PAGE_TOKENS)
+    fill(roomy, 1)
+    assert roomy.capacity == 12 * PAGE_TOKENS
+    tight = session_of(KVPool(10 * PAGE_TOKENS * TOKEN_BYTES + 9 * PAGE_TOKENS * 48))
+    fill(tight, 8 * PAGE_TOKENS)
+    fill(tight, 1)
+    assert tight.capacity == 9 * PAGE_TOKENS
+
+
+def test_moving_to_larger_buffers_is_counted_too() -> None:
+    """One page of both blocks fits twice, but not while the larger block's old buffers are still there."""
+    pool = KVPool(2 * PAGE_TOKENS * TOKEN_BYTES)
+    session = session_of(pool)
+    with pytest.raises(CapacityError, match=rf"{PAGE_TOKENS * TOKEN_BYTES} bytes used"):
+        session.reserve(PAGE_TOKENS + 1)
+    assert pool.used_bytes == session.num_bytes == PAGE_TOKENS * TOKEN_BYTES
+    assert session.capacity == PAGE_TOKENS
+
+
+def test_no_room_for_a_first_page_says_used_asked_and_limit() -> None:
+    pool = KVPool(100)
+    asked = PAGE_TOKENS * TOKEN_BYTES
+    with pytest.raises(CapacityError, match=rf"0 bytes used, {asked} more asked, limit 100"):
+        session_of(pool)
+    assert pool.used_bytes == 0
+
+
+def test_rows_are_selected_repeated_and_forked() -> None:
+    pool = KVPool(1 << 20)
+    session = session_of(pool, rows=2)
+    fill(session, 3)
+    session.repeat(2)
+    assert held(session) == [[0, 1, 2], [0, 1, 2], [1000, 1001, 1002], [1000, 1001, 1002]]
+    assert pool.used_bytes == session.num_bytes == 4 * PAGE_TOKENS * TOKEN_BYTES
+    session.select([3, 0])
+    assert held(session) == [[1000, 1001, 1002], [0, 1, 2]]
+    assert pool.used_bytes == session.num_bytes == 2 * PAGE_TOKENS * TOKEN_BYTES
+    copy = session.fork()
+    session.crop(1)
+    fill(session, 1, 7)
+    assert held(copy) == [[1000, 1001, 1002], [0, 1, 2]]
+    assert held(session) == [[1000, 7], [0, 1007]]
+    for one in (session, copy):
+        one.close()
+        one.close()
+    assert pool.used_bytes == 0
+
+
+def test_failed_select_and_fork_leave_everything_as_it_was() -> None:
+    pool = KVPool(3 * PAGE_TOKENS * TOKEN_BYTES)
+    session = session_of(pool, rows=2)
+    fill(session, 3)
+    for change in (lambda: session.repeat(2), session.fork):
+        with pytest.raises(CapacityError):
+            change()
+        assert session.batch_size == 2
+        assert held(session) == [[0, 1, 2], [1000, 1001, 1002]]
+        assert pool.used_bytes == session.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda session: session.crop(4), r"cannot crop to 4 tokens: the cache holds 3", id="crop"),
+        pytest.param(lambda session: session.crop(-1), r"cannot crop to -1", id="crop-negative"),
+        pytest.param(lambda session: session.select([0, 2]), r"row index 2 .* has 2 rows", id="select"),
+        pytest.param(lambda session: session.select([-1]), r"row index -1", id="select-negative"),
+        pytest.param(lambda session: session.select([]), r"at least one row index", id="select-none"),
+        pytest.param(lambda session: session.repeat(0), r"at least 1 copy of each row, got 0", id="repeat"),
+    ],
+)
+def test_wrong_changes_are_refused(change: Callable[[Session], Any], message: str) -> None:
+    session = session_of(KVPool(1 << 20), rows=2)
+    fill(session, 3)
+    with pytest.raises(ConfigError, match=message):
+        change(session)
+    assert held(session) == [[0, 1, 2], [1000, 1001, 1002]]
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_bytes must be at least 1, got 0"):
+        KVPool(0)
+    with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
+        session_of(KVPool(1 << 20), rows=0)
+
+
+def test_free_tokens_are_whole_pages() -> None:
+    pool = KVPool(3 * PAGE_TOKENS * TOKEN_BYTES - 1)
+    assert pool.free_tokens(TOKEN_BYTES) == 2 * PAGE_TOKENS
+    assert pool.free_tokens(0) == 0
+
+
+class Watching(KVPool):
+    """Notes the most that was ever used."""
+
+    peak = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        super().reserve(num_bytes)
+        self.peak = max(self.peak, self.used_bytes)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 150)),
+        st.tuples(st.just("repeat"), st.integers(1, 3)),
+        st.tuples(st.just("select"), st.lists(st.integers(0, 5), min_size=1, max_size=4)),
+        st.tuples(st.just("crop"), st.integers(0, 200)),
+        st.tuples(st.just("fork"), st.just(0)),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(operations=OPERATIONS, pages=st.integers(1, 12))
+def test_any_sequence_of_changes_keeps_contents_and_budget(operations: list[tuple[str, Any]], pages: int) -> None:
+    pool = Watching(pages * PAGE_TOKENS * TOKEN_BYTES)
+    session = session_of(pool)
+    model: list[list[float]] = [[]]
+    forks = []
+    for kind, argument in operations:
+        try:
+            if kind == "append":
+                fill(session, argument, float(len(model[0])))
+                model = [
+                    [*row, *(len(row) + i + 1000 * index for i in range(argument))] for index, row in enumerate(model)
+                ]
+            elif kind == "repeat":
+                session.repeat(argument)
+                model = [row for row in model for _ in range(argument)]
+            elif kind == "select":
+                rows = [index % len(model) for index in argument]
+                session.select(rows)
+                model = [list(model[row]) for row in rows]
+            elif kind == "crop":
+                session.crop(min(argument, session.length))
+                model = [row[:argument] for row in model]
+            else:
+                forks.append((session.fork(), [list(row) for row in model]))
+        except CapacityError:
+            pass
+        assert held(session) == model
+        assert pool.used_bytes == session.num_bytes + sum(fork.num_bytes for fork, _ in forks)
+    for fork, expected in forks:
+        assert held(fork) == expected
+        fork.close()
+    session.close()
+    assert pool.used_bytes == 0
+    assert pool.peak <= pool.budget_bytes
