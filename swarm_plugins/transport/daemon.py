@@ -16,11 +16,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hivemind.p2p import P2P, P2PDaemonError
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.identity import IdentityFile
 
 __all__ = ["Daemon", "start_daemon"]
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
+_IDENTITY_CHECK_TIMEOUT_S = 5.0
 
 
 class Daemon:
@@ -104,11 +106,11 @@ class Daemon:
         )
 
 
-async def start_daemon(config: NodeConfig, identity_path: Path) -> Daemon:
+async def start_daemon(config: NodeConfig, identity: IdentityFile) -> Daemon:
     """Starts the daemon.
 
     Raises:
-        ConfigError: If an address is in use or cannot be listened on.
+        ConfigError: If an address is in use or cannot be listened on, or another peer has the same identity.
         TransportError: If no initial peer can be reached, or the daemon does not start.
     """
     if not config.client_mode:
@@ -116,7 +118,9 @@ async def start_daemon(config: NodeConfig, identity_path: Path) -> Daemon:
             _check_port_free(address)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return Daemon(await _create(_arguments(config, identity_path)))
+            if identity.existed and config.initial_peers and not config.client_mode:
+                await _check_identity_free(config, identity)
+            return Daemon(await _create(_arguments(config, identity.path)))
         except P2PDaemonError as exc:
             if "failed to start in" in str(exc) and attempt < _ATTEMPTS:
                 log.warning("the libp2p daemon has not started within %g s; trying again", config.start_timeout_s)
@@ -130,6 +134,31 @@ async def start_daemon(config: NodeConfig, identity_path: Path) -> Daemon:
 def _ignore_error(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         task.exception()
+
+
+async def _check_identity_free(config: NodeConfig, identity: IdentityFile) -> None:
+    # hivemind has the same check, for RSA keys only.
+    asking = await _create(
+        {
+            "initial_peers": list(config.initial_peers),
+            "dht_mode": "client",
+            "no_listen": True,
+            "auto_nat": False,
+            "nat_port_map": False,
+            "startup_timeout": config.start_timeout_s,
+        }
+    )
+    try:
+        async with asyncio.timeout(_IDENTITY_CHECK_TIMEOUT_S):
+            await asking._client.connect(PeerID.from_base58(identity.identity.peer_id), [])
+    except (P2PDaemonError, TimeoutError):
+        return  # nobody answers to that name
+    finally:
+        await _stop(asking)
+    raise ConfigError(
+        f"another peer of the swarm runs with the identity {identity.path} ({identity.identity.peer_id}): "
+        "end it, or give each its own file"
+    )
 
 
 async def _create(arguments: dict[str, Any]) -> P2P:
@@ -169,7 +198,7 @@ def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
         "announce_maddrs": list(config.announce_maddrs) or None,
         "host_maddrs": list(config.host_maddrs),
         "identity_path": str(identity_path),
-        # Ours is checked by a lock: hivemind's check starts a second daemon.
+        # Checked by ourselves, where another peer can have it at all.
         "check_if_identity_free": False,
         "dht_mode": "client" if config.client_mode else "server",
         "no_listen": config.client_mode and not config.use_auto_relay,

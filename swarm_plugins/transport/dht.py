@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hivemind.dht.node import DHTNode
@@ -170,42 +171,64 @@ class SwarmDHT:
         return self._dht
 
     async def _store(self, wanted: dict[str, Record], ttl_s: float) -> None:
-        dht = self._running()
-        keys = list(wanted)
+        for _ in range(2):
+            expirations = self._expirations_for(wanted, ttl_s)
+            if await self._try_store(wanted, expirations):
+                return
+            # One node that refuses (its clock is off, it is full, it is hostile) hides that others have accepted; and
+            # a record that an earlier run of this peer has left may live longer than the new one: look what is there.
+            present = await self._own_expirations(wanted)
+            if all(present.get(key) == expiration for key, expiration in expirations.items()):
+                return
+            self._expirations.update(present)
+        raise TransportError(
+            "no node of the DHT has taken the announcement: check that the clock of this machine is right, "
+            "and that the initial peers still run"
+        )
+
+    def _expirations_for(self, keys: Iterable[str], ttl_s: float) -> dict[str, float]:
         # A node keeps the record that expires last, so each must expire after the one it replaces.
         soonest = time.time() + ttl_s
-        expirations = [max(soonest, self._expirations.get(key, 0.0) + _LATER_S) for key in keys]
-        values = [
-            sign_record(self._identity, key, wanted[key], expiration)
-            for key, expiration in zip(keys, expirations, strict=True)
-        ]
+        return {key: max(soonest, self._expirations.get(key, 0.0) + _LATER_S) for key in keys}
+
+    async def _try_store(self, wanted: dict[str, Record], expirations: dict[str, float]) -> bool:
+        dht = self._running()
+        keys = list(wanted)
+        values = [sign_record(self._identity, key, wanted[key], expirations[key]) for key in keys]
         stored = await self._daemon.race(
-            dht.store_many(keys, values, expirations, subkeys=[self._daemon.peer_id] * len(keys)),
+            dht.store_many(
+                keys, values, [expirations[key] for key in keys], subkeys=[self._daemon.peer_id] * len(keys)
+            ),
             timeout_s=self._config.dht_timeout_s,
             what="announcing to the DHT",
         )
-        self._expirations.update(zip(keys, expirations, strict=True))
-        if not all(stored.values()):
-            raise TransportError(
-                "no node of the DHT has taken the announcement: check that the clock of this machine is right, "
-                "and that the initial peers still run"
-            )
+        self._expirations.update(expirations)
+        return all(stored.values())
 
-    async def _find(self, keys: list[str]) -> list[tuple[str, Record]]:
-        dht = self._running()
+    async def _own_expirations(self, keys: Iterable[str]) -> dict[str, float]:
+        items = await self._look_up(keys)
+        return {key: expiration for key, peer, _, expiration in items if peer == self._daemon.peer_id}
+
+    async def _find(self, keys: Iterable[str]) -> list[tuple[str, Record]]:
+        opened = []
+        for key, peer, blob, expiration in await self._look_up(keys):
+            try:
+                opened.append((peer, open_record(key_id(key), peer, blob, expiration)))
+            except ProtocolError as exc:
+                log.debug("dropped a record under %s: %s", key, exc)
+        return opened
+
+    async def _look_up(self, keys: Iterable[str]) -> list[tuple[str, str, bytes, float]]:
+        """Returns key, owner, record and expiration of all that stands under some keys."""
         found = await self._daemon.race(
             # Infinity: do not stop at the first node that knows something, it may know only some of the servers.
-            dht.get_many(keys, sufficient_expiration_time=float("inf")),
+            self._running().get_many(list(keys), sufficient_expiration_time=float("inf")),
             timeout_s=self._config.dht_timeout_s,
             what="asking the DHT",
         )
-        opened = []
-        for key, result in found.items():
-            if result is None or not isinstance(result.value, dict):
-                continue
-            for peer, item in result.value.items():
-                try:
-                    opened.append((peer, open_record(key_id(key), peer, item.value, item.expiration_time)))
-                except ProtocolError as exc:
-                    log.debug("dropped a record under %s: %s", key, exc)
-        return opened
+        return [
+            (key, peer, item.value, item.expiration_time)
+            for key, result in found.items()
+            if result is not None and isinstance(result.value, dict)
+            for peer, item in result.value.items()
+        ]

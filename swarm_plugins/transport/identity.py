@@ -99,12 +99,14 @@ class IdentityFile:
         path: The file.
         identity: What is in it.
         lock: Descriptor that holds the lock.
+        existed: It was there before, so another peer may have it too.
         is_temporary: Delete it at the end.
     """
 
-    def __init__(self, path: Path, identity: Identity, lock: int, *, is_temporary: bool) -> None:
+    def __init__(self, path: Path, identity: Identity, lock: int, *, existed: bool, is_temporary: bool) -> None:
         self.path = path
         self.identity = identity
+        self.existed = existed
         self._lock: int | None = lock
         self._is_temporary = is_temporary
 
@@ -119,14 +121,15 @@ class IdentityFile:
             # A directory that only its owner may enter.
             temporary = Path(tempfile.mkdtemp(prefix="swarm-identity-")) / "identity"
             create_identity_file(temporary)
-            return cls._lock_and_load(temporary, is_temporary=True)
+            return cls._lock_and_load(temporary, existed=False, is_temporary=True)
         path = Path(path)
-        if not path.exists():
+        existed = path.exists()
+        if not existed:
             create_identity_file(path)
-        return cls._lock_and_load(path, is_temporary=False)
+        return cls._lock_and_load(path, existed=existed, is_temporary=False)
 
     @classmethod
-    def _lock_and_load(cls, path: Path, *, is_temporary: bool) -> IdentityFile:
+    def _lock_and_load(cls, path: Path, *, existed: bool, is_temporary: bool) -> IdentityFile:
         identity = load_identity(path)
         lock = os.open(path, os.O_RDONLY)
         try:
@@ -137,7 +140,7 @@ class IdentityFile:
                 f"the identity {path} ({identity.peer_id}) is in use by another node on this machine; "
                 "two peers with one id cannot be told apart: give each its own file"
             ) from exc
-        return cls(path, identity, lock, is_temporary=is_temporary)
+        return cls(path, identity, lock, existed=existed, is_temporary=is_temporary)
 
     def give_back(self) -> None:
         """Unlocks the file; deletes it if it is temporary. Idempotent."""

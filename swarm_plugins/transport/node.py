@@ -59,7 +59,7 @@ class SwarmNode:
         install_guards()
         try:
             self._identity = IdentityFile.take(self._config.identity_path)
-            self._daemon = await start_daemon(self._config, self._identity.path)
+            self._daemon = await start_daemon(self._config, self._identity)
             self._dht = SwarmDHT(self._daemon, self._identity.identity, self._config)
             await self._dht.start()
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -318,6 +319,37 @@ def test_one_dead_initial_peer_among_living_ones_does_no_harm() -> None:
             await host.announce(INFO, 60.0)
             async with client(dead, *await host.addresses()) as guest:
                 assert set(await guest.servers("v1", 8)) == {host.peer_id}
+
+    run(body)
+
+
+def test_an_identity_copied_to_another_machine_is_refused(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with server() as first:
+            peers = await first.addresses()
+            config = NodeConfig(identity_path=tmp_path / "id", initial_peers=peers)
+            async with SwarmNode(config) as original:
+                shutil.copy(tmp_path / "id", tmp_path / "copy")
+                copied = NodeConfig(identity_path=tmp_path / "copy", initial_peers=peers)
+                with pytest.raises(ConfigError, match=f"another peer of the swarm.*copy.*{original.peer_id}.*own file"):
+                    await SwarmNode(copied).start()
+                peer = original.peer_id
+            async with SwarmNode(config) as again:
+                assert again.peer_id == peer
+
+    run(body)
+
+
+def test_a_record_left_by_an_earlier_run_gives_way(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with server() as first:
+            config = NodeConfig(identity_path=tmp_path / "id", initial_peers=await first.addresses())
+            async with SwarmNode(config) as earlier:
+                await earlier.announce(INFO, ttl_s=600.0)
+            async with SwarmNode(config) as later:
+                moved = msgspec.structs.replace(INFO, start=4, end=8)
+                await later.announce(moved, ttl_s=60.0)
+                assert await first.servers("v1", 8) == {later.peer_id: moved}
 
     run(body)
 
