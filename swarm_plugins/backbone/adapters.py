@@ -6,6 +6,7 @@ would not be shipped would silently get no gradient, so anything unknown raises 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
-from swarm_plugins.backbone.standin import is_hollow
+from swarm_plugins.backbone.standin import StandIn, is_hollow
 from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter
 from swarm_plugins.errors import UnsupportedError
 
@@ -36,6 +37,9 @@ class _Tuned(NamedTuple):
 class AdapterReader:
     """Finds the adapters of a model's remote blocks.
 
+    Reading them all anew takes milliseconds, which every generated token would pay; what is cheap to see (which are
+    active, which tensors, how scaled) tells whether the last reading still holds.
+
     Args:
         blocks: The remote blocks, in order.
     """
@@ -43,7 +47,11 @@ class AdapterReader:
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks
         self._tuned: list[_Tuned] = []
+        self._weights: list[tuple[int, str, dict[str, nn.Parameter | None]]] = []
         self._seen = -1
+        self._state: list[object] | None = None
+        self._last = AdapterSelection()
+        self._is_checked = False
 
     def select(self, structure: int, indices: range, batch_size: int) -> AdapterSelection:
         """Returns the adapters that are active now on some blocks.
@@ -58,28 +66,76 @@ class AdapterReader:
         """
         if structure != self._seen:
             self._tuned = list(_find_tuned(self.blocks))
-            self._seen = structure
-        tuned = [item for item in self._tuned if item.block in indices]
-        selection = _selection(tuned, batch_size) if tuned else AdapterSelection()
+            self._weights = list(_find_weights(self.blocks))
+            self._seen, self._state = structure, None
+        names = _per_row_names(self._tuned)
+        state: list[object] = [indices, batch_size, None if names is None else tuple(names)]
+        for item in self._tuned:
+            state.extend(_state(item.layer))
+        if state != self._state:
+            tuned = [item for item in self._tuned if item.block in indices]
+            self._last = _selection(tuned, names, batch_size)
+            self._state, self._is_checked = state, False
         if torch.is_grad_enabled():
-            self._refuse_forgotten(selection, indices)
-        return selection
+            self._refuse_forgotten(indices)
+        if any(module.dropout for adapter in self._last.adapters for module in adapter.spec.modules):
+            # Drawn from the global generator, so that a seeded run is reproducible.
+            return dataclasses.replace(self._last, dropout_seed=int(torch.randint(2**62, (1,)).item()))
+        return self._last
 
-    def _refuse_forgotten(self, selection: AdapterSelection, indices: range) -> None:
-        shipped = {id(tensor) for tensor in selection.tensors}
+    def _refuse_forgotten(self, indices: range) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, path, parameters in self._weights:
+                for name, parameter in parameters.items():
+                    if parameter is not None and parameter.requires_grad and index in indices:
+                        raise _forgotten(index, f"{path}.{name}" if path else name)
+        if self._is_checked:
+            return
+        shipped = {id(tensor) for tensor in self._last.tensors}
         for index in indices:
             for name, parameter in self.blocks[index].named_parameters():
                 if parameter.requires_grad and id(parameter) not in shipped and not _is_inactive(name, parameter):
-                    raise UnsupportedError(
-                        f"{name!r} in remote block {index} is trainable but would get no gradient: servers never "
-                        f"change their weights. Freeze it (requires_grad_(False)) or train an adapter; {WHAT_WORKS}"
-                    )
+                    raise _forgotten(index, name)
+        self._is_checked = True
+
+
+def _forgotten(index: int, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name!r} in remote block {index} is trainable but would get no gradient: servers never change their weights. "
+        f"Freeze it (requires_grad_(False)) or train an adapter; {WHAT_WORKS}"
+    )
 
 
 def _is_inactive(name: str, parameter: nn.Parameter) -> bool:
     """Whether it is a LoRA or IA3 tensor of an adapter that is switched off: PEFT leaves those trainable too."""
     known = (".lora_A.", ".lora_B.", ".ia3_l.")
     return not is_hollow(parameter) and any(part in f".{name}" for part in known)
+
+
+def _find_weights(blocks: Sequence[nn.Module]) -> Iterator[tuple[int, str, dict[str, nn.Parameter | None]]]:
+    """Finds the modules of the blocks that have parameters of their own, with the live dict of these."""
+    for index, block in enumerate(blocks):
+        for path, module in block.named_modules():
+            if isinstance(module, StandIn) and module._parameters:
+                plain = ".".join(part for part in path.split(".") if part != "base_layer")
+                yield index, plain, module._parameters
+
+
+def _state(layer: Any) -> list[object]:
+    """Returns what the structure and tensors of a layer's adapters depend on, as cheaply as can be."""
+    if layer._disable_adapters:
+        return [None]
+    # Past PEFT's properties and torch's attribute hooks: this runs for every layer and generated token.
+    modules = layer._modules
+    if "ia3_l" in modules:
+        vectors = modules["ia3_l"]._parameters
+        return [str(layer._active_adapter), *map(id, vectors.values())]
+    state: list[object] = [str(layer._active_adapter), *layer.scaling.values()]
+    for factors in (modules["lora_A"], modules["lora_B"]):
+        for name, factor in factors._modules.items():
+            state += (name, id(factor._parameters["weight"]))
+    state += (dropout.training for dropout in modules["lora_dropout"]._modules.values())
+    return state
 
 
 def _find_tuned(blocks: Sequence[nn.Module]) -> Iterator[_Tuned]:
@@ -106,31 +162,27 @@ def _check_options(item: _Tuned, name: str) -> None:
         )
 
 
-def _selection(tuned: Sequence[_Tuned], batch_size: int) -> AdapterSelection:
-    seed = None
-    if any(_dropout(item, name) for item in tuned for name in _active(item)):
-        # Drawn from the global generator, so that a seeded run is reproducible.
-        seed = int(torch.randint(2**62, (1,)).item())
-    per_row = _per_row_names(tuned)
-    if per_row is None:
+def _selection(tuned: Sequence[_Tuned], names: Sequence[str] | None, batch_size: int) -> AdapterSelection:
+    if names is None:
         # One for each name: PEFT applies several on one layer one after the other, and a frozen one is not sent again.
         distinct = list(dict.fromkeys(name for item in tuned for name in _active(item)))
         found = [_collect([item for item in tuned if name in _active(item)], name) for name in distinct]
-        return AdapterSelection(adapters=tuple(adapter for adapter in found if adapter.tensors), dropout_seed=seed)
-    if len(per_row) != batch_size:
+        return AdapterSelection(adapters=tuple(adapter for adapter in found if adapter.tensors))
+    if len(names) != batch_size:
         raise UnsupportedError(
-            f"adapter_names has {len(per_row)} names for a batch of {batch_size} rows; give one for each"
+            f"adapter_names has {len(names)} names for a batch of {batch_size} rows; give one for each"
         )
-    distinct = [name for name in dict.fromkeys(per_row) if name != "__base__"]
-    rows = tuple(-1 if name == "__base__" else distinct.index(name) for name in per_row)
-    adapters = tuple(_collect(tuned, name) for name in distinct)
-    return AdapterSelection(adapters=adapters, rows=rows, dropout_seed=seed)
+    distinct = [name for name in dict.fromkeys(names) if name != "__base__"]
+    rows = tuple(-1 if name == "__base__" else distinct.index(name) for name in names)
+    return AdapterSelection(adapters=tuple(_collect(tuned, name) for name in distinct), rows=rows)
 
 
 def _per_row_names(tuned: Sequence[_Tuned]) -> list[str] | None:
     """Reads the names of a mixed batch from the hooks by which PEFT hands them to its layers."""
-    for item in tuned:
-        for hook in item.layer._forward_pre_hooks.values():  # type: ignore[attr-defined]
+    # PEFT hands them to all of its LoRA layers alike.
+    first = next((item.layer for item in tuned if isinstance(item.layer, LoraLayer)), None)
+    if first is not None:
+        for hook in first._forward_pre_hooks.values():  # type: ignore[attr-defined]
             if isinstance(hook, functools.partial) and "alora_offsets" in hook.keywords:
                 raise UnsupportedError(f"aLoRA is not supported on remote blocks; {WHAT_WORKS}")
             if isinstance(hook, functools.partial) and hook.keywords.get("adapter_names") is not None:

@@ -209,7 +209,9 @@ class ClientSession:
 
     async def _send(self, current: _SpanSession, inputs: BlockInputs) -> SessionStepResponse:
         span = current.span
-        part = self.digests.part(inputs.adapters, range(span.start, span.end))
+        # Nothing trains between the tokens of a generation; a prompt may follow a step of training.
+        is_prompt = inputs.hidden.shape[1] > 1 or current.history.length == 0
+        part = self.digests.part(inputs.adapters, range(span.start, span.end), verify=is_prompt)
         await self.peers.upload(span.peer, part.shipped)
         sent = _as_sent(inputs, current.history.length)
         request = SessionStep(

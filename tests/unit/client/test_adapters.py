@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -52,6 +54,45 @@ def test_unchanged_tensors_are_hashed_once_and_changed_ones_again(monkeypatch: p
         selection.adapters[0].tensors[0].add_(1.0)
     assert cache.part(selection, range(2)).digests != first
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.data.add_(1.0),
+        lambda tensor: setattr(tensor, "data", tensor.data + 1),
+        lambda tensor: tensor.detach().numpy().__iadd__(1),
+        lambda tensor: tensor.data.neg_(),
+    ],
+    ids=["data", "set-data", "numpy", "sign"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_changes_that_autograd_does_not_see_are_seen(
+    change: Callable[[torch.Tensor], object], dtype: torch.dtype
+) -> None:
+    plain = adapter(range(2))
+    selection = AdapterSelection(adapters=(ClientAdapter(plain.spec, tuple(t.to(dtype) for t in plain.tensors)),))
+    cache = DigestCache()
+    before = cache.part(selection, range(2)).digests
+    change(selection.adapters[0].tensors[1])
+    after = cache.part(selection, range(2)).digests
+    assert after != before
+    assert after == (adapter_digest(plain.spec, selection.adapters[0].tensors),)
+
+
+def test_between_tokens_values_are_not_looked_at() -> None:
+    selection, cache = AdapterSelection(adapters=(adapter(range(2)),)), DigestCache()
+    before = cache.part(selection, range(2)).digests
+    selection.adapters[0].tensors[1].data.add_(1.0)
+    assert cache.part(selection, range(2), verify=False).digests == before
+    assert cache.part(selection, range(2)).digests != before
+
+
+def test_few_parts_are_remembered() -> None:
+    cache = DigestCache(capacity=2)
+    for _ in range(5):
+        cache.part(AdapterSelection(adapters=(adapter(range(2)),)), range(2))
+    assert len(cache._cuts) == len(cache._named) == 2
 
 
 def test_rows_and_seed_follow_a_slice_of_the_batch() -> None:
