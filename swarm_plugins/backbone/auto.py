@@ -89,12 +89,12 @@ class _AutoSwarm:
             settings=settings,
             connection=connection,
         )
+        # Joining here and not at the first step: a wrong address or a missing block shows before weights are read.
+        stack.check()
         watch_injection()
         model = load_remote(
             base_class, checkpoint, stack, dtype=dtype, device=str(device or "cpu"), config_changes=config_changes
         )
-        # Joining here and not at the first step: a wrong address or a missing block shows before any data is read.
-        stack.check()
         return model
 
 

@@ -129,7 +129,7 @@ class SwarmView:
 
     def _missing_text(self, blocks: range) -> str:
         missing = missing_blocks(self._usable(), blocks)
-        banned = sorted(peer for peer in self._entries if self.bans.is_banned(peer))
+        banned = sorted(self.bans.banned())
         return (
             f"no living server holds blocks {_ranges(missing)} of {self.version}"
             + (f" (left out after failures: {', '.join(banned)})" if banned else "")

@@ -40,6 +40,10 @@ class BanList:
         self._strikes.pop(peer, None)
         self._until.pop(peer, None)
 
+    def banned(self) -> list[str]:
+        """Returns the peers that are left out now."""
+        return [peer for peer in self._until if self.is_banned(peer)]
+
     def is_banned(self, peer: str) -> bool:
         """Returns whether routing leaves the peer out now."""
         return self._clock() < self._until.get(peer, float("-inf"))
