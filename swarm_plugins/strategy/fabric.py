@@ -1,0 +1,118 @@
+"""The strategy of Fabric, without the class of Lightning that it extends: there are two of those."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from swarm_plugins.backbone.context import SwarmConfig
+from swarm_plugins.strategy.inspection import check_remote, check_trainable, has_remote_blocks
+from swarm_plugins.strategy.member import SwarmMember, check_precision
+from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, trained_state
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy as _Base
+else:
+    _Base = object
+
+__all__ = ["FabricStrategy"]
+
+
+class FabricStrategy(SwarmMember, _Base):
+    """Mixed in before the `SingleDeviceStrategy` of either package."""
+
+    strategy_name = "swarm"
+    _is_remote = False
+
+    def __init__(self, initial_peers: Sequence[str] | str | None = None, *, swarm: SwarmConfig | None = None) -> None:
+        super().__init__()
+        self.initial_peers = initial_peers
+        self.swarm = swarm
+
+    @property
+    def precision(self) -> Any:
+        """Lightning's precision plugin; checked when it is set, which Fabric does when it is made."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        check_precision(plugin)
+        self._precision = plugin
+
+    def setup_environment(self) -> None:
+        """Joins the swarm: in ``fabric.launch()``, and not when the strategy is made."""
+        self.join()
+        super().setup_environment()
+
+    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+        """Runs inside ``fabric.init_module()``: models that are loaded inside have their blocks on the swarm."""
+        stack = contextlib.ExitStack()
+        # Never empty: what is made here beside the base model is an adapter, which nobody fills in later.
+        stack.enter_context(super().module_init_context(empty_init=False))
+        stack.enter_context(self.loading())
+        return stack
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Checks that the module, or one that was set up before it, has remote blocks.
+
+        Raises:
+            UnsupportedError: If none has.
+        """
+        if not self._is_remote:
+            check_remote(module)
+            self._is_remote = True
+        return super().setup_module(module)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        """Checks also that there is an adapter to train.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        if has_remote_blocks(module):
+            check_trainable(module)
+        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Returns what is trained; all of a module without remote blocks."""
+        return trained_state(module) if has_remote_blocks(module) else super().get_module_state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Puts back what was trained.
+
+        Raises:
+            CheckpointError: If it does not fit.
+        """
+        if has_remote_blocks(module):
+            load_trained(module, state_dict, strict=strict)
+        else:
+            super().load_module_state_dict(module, state_dict, strict=strict)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Saves a checkpoint that names the version of the base model."""
+        modules = _remote_in(state)
+        described = {**state, KEY: describe_base(modules[0])} if modules else state
+        super().save_checkpoint(path, described, *args, **kwargs)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint into the objects of ``state``.
+
+        Raises:
+            CheckpointError: If it was trained on another base model, or does not fit.
+        """
+        for module in _remote_in(state) if isinstance(state, dict) else []:
+            # Read twice (it is small): nothing may be changed by a checkpoint that is refused.
+            check_base(super().load_checkpoint(path, weights_only=weights_only), module)
+        rest = super().load_checkpoint(path, state, strict, weights_only)
+        rest.pop(KEY, None)
+        return rest
+
+
+def _remote_in(state: Mapping[str, Any]) -> list[nn.Module]:
+    return [value for value in state.values() if isinstance(value, nn.Module) and has_remote_blocks(value)]

@@ -1,0 +1,94 @@
+"""What makes a program a member of the swarm: peers, device and precision, for Trainer and Fabric alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swarm_plugins.backbone.context import SwarmSettings, active_swarm, find_settings, join_swarm
+from swarm_plugins.errors import ConfigError, UnsupportedError
+
+__all__ = ["SwarmMember"]
+
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+class SwarmMember:
+    """Mixed into the strategies; keeps settings, and joins the swarm when it is told to."""
+
+    initial_peers: Sequence[str] | str | None
+    swarm: Any
+    num_nodes: int = 1
+    settings: SwarmSettings | None = None
+    _devices: list[torch.device] | None = None
+    _connection: Any = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device chosen by ``accelerator=`` and ``devices=``, in a list; Lightning fills it in."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise UnsupportedError(
+                f"strategy 'swarm' trains on one device, got devices={len(devices)}: the blocks run on servers, the "
+                "rest is small; pass devices=1"
+            )
+        self._devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the client's weights and the adapters live."""
+        return self._devices[0] if self._devices else torch.device("cpu")
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes of this machine step together: never."""
+        return False
+
+    def join(self) -> None:
+        """Joins the swarm, if it is known by now which one; a model that is loaded later may name its own.
+
+        Raises:
+            UnsupportedError: If several machines were asked for.
+            ConfigError: If an address is malformed.
+            TransportError: If the swarm cannot be joined.
+        """
+        # Fabric writes to the private name.
+        num_nodes = max(self.num_nodes, getattr(self, "_num_nodes", 1))
+        if num_nodes > 1:
+            raise UnsupportedError(
+                f"strategy 'swarm' is one client on one machine, got num_nodes={num_nodes}; pass num_nodes=1"
+            )
+        self.settings = find_settings(self.initial_peers, self.swarm)
+        if self.settings is not None:
+            # Held as long as this strategy: models that are loaded through the same peers share it.
+            self._connection = join_swarm(self.settings)
+
+    def loading(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which models that are loaded find the swarm."""
+        return contextlib.nullcontext() if self.settings is None else active_swarm(self.settings)
+
+
+def check_precision(plugin: Any) -> None:
+    """Checks Lightning's precision plugin.
+
+    Raises:
+        ConfigError: If it cannot work with blocks that are elsewhere.
+    """
+    if "bitsandbytes" in type(plugin).__name__.lower():
+        raise ConfigError(
+            f"precision plugin {type(plugin).__name__} cannot work with strategy 'swarm': it quantizes weights, and "
+            "those of the blocks are on servers ('swarm serve --quantization' does it there); "
+            f"use precision {' or '.join(map(repr, _PRECISIONS))}"
+        )
+    name = getattr(plugin, "precision", None)
+    if plugin is not None and name not in _PRECISIONS:
+        raise ConfigError(
+            f"precision {name!r} cannot work with strategy 'swarm': hidden states or their gradients would overflow "
+            f"or lose their type on the way; use {' or '.join(map(repr, _PRECISIONS))}"
+        )

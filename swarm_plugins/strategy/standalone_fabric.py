@@ -1,0 +1,13 @@
+"""The strategy for the package ``lightning_fabric``, whose classes are others than those of ``lightning``."""
+
+from __future__ import annotations
+
+from lightning_fabric.strategies.single_device import SingleDeviceStrategy
+
+from swarm_plugins.strategy.fabric import FabricStrategy
+
+__all__ = ["FabricSwarmStrategy"]
+
+
+class FabricSwarmStrategy(FabricStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # typed for the other package
+    """As `swarm_plugins.FabricSwarmStrategy`, for ``lightning_fabric.Fabric``."""

@@ -1,0 +1,103 @@
+"""Checkpoints of what is trained, tied to the version of the base model that it was trained on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from swarm_plugins import __version__
+from swarm_plugins.errors import CheckpointError
+from swarm_plugins.strategy.inspection import base_versions, remote_models
+from swarm_plugins.versions import ModelVersion
+
+__all__ = ["KEY", "check_base", "describe_base", "load_trained", "trained_state"]
+
+log = logging.getLogger(__name__)
+
+KEY = "swarm_plugins"
+"""Where a checkpoint says what it belongs to."""
+_MAX_NAMES = 3
+
+
+def trained_state(module: nn.Module) -> dict[str, Any]:
+    """Returns the part of a module's state that a run changes.
+
+    These are the trainable parameters, and buffers outside of the base model (running averages of a head, say). The
+    base model itself is read again by its name; it may be many times as large.
+    """
+    kept = _trainable_names(module) | _own_buffers(module)
+    return {name: value for name, value in module.state_dict().items() if name in kept}
+
+
+def load_trained(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Puts a state back.
+
+    Raises:
+        CheckpointError: If a tensor has another shape; or, if ``strict``, if a trainable tensor is missing or one
+            has no place in the module.
+    """
+    here = module.state_dict()
+    cure = "build the same adapter (kind, rank, target modules) as the run that wrote it, or start without ckpt_path"
+    unexpected = [name for name in state if name not in here]
+    missing = sorted(_trainable_names(module) - set(state))
+    if strict and (unexpected or missing):
+        parts = [f"{len(missing)} trainable tensor(s) are missing in it: {_some(missing)}"] if missing else []
+        parts += [f"{len(unexpected)} have no place in the model: {_some(unexpected)}"] if unexpected else []
+        raise CheckpointError(f"the checkpoint does not fit {type(module).__name__}: {'; '.join(parts)}; {cure}")
+    fitting = {name: value for name, value in state.items() if name in here}
+    for name, value in fitting.items():
+        if isinstance(value, Tensor) and isinstance(here[name], Tensor) and value.shape != here[name].shape:
+            raise CheckpointError(
+                f"the checkpoint does not fit {type(module).__name__}: {name!r} has shape {tuple(value.shape)} in it, "
+                f"{tuple(here[name].shape)} in the model; {cure}"
+            )
+    module.load_state_dict(fitting, strict=False)
+
+
+def describe_base(module: nn.Module) -> dict[str, Any]:
+    """Returns what a checkpoint says of itself: plain strings, so that it loads without trusting it."""
+    return {"version": __version__, "base": [str(version) for version in base_versions(module)]}
+
+
+def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
+    """Checks that a checkpoint was made on the base model that is here.
+
+    Raises:
+        CheckpointError: If it was made on another one.
+    """
+    described = checkpoint.get(KEY)
+    if not isinstance(described, Mapping) or not isinstance(described.get("base"), list):
+        log.warning("the checkpoint does not say on which base model it was trained; it was not made by this strategy")
+        return
+    there = [ModelVersion.parse(str(text)) for text in described["base"]]
+    here = base_versions(module)
+    # Versions are equal when their weights are: a renamed directory is the same model.
+    if {version.key for version in there} != {version.key for version in here}:
+        raise CheckpointError(
+            f"the checkpoint was trained on {_all(there)}, but the model here is {_all(here)}: its tensors mean "
+            "nothing there. Load that version of the base model (from_pretrained(name, revision=...)), or start "
+            "without ckpt_path"
+        )
+
+
+def _trainable_names(module: nn.Module) -> set[str]:
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if parameter.requires_grad}
+
+
+def _own_buffers(module: nn.Module) -> set[str]:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    bases = tuple(f"{name}." if name else "" for name in remote_models(module))
+    return {name for name in module.state_dict() if name not in parameters and not (bases and name.startswith(bases))}
+
+
+def _some(names: Collection[str]) -> str:
+    shown = ", ".join(repr(name) for name in list(names)[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
+
+
+def _all(versions: Collection[ModelVersion]) -> str:
+    return ", ".join(str(version) for version in versions) or "no remote model"

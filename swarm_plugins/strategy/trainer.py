@@ -1,0 +1,91 @@
+"""The strategy of a Trainer, without the class of Lightning that it extends: there are two of those."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from swarm_plugins.backbone.context import SwarmConfig
+from swarm_plugins.strategy.inspection import check_remote, check_trainable
+from swarm_plugins.strategy.member import SwarmMember, check_precision
+from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, trained_state
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
+else:
+    _Base = object
+
+__all__ = ["TrainerStrategy"]
+
+
+class TrainerStrategy(SwarmMember, _Base):
+    """Mixed in before the `SingleDeviceStrategy` of either package."""
+
+    strategy_name = "swarm"
+
+    def __init__(self, initial_peers: Sequence[str] | str | None = None, *, swarm: SwarmConfig | None = None) -> None:
+        super().__init__()
+        self.initial_peers = initial_peers
+        self.swarm = swarm
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's precision plugin; checked when it is set, which a Trainer does when it is made."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        check_precision(plugin)
+        self._precision_plugin = plugin
+
+    def setup_environment(self) -> None:
+        """Joins the swarm: before the model is built, and not when the strategy is."""
+        self.join()
+        super().setup_environment()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Runs around ``configure_model``: models that are loaded inside have their blocks on the swarm."""
+        with self.loading():
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Checks the module, then sets up devices and optimizers.
+
+        Raises:
+            UnsupportedError: If no block of the module is remote.
+            ConfigError: If it is to be trained and has no adapter.
+        """
+        check_remote(self._module)
+        if trainer.state.fn == "fit":
+            check_trainable(self._module)
+        super().setup(trainer)
+
+    @property
+    def _module(self) -> nn.Module:
+        if self.lightning_module is None:
+            raise RuntimeError(
+                "the strategy has no module yet: a Trainer connects it in fit, validate, test or predict"
+            )
+        return self.lightning_module
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns what is trained."""
+        return trained_state(self._module)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves a checkpoint that names the version of the base model."""
+        described = {**checkpoint, KEY: describe_base(self._module)}
+        super().save_checkpoint(described, filepath, storage_options=storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Puts back what was trained.
+
+        Raises:
+            CheckpointError: If it was trained on another base model, or does not fit.
+        """
+        check_base(checkpoint, self._module)
+        load_trained(self._module, checkpoint["state_dict"], strict=strict)
