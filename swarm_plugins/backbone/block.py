@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from swarm_plugins.backbone.arguments import by_name
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.backbone.standin import stand_in_class, turn_into_stand_ins
 
@@ -18,12 +19,14 @@ class RemoteBlock(nn.Module):
     swarm_stack: RemoteStack
     swarm_index: int
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         """Returns the block's output, `[batch, length, width]`."""
         if args:
             # A few families pass the mask by position.
-            kwargs = {"attention_mask": args[0], **kwargs}
-        return self.swarm_stack.run_block(self.swarm_index, hidden_states, kwargs)
+            original: type[nn.Module] = self._stand_in_of[1]  # type: ignore[index,assignment]
+            kwargs = by_name(original, args, kwargs)
+        output = self.swarm_stack.run_block(self.swarm_index, hidden_states, kwargs)
+        return (output,) if self.swarm_stack.in_tuple else output
 
 
 def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:

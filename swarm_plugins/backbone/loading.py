@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.backbone.block import make_remote
 from swarm_plugins.backbone.masks import ATTENTION_NAME, register_attention
+from swarm_plugins.backbone.probe import probe_layer_loop
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint, client_tensors, find_layers, layer_list_name
 from swarm_plugins.errors import UnsupportedError
@@ -71,6 +72,7 @@ def load_remote(
     model.__class__ = base_class
     model.to(torch.device(device))  # type: ignore[arg-type]  # the wrapper around it has lost its signature
     model.set_attn_implementation(ATTENTION_NAME)
+    probe_layer_loop(model.base_model, stack, device)
     model.name_or_path = checkpoint.name
     _load_generation_config(model, checkpoint)
     model.eval()

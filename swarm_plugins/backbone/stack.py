@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.utils.output_capturing import _active_collector
 
 from swarm_plugins.backbone.adapters import AdapterReader
+from swarm_plugins.backbone.arguments import read_arguments
 from swarm_plugins.backbone.cache import RemoteCacheState, adopt_cache
 from swarm_plugins.backbone.context import SwarmSettings
 from swarm_plugins.backbone.standin import structure_version
@@ -64,6 +64,8 @@ class RemoteStack:
         self.settings = settings
         self.connection = connection
         self.layers: Sequence[nn.Module] = ()
+        self.in_tuple = False
+        """Whether the model's loop expects layers to return a tuple."""
         self._remote: RemoteBlocks | None = None
         self._reader: AdapterReader | None = None
         self._local = threading.local()
@@ -125,18 +127,18 @@ class RemoteStack:
             raise UnsupportedError(
                 "output_attentions=True cannot work on remote blocks: attention weights stay on servers"
             )
-        cache: Cache | None = kwargs.get("past_key_values")
-        if cache is not None and len(blocks) < self.num_blocks:
+        arguments = read_arguments(hidden, kwargs)
+        if arguments.cache is not None and len(blocks) < self.num_blocks:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
         inputs = BlockInputs(
             hidden=hidden,
-            position_ids=kwargs.get("position_ids"),
-            attention_mask=_padding(kwargs, hidden),
+            position_ids=arguments.position_ids,
+            attention_mask=arguments.attention_mask,
             adapters=self._adapters(blocks, hidden.shape[0]),
             collect_hidden="hidden_states" in collector and len(blocks) > 1,
             collect_router="router_logits" in collector,
         )
-        _refuse_unknown(kwargs)
+        cache = arguments.cache
         state = adopt_cache(cache, self.remote, self.num_blocks) if cache is not None else None
         outputs = self._forward(inputs, blocks, state)
         return _Running(outputs, len(blocks), collected=inputs.collect_hidden)
@@ -177,51 +179,6 @@ class RemoteStack:
             version=self.version, num_blocks=self.num_blocks, settings=self.settings, connection=self.connection
         )
         memo[id(self)] = twin
+        twin.in_tuple = self.in_tuple
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
-
-
-def _padding(kwargs: dict[str, Any], hidden: Tensor) -> Tensor | None:
-    """Returns the padding mask as bool, or None when nothing is padded."""
-    mask: Tensor | None = kwargs.get("attention_mask")
-    if mask is None:
-        # transformers takes positions that start again for packed sequences, but not where it has a mask or a cache;
-        # servers see neither an empty cache nor a mask that hides nothing, unless they are told.
-        cache: Cache | None = kwargs.get("past_key_values")
-        is_empty = cache is not None and cache.get_seq_length() == 0
-        return torch.ones(hidden.shape[:2], dtype=torch.bool) if is_empty and _restart(kwargs) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise UnsupportedError(
-            f"remote blocks take a padding mask of shape [batch, length], got {shape}; pass attention_mask as the "
-            "tokenizer makes it"
-        )
-    mask = mask.bool()
-    return None if bool(mask.all()) and not _restart(kwargs) else mask
-
-
-def _restart(kwargs: dict[str, Any]) -> bool:
-    """Whether positions start again within a row."""
-    positions: Tensor | None = kwargs.get("position_ids")
-    return positions is not None and bool((positions[..., 1:] - positions[..., :-1] != 1).any())
-
-
-_KNOWN = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "position_embeddings",
-    "cache_position",
-    "output_attentions",
-    "output_router_logits",
-}
-"""What transformers hands to every decoder layer; servers compute position embeddings themselves."""
-
-
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
-    unknown = [name for name, value in kwargs.items() if name not in _KNOWN and isinstance(value, Tensor)]
-    if unknown:
-        raise UnsupportedError(
-            f"remote blocks do not take the tensor argument(s) {', '.join(sorted(unknown))}; leave them out"
-        )

@@ -1,0 +1,69 @@
+"""Tries, while a model is loaded, whether its layer loop is one that remote blocks can stand in.
+
+A few families build masks of their own, hand more than hidden states from layer to layer, or do something between
+layers. That shows here, before any data is read, and not as a wrong token later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarm_plugins.backbone.arguments import read_arguments
+from swarm_plugins.backbone.stack import RemoteStack
+from swarm_plugins.errors import UnsupportedError
+
+__all__ = ["probe_layer_loop"]
+
+
+class _Watch:
+    """Stands in for the remote blocks and checks how they are called."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.last: Tensor | None = None
+
+    def run_block(self, index: int, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+        if self.last is not None and hidden is not self.last:
+            raise UnsupportedError(f"hidden states are changed between blocks {index - 1} and {index}")
+        read_arguments(hidden, kwargs)
+        self.calls.append(index)
+        # New tensors, as a server's answers are.
+        self.last = hidden.clone()
+        return self.last
+
+
+def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device | str) -> None:
+    """Calls the base model once with remote blocks that hand hidden states on.
+
+    Args:
+        base: HF's base model.
+        stack: Of its remote blocks; learns in which form they return hidden states.
+        device: Where the local weights are.
+
+    Raises:
+        UnsupportedError: If the model's own forward does what servers could not know of.
+    """
+    reasons = []
+    for in_tuple in (False, True):
+        watch = _Watch()
+        stack.in_tuple = in_tuple
+        stack.run_block = watch.run_block  # type: ignore[method-assign]
+        try:
+            with torch.no_grad():
+                base(input_ids=torch.zeros(1, 3, dtype=torch.long, device=device), use_cache=False)
+        except (UnsupportedError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as exc:
+            reasons.append(str(exc))
+            continue
+        finally:
+            del stack.run_block
+        if watch.calls == list(range(stack.num_blocks)):
+            return
+        reasons.append(f"blocks are called in the order {watch.calls}")
+    raise UnsupportedError(
+        f"{type(base).__name__} cannot have remote blocks: its layers are not called the plain way of transformers, "
+        f"one after the other with a mask made by its attention interface ({reasons[0]}); use a model of another family"
+    )
