@@ -26,6 +26,7 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.busy import BusyMeter
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.pack import PartialStep, choose_pack
+from swarm_plugins.server.rhythm import Rhythm
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerRunner"]
 
@@ -103,10 +104,11 @@ class _Call(_Item):
 class _Step(_Item):
     """New tokens of one session."""
 
-    __slots__ = ("part", "prepare")
+    __slots__ = ("arrived", "part", "prepare")
 
     def __init__(self, inputs: StepInputs, prepare: Callable[[], None] | None) -> None:
         super().__init__()
+        self.arrived = time.monotonic()
         self.part = PartialStep(inputs)
         self.prepare = prepare
 
@@ -137,6 +139,7 @@ class Scheduler:
         self._packs_since_training = 0
         self._num_submitted = {"step": 0, "training": 0}
         self._busy = BusyMeter()
+        self._rhythm = Rhythm()
         self._thread: threading.Thread | None = None
         self._is_stopping = False
 
@@ -239,6 +242,7 @@ class Scheduler:
         while not self._is_stopping:
             has_work = bool(self._calls or self._steps or self._trainings)
             self._collect(is_waiting=not has_work)
+            self._gather()
             started = time.monotonic()
             self._busy.begin(started)
             if self._trainings and self._packs_since_training >= _PACKS_BEFORE_TRAINING:
@@ -261,9 +265,26 @@ class Scheduler:
         except queue.Empty:
             return
 
+    def _gather(self) -> None:
+        """Waits a moment for sessions that are about to come, if they can share a forward with those that wait."""
+        while self._steps and not self._trainings and all(step.part.num_left == 1 for step in self._steps):
+            now = time.monotonic()
+            wait_s = self._rhythm.wait_s({id(step.part.inputs.cache) for step in self._steps}, now)
+            if wait_s <= 0 or self._is_stopping:
+                return
+            try:
+                item = self._inbox.get(timeout=wait_s)
+            except queue.Empty:
+                return
+            self._sort_in(item)
+            self._collect(is_waiting=False)
+            if self._calls:
+                return
+
     def _sort_in(self, item: _Item | None) -> None:
         if isinstance(item, _Step):
             self._steps.append(item)
+            self._rhythm.arrived(id(item.part.inputs.cache), item.arrived)
         elif isinstance(item, _Call):
             (self._trainings if item.is_training else self._calls).append(item)
 
@@ -336,7 +357,9 @@ class Scheduler:
     def _run_group(self, group: Sequence[tuple[_Step, int]]) -> None:
         try:
             chunks = [step.part.chunk(num_tokens) for step, num_tokens in group]
+            started = time.monotonic()
             outputs = self._runner.step(chunks)
+            ended = time.monotonic()
             for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
                 step.part.add(chunk, output)
         except Exception as error:  # noqa: BLE001 - belongs to the one who waits
@@ -347,10 +370,13 @@ class Scheduler:
                 return
             self._fail(group[0][0], error)
             return
+        if all(chunk.hidden.shape[1] == 1 for chunk in chunks):
+            self._rhythm.ran(sum(chunk.hidden.shape[0] for chunk in chunks), ended - started)
         for step, _ in group:
             if step.part.is_complete:
                 self._steps.remove(step)
                 step.finish(step.part.result())
+                self._rhythm.answered(id(step.part.inputs.cache), ended)
 
     def _fail(self, step: _Step, error: Exception) -> None:
         self._steps.remove(step)

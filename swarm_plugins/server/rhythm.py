@@ -1,0 +1,91 @@
+"""When to wait a moment so that more sessions share a forward.
+
+Sessions that decode come back a short time after each answer. If a forward starts with those that wait, those that
+are about to come form a second group, and the two groups alternate for ever: each round costs two forwards. A forward
+costs ``a + b * rows``; waiting ``w`` for the others replaces two forwards by one, which is less work and a shorter
+round for all of them whenever ``w < a``. So that is the rule, with ``a`` and each session's return time learnt here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+
+__all__ = ["Rhythm"]
+
+_MAX_SESSIONS = 1024
+_MAX_GAP_S = 1.0
+"""A session that takes longer to come back is not waited for."""
+_NUM_RUNS = 48
+_CAUTION = 0.7
+"""Part of ``a`` that a wait may take: return times vary."""
+_MARGIN = 1.25
+_MIN_MARGIN_S = 0.001
+
+
+@dataclass(slots=True)
+class _Session:
+    answered: float = 0.0
+    gap_s: float | None = None
+    is_running: bool = True
+
+
+class Rhythm:
+    """Learns how long forwards take and when sessions come back. Used by one thread."""
+
+    def __init__(self) -> None:
+        """Starts without knowledge: nothing is waited for."""
+        self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()
+        self._runs: deque[tuple[int, float]] = deque(maxlen=_NUM_RUNS)
+
+    def arrived(self, session: Hashable, now: float) -> None:
+        """Notes that a session has sent its next step, at time ``now``."""
+        known = self._sessions.setdefault(session, _Session())
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        if not known.is_running:
+            gap_s = max(0.0, now - known.answered)
+            known.gap_s = gap_s if known.gap_s is None else (known.gap_s + gap_s) / 2
+        known.is_running = True
+
+    def answered(self, session: Hashable, now: float) -> None:
+        """Notes that a session has got its answer."""
+        known = self._sessions.get(session)
+        if known is not None:
+            known.answered = now
+            known.is_running = False
+
+    def ran(self, rows: int, seconds: float) -> None:
+        """Notes how long a forward of single-token steps took."""
+        self._runs.append((rows, seconds))
+
+    def wait_s(self, waiting: Collection[Hashable], now: float) -> float:
+        """Returns how long to wait for sessions that are about to come; 0 if it does not pay."""
+        limit_s = _CAUTION * self._fixed_s()
+        if limit_s <= 0:
+            return 0.0
+        longest_s = 0.0
+        for name, session in self._sessions.items():
+            if session.is_running or session.gap_s is None or session.gap_s > _MAX_GAP_S or name in waiting:
+                continue
+            due_s = session.answered + session.gap_s * _MARGIN + _MIN_MARGIN_S - now
+            # Overdue: it has ended, or thinks; the rest need not wait for it.
+            if 0 < due_s < limit_s:
+                longest_s = max(longest_s, due_s)
+        return longest_s
+
+    def _fixed_s(self) -> float:
+        """Returns ``a``: what a forward costs however few rows it has."""
+        if not self._runs:
+            return 0.0
+        count = len(self._runs)
+        mean_rows = sum(rows for rows, _ in self._runs) / count
+        mean_s = sum(seconds for _, seconds in self._runs) / count
+        spread = sum((rows - mean_rows) ** 2 for rows, _ in self._runs)
+        if spread == 0:
+            # Only one size seen so far: half of it is a careful guess for small packs.
+            return mean_s / 2 if mean_rows <= 4 else 0.0
+        slope = sum((rows - mean_rows) * (seconds - mean_s) for rows, seconds in self._runs) / spread
+        return min(max(mean_s - max(slope, 0.0) * mean_rows, 0.0), mean_s)

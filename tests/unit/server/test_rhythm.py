@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from swarm_plugins.server.rhythm import Rhythm
+
+FIXED_S, ROW_S = 0.040, 0.005
+
+
+def with_costs(*sizes: int) -> Rhythm:
+    rhythm = Rhythm()
+    for rows in sizes:
+        rhythm.ran(rows, FIXED_S + rows * ROW_S)
+    return rhythm
+
+
+def come_back(rhythm: Rhythm, session: str, *, answered: float, gap_s: float) -> None:
+    rhythm.arrived(session, answered - 1.0)
+    rhythm.answered(session, answered)
+    rhythm.arrived(session, answered + gap_s)
+    rhythm.answered(session, answered + gap_s)
+
+
+def test_nothing_is_waited_for_without_knowledge() -> None:
+    rhythm = Rhythm()
+    rhythm.arrived("a", 0.0)
+    assert rhythm.wait_s({"a"}, 0.0) == 0.0
+
+
+def test_session_that_comes_back_soon_is_waited_for() -> None:
+    rhythm = with_costs(1, 7, 1, 7)
+    come_back(rhythm, "b", answered=10.0, gap_s=0.010)  # answered again at 10.010
+    rhythm.arrived("a", 10.011)
+    # Due 10 ms after 10.010, with a quarter and a millisecond of margin.
+    assert rhythm.wait_s({"a"}, 10.012) == pytest.approx(0.0125 + 0.001 - 0.002, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gap_s", "now"),
+    [
+        pytest.param(0.030, 10.030, id="longer-than-a-forward-saves"),
+        pytest.param(2.0, 12.0, id="thinks-for-seconds"),
+        pytest.param(0.010, 10.030, id="overdue"),
+    ],
+)
+def test_session_is_not_waited_for(gap_s: float, now: float) -> None:
+    rhythm = with_costs(1, 7, 1, 7)
+    come_back(rhythm, "b", answered=10.0, gap_s=gap_s)
+    assert rhythm.wait_s({"a"}, now) == 0.0
+
+
+def test_session_that_waits_already_or_runs_is_not_waited_for() -> None:
+    rhythm = with_costs(1, 7, 1, 7)
+    come_back(rhythm, "b", answered=10.0, gap_s=0.010)
+    assert rhythm.wait_s({"b"}, 10.012) == 0.0
+    rhythm.arrived("b", 10.013)
+    assert rhythm.wait_s({"a"}, 10.013) == 0.0
+
+
+def test_forwards_that_cost_by_the_row_alone_are_not_worth_a_wait() -> None:
+    rhythm = Rhythm()
+    for rows in (1, 4, 8):
+        rhythm.ran(rows, rows * 0.01)
+    come_back(rhythm, "b", answered=10.0, gap_s=0.001)
+    assert rhythm.wait_s({"a"}, 10.001) == 0.0
+
+
+def test_number_of_sessions_is_bounded() -> None:
+    rhythm = Rhythm()
+    for index in range(5000):
+        rhythm.arrived(index, 0.0)
+    assert len(rhythm._sessions) <= 1024
