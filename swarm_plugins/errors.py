@@ -8,6 +8,7 @@ SwarmError
 ├── CheckpointError (OSError)                a checkpoint is missing, truncated or not what it says
 ├── MissingBlocksError (LookupError)         no living server holds a needed block
 ├── CapacityError (MemoryError)              a budget is full: says used, asked and limit
+├── HubError (OSError)                       a Hub refused something or cannot be reached
 └── TransportError (ConnectionError)         a request left this machine and failed
     ├── ProtocolError                        the peer sent something that is not allowed
     ├── RequestTimeoutError (TimeoutError)   no answer within the deadline
@@ -26,6 +27,7 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "HubError",
     "MissingBlocksError",
     "MissingExtraError",
     "ProtocolError",
@@ -65,6 +67,19 @@ class MissingBlocksError(SwarmError, LookupError):
 
 class CapacityError(SwarmError, MemoryError):
     """A budget is full; the message says what is used, what was asked and the limit."""
+
+
+class HubError(SwarmError, OSError):
+    """A Hub refused something or cannot be reached.
+
+    Args:
+        message: What, why, and what to do.
+        is_passing: Whether trying again later can help.
+    """
+
+    def __init__(self, message: str, *, is_passing: bool = False) -> None:
+        super().__init__(message)
+        self.is_passing = is_passing
 
 
 class TransportError(SwarmError, ConnectionError):

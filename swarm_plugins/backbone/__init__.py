@@ -12,11 +12,15 @@ from swarm_plugins.backbone.auto import (
     AutoSwarmModelForSequenceClassification,
 )
 from swarm_plugins.backbone.context import SwarmSettings, active_swarm
+from swarm_plugins.backbone.version import ServedBlocks, base_version, served_blocks
 
 __all__ = [
     "AutoSwarmModel",
     "AutoSwarmModelForCausalLM",
     "AutoSwarmModelForSequenceClassification",
+    "ServedBlocks",
     "SwarmSettings",
     "active_swarm",
+    "base_version",
+    "served_blocks",
 ]

@@ -1,0 +1,112 @@
+"""The card of an adapter: what the Hub shows, and what it finds adapters by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from swarm_plugins.hub.manifest import Manifest
+from swarm_plugins.versions import ModelVersion
+
+__all__ = ["AdapterFacts", "base_tag", "card_text"]
+
+_CLASSES = {
+    "text-generation": "AutoModelForCausalLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "feature-extraction": "AutoModel",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFacts:
+    """What a card says beside the manifest."""
+
+    repo_id: str
+    """Where it is published."""
+    pipeline_tag: str = "text-generation"
+    """The Hub's word for the task."""
+    base_model: str | None = None
+    """Id of the base on the Hub. None: the base is a directory that the Hub does not know."""
+    tags: Sequence[str] = ()
+    """Tags of the user's own."""
+    dataset: str | None = None
+    """Id of the dataset that the metrics were measured on."""
+
+
+def base_tag(version: ModelVersion) -> str:
+    """Returns the tag by which adapters of one base version are found."""
+    return f"swarm-base:{version.revision}"
+
+
+def card_text(facts: AdapterFacts, manifest: Manifest) -> str:
+    """Returns the card as Markdown with its metadata."""
+    name = facts.repo_id.split("/")[-1]
+    metadata: dict[str, object] = {}
+    if facts.base_model is not None:
+        metadata = {"base_model": facts.base_model, "base_model_relation": "adapter"}
+    results = [
+        EvalResult(
+            task_type=facts.pipeline_tag,
+            dataset_type=facts.dataset or "custom",
+            dataset_name=facts.dataset or "evaluation of the training run",
+            metric_type=metric,
+            metric_value=value,
+        )
+        for metric, value in sorted(manifest.metrics.items())
+    ]
+    data = ModelCardData(
+        library_name="peft",
+        pipeline_tag=facts.pipeline_tag,
+        tags=_tags(facts, manifest),
+        # Only there to name the results.
+        model_name=name if results else None,
+        eval_results=results or None,
+        **metadata,  # type: ignore[arg-type]
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n{_body(facts, manifest, name)}"
+
+
+def _tags(facts: AdapterFacts, manifest: Manifest) -> list[str]:
+    tags = [*facts.tags, "swarm_plugins", "transformers"]
+    if manifest.peft_type:
+        tags.append(manifest.peft_type.lower())
+    if facts.base_model is not None:
+        tags.append(f"base_model:adapter:{facts.base_model}")
+    if manifest.base is not None:
+        tags.append(base_tag(manifest.base))
+    return sorted(set(tags))
+
+
+def _body(facts: AdapterFacts, manifest: Manifest, name: str) -> str:
+    base = facts.base_model or manifest.base_name or "the base model"
+    revision = f', revision="{manifest.base_revision}"' if facts.base_model and manifest.base_revision else ""
+    model_class = _CLASSES.get(facts.pipeline_tag, "AutoModel")
+    rows = {
+        "base model": base,
+        "base version": manifest.base_revision or "not known",
+        "method": manifest.peft_type,
+        "steps": manifest.step,
+        "published": manifest.event,
+        "written by": f"swarm_plugins {manifest.swarm_plugins_version}",
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value not in (None, ""))
+    metrics = "\n".join(f"| {metric} | {value:.6g} |" for metric, value in sorted(manifest.metrics.items()))
+    metrics = f"\n## Metrics\n\n| metric | value |\n|---|---|\n{metrics}\n" if metrics else ""
+    return f"""# {name}
+
+An adapter for `{base}`, in PEFT's format. Each version is a git tag.
+
+```python
+import swarm_plugins
+from transformers import {model_class}
+
+base = {model_class}.from_pretrained("{base}"{revision})
+model = swarm_plugins.load_adapter(base, "{facts.repo_id}")  # or version="v1"; checks the base's version
+```
+
+| | |
+|---|---|
+{table}
+{metrics}"""

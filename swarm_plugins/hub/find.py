@@ -1,0 +1,143 @@
+"""Finds adapters of a base model on the Hub, and tells which version of the base each was made for."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, field
+
+from huggingface_hub import HfApi, ModelInfo, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+
+from swarm_plugins.errors import CheckpointError
+from swarm_plugins.hub.card import base_tag
+from swarm_plugins.hub.deadline import within
+from swarm_plugins.hub.failures import translated_errors
+from swarm_plugins.hub.folder import CONFIG_FILE
+from swarm_plugins.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, Manifest, PeftFacts
+from swarm_plugins.hub.names import check_repo_id, sorted_tags
+from swarm_plugins.versions import ModelVersion
+
+__all__ = ["FoundAdapter", "find_adapters"]
+
+log = logging.getLogger(__name__)
+
+_MAX_TAGS = 20
+_ANSWER_S = 20.0
+_COMMIT = re.compile(r"[0-9a-f]{40}|local-[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundAdapter:
+    """One version of an adapter on the Hub."""
+
+    repo_id: str
+    """Its repository."""
+    tag: str | None
+    """The version's tag. None: the repository has no versions, and its main branch is meant."""
+    commit: str
+    """The commit."""
+    base: ModelVersion | None
+    """The version of the base that it was made for; None if the repository does not tell."""
+    peft_type: str = ""
+    """PEFT's name of the method."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The metrics that it was published with."""
+
+
+def find_adapters(
+    base: str | ModelVersion,
+    revision: str | None = None,
+    *,
+    limit: int = 50,
+    token: str | bool | None = None,
+    endpoint: str | None = None,
+) -> list[FoundAdapter]:
+    """Returns the newest version of each adapter of a base model that fits.
+
+    Args:
+        base: Id of the base on the Hub, or its version as `base_version` tells it.
+        revision: Branch, tag or commit of the base: only adapters made for it. None: for any version of it.
+        limit: Repositories looked at.
+        token: Access token of the Hub. None: the stored one.
+        endpoint: Address of the Hub; by default that of huggingface_hub.
+
+    Raises:
+        ConfigError: If the base cannot be one.
+        HubError: If the Hub cannot be reached, or does not know the revision.
+    """
+    api = HfApi(endpoint=endpoint, token=token)
+    if isinstance(base, ModelVersion):
+        wanted: str | None = base.revision if revision is None else revision
+        tag = base_tag(base) if base.is_local else f"base_model:adapter:{base.name}"
+    else:
+        check_repo_id(base)
+        wanted = revision if revision is None or _COMMIT.fullmatch(revision) else _resolved(api, base, revision)
+        tag = f"base_model:adapter:{base}"
+    what = f"list adapters of {base}"
+    with translated_errors(what):
+        models = within(_ANSWER_S, what, lambda: list(api.list_models(filter=tag, limit=limit)))
+    found = (_newest(api, model, wanted) for model in models)
+    return [one for one in found if one is not None]
+
+
+def _resolved(api: HfApi, base: str, revision: str) -> str:
+    with translated_errors(f"look up {base}@{revision}"):
+        return str(api.model_info(base, revision=revision, timeout=_ANSWER_S).sha)
+
+
+def _newest(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | None:
+    what = f"list the versions of {model.id}"
+    with translated_errors(what):
+        refs = within(_ANSWER_S, what, lambda: api.list_repo_refs(model.id))
+    commits = {ref.name: ref.target_commit for ref in refs.tags}
+    tags: list[str | None] = [*sorted_tags(commits)]
+    if len(tags) > _MAX_TAGS:
+        log.info("%s has %d versions; only the newest %d are looked at", model.id, len(tags), _MAX_TAGS)
+    main = next((ref.target_commit for ref in refs.branches if ref.name == "main"), None)
+    for tag in tags[:_MAX_TAGS] or [None]:
+        commit = main if tag is None else commits[tag]
+        one = None if commit is None else describe(api, model.id, tag, commit)
+        if one is not None and (wanted is None or (one.base is not None and one.base.revision == wanted)):
+            return one
+    return None
+
+
+def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAdapter | None:
+    """Returns what a commit says of its adapter; None if it holds none that can be understood.
+
+    Raises:
+        HubError: If the Hub cannot be reached.
+    """
+    try:
+        manifest = _read(api, repo_id, commit, MANIFEST_FILE)
+        if manifest is not None:
+            known = Manifest.parse(manifest)
+            return FoundAdapter(
+                repo_id=repo_id,
+                tag=tag,
+                commit=commit,
+                base=known.base,
+                peft_type=known.peft_type,
+                metrics=known.metrics,
+            )
+        config = _read(api, repo_id, commit, CONFIG_FILE)
+        if config is None:
+            return None
+        written = PeftFacts.parse(config)
+    except CheckpointError as exc:
+        log.warning("%s@%s is left out: %s", repo_id, tag or commit, exc)
+        return None
+    return FoundAdapter(
+        repo_id=repo_id, tag=tag, commit=commit, base=written.base, peft_type=str(written.peft_type or "")
+    )
+
+
+def _read(api: HfApi, repo_id: str, commit: str, name: str) -> bytes | None:
+    with translated_errors(f"read {name} of {repo_id}"):
+        try:
+            path = hf_hub_download(repo_id, name, revision=commit, endpoint=api.endpoint, token=api.token)
+        except EntryNotFoundError:
+            return None
+        with open(path, "rb") as stream:
+            return stream.read(MAX_JSON_BYTES)

@@ -1,0 +1,190 @@
+"""Publishes a version: one commit, then its tag. Whoever asks for the tag sees the whole version or none.
+
+Every step can be repeated: a commit that arrived although its answer was lost is recognised by its content, a tag by
+the commit that it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+import msgspec
+from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+
+from swarm_plugins.errors import HubError
+from swarm_plugins.hub.deadline import within
+from swarm_plugins.hub.failures import translated_errors
+from swarm_plugins.hub.folder import PushTarget, files_to_push
+from swarm_plugins.hub.names import next_tag
+
+__all__ = ["PushedVersion", "RetryPlan", "push_folder"]
+
+log = logging.getLogger(__name__)
+
+_TAG_ATTEMPTS = 10
+_CONFLICT = 409
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPlan:
+    """How often and how long a push is tried."""
+
+    attempts: int = 5
+    """Tries in all."""
+    first_pause_s: float = 1.0
+    """Pause before the second try; each further one is twice as long."""
+    max_pause_s: float = 30.0
+    """Longest pause."""
+    attempt_s: float = 600.0
+    """Longest time of one try."""
+
+    def pause_s(self, attempt: int) -> float:
+        """Returns the pause after a failed try (counted from 0): a bit random, lest many clients return together."""
+        return min(self.first_pause_s * 2.0**attempt, self.max_pause_s) * random.uniform(0.75, 1.25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushedVersion:
+    """A version that is on the Hub."""
+
+    repo_id: str
+    """The repository, with its owner."""
+    tag: str
+    """The version's tag."""
+    commit: str
+    """The commit that the tag names."""
+    folder: Path
+    """Where it was pushed from."""
+
+
+@dataclass
+class _Progress:
+    """What has been done already, so that a further try goes on from there."""
+
+    repo_id: str | None = None
+    commit: str | None = None
+
+
+def push_folder(
+    folder: Path,
+    target: PushTarget,
+    *,
+    token: str | bool | None = None,
+    retries: RetryPlan | None = None,
+    stop: threading.Event | None = None,
+) -> PushedVersion:
+    """Publishes the adapter in a folder, trying again when that can help.
+
+    Args:
+        folder: Where the files are.
+        target: Where to.
+        token: Access token. None: the stored one.
+        retries: How often and how long.
+        stop: No further try once this is set.
+
+    Raises:
+        CheckpointError: If the folder holds no adapter.
+        HubError: If the version could not be published.
+    """
+    retries = retries or RetryPlan()
+    stop = stop or threading.Event()
+    api = HfApi(endpoint=target.endpoint, token=token, library_name="swarm_plugins")
+    progress = _Progress()
+    what = f"push to {target.repo_id}"
+    files_to_push(folder)
+    for attempt in range(retries.attempts):
+        try:
+            pushed = within(retries.attempt_s, what, lambda: _try(api, folder, target, progress, what))
+        except HubError as exc:
+            is_last = attempt + 1 == retries.attempts
+            if not exc.is_passing or is_last or stop.is_set():
+                raise
+            pause = retries.pause_s(attempt)
+            log.info("%s; trying again in %.0f s (%d of %d)", exc, pause, attempt + 2, retries.attempts)
+            if stop.wait(pause):
+                raise
+        else:
+            with contextlib.suppress(OSError):
+                msgspec.structs.replace(target, pushed_as=pushed.tag).write(folder)
+            return pushed
+    raise HubError(f"{what}: no try was allowed (attempts={retries.attempts}); allow at least 1")
+
+
+def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what: str) -> PushedVersion:
+    with translated_errors(what):
+        if progress.repo_id is None:
+            progress.repo_id = api.create_repo(target.repo_id, private=target.private or None, exist_ok=True).repo_id
+        repo_id = progress.repo_id
+        if progress.commit is None:
+            progress.commit = _commit(api, folder, repo_id)
+        tag = _tag(api, repo_id, progress.commit, target.tag)
+    return PushedVersion(repo_id=repo_id, tag=tag, commit=progress.commit, folder=folder)
+
+
+def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
+    branches = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).branches}
+    with ExitStack() as stack, _without_advice():
+        # The operations can be used once only, so they are made for each try.
+        additions = [
+            CommitOperationAdd(path.name, _content(stack, path, api.endpoint)) for path in files_to_push(folder)
+        ]
+        # With the parent given, a commit that somebody else makes in between is noticed instead of being buried.
+        info = api.create_commit(
+            repo_id, additions, commit_message=f"Adapter {folder.name}", parent_commit=branches.get("main")
+        )
+    return str(info.oid)
+
+
+def _content(stack: ExitStack, path: Path, endpoint: str) -> Path | BinaryIO:
+    """A path for huggingface.co; for other Hubs an open file, which is sent by plain HTTP instead of Xet."""
+    if urlsplit(endpoint).hostname == urlsplit(constants._HF_DEFAULT_ENDPOINT).hostname:
+        return path
+    return stack.enter_context(path.open("rb"))
+
+
+def _tag(api: HfApi, repo_id: str, commit: str, wanted: str | None) -> str:
+    for _ in range(_TAG_ATTEMPTS):
+        tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
+        there = [name for name, target in tags.items() if target == commit and wanted in (None, name)]
+        if there:
+            return there[0]
+        tag = wanted or next_tag(tags)
+        try:
+            api.create_tag(repo_id, tag=tag, revision=commit)
+        except HfHubHTTPError as exc:
+            if exc.response.status_code != _CONFLICT:
+                raise
+            if wanted is not None and wanted in tags:
+                raise HubError(
+                    f"push to {repo_id}: the tag {wanted!r} is taken by commit {tags[wanted][:12]}; choose another one"
+                ) from exc
+        else:
+            return tag
+    raise HubError(f"push to {repo_id}: {_TAG_ATTEMPTS} tags in a row were taken meanwhile; try again", is_passing=True)
+
+
+class _Advice(logging.Filter):
+    """Drops the library's remark that plain HTTP is used: here it is used on purpose."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Falling back to HTTP upload" not in str(record.msg)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    logger, advice = logging.getLogger("huggingface_hub._commit_api"), _Advice()
+    logger.addFilter(advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(advice)

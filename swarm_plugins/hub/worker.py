@@ -1,0 +1,134 @@
+"""Publishes versions beside training: one thread, one version at a time, nothing that fails stops the training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.hub.folder import PushTarget, push_command
+from swarm_plugins.hub.push import PushedVersion, RetryPlan, push_folder
+
+__all__ = ["PushWorker"]
+
+log = logging.getLogger(__name__)
+
+
+class PushWorker:
+    """Takes folders and publishes them one after the other.
+
+    Args:
+        token: Access token of the Hub. None: the stored one.
+        retries: How often and how long each is tried.
+        max_waiting: Folders that may wait; beyond, the oldest one is left on disk.
+        on_pushed: Called in the worker's thread for each version that is on the Hub.
+    """
+
+    def __init__(
+        self,
+        *,
+        token: str | bool | None = None,
+        retries: RetryPlan | None = None,
+        max_waiting: int = 8,
+        on_pushed: Callable[[PushedVersion], None] | None = None,
+    ) -> None:
+        if max_waiting < 1:
+            raise ConfigError(f"max_waiting must be at least 1, got {max_waiting}")
+        self.pushed: list[PushedVersion] = []
+        self.failed: list[Path] = []
+        self._token = token
+        self._retries = retries or RetryPlan()
+        self._max_waiting = max_waiting
+        self._on_pushed = on_pushed
+        self._waiting: deque[tuple[Path, PushTarget]] = deque()
+        self._current: Path | None = None
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, folder: Path, target: PushTarget) -> None:
+        """Queues a folder; starts the thread at the first one."""
+        with self._changed:
+            if len(self._waiting) == self._max_waiting:
+                oldest, _ = self._waiting.popleft()
+                self.failed.append(oldest)
+                log.warning(
+                    "the Hub takes versions more slowly than they are made: %s stays on disk; publish it with: %s",
+                    oldest,
+                    push_command(oldest),
+                )
+            self._waiting.append((folder, target))
+            self._changed.notify_all()
+            if self._thread is None or not self._thread.is_alive():
+                self._stop = threading.Event()
+                # A daemon: a Hub that never answers must not keep the process from ending.
+                self._thread = threading.Thread(target=self._run, name="swarm-hub", daemon=True)
+                self._thread.start()
+
+    def close(self, timeout_s: float) -> list[Path]:
+        """Waits for what is queued, at most ``timeout_s``. A later `submit` starts again.
+
+        Returns:
+            The folders that are not on the Hub.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._is_busy() and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            late = [folder for folder, _ in self._waiting]
+            if self._current is not None:
+                late.insert(0, self._current)
+            self._waiting.clear()
+            self._stop.set()
+            self._changed.notify_all()
+            thread, self._thread = self._thread, None
+        for folder in late:
+            log.warning(
+                "%s was not published within %.0f s; publish it with: %s", folder, timeout_s, push_command(folder)
+            )
+        if thread is not None and not late:
+            thread.join(1.0)
+        return [*self.failed, *late]
+
+    def _is_busy(self) -> bool:
+        return bool(self._waiting) or self._current is not None
+
+    def _run(self) -> None:
+        stop = self._stop
+        while True:
+            with self._changed:
+                while not self._waiting and not stop.is_set():
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                folder, target = self._waiting.popleft()
+                self._current = folder
+            try:
+                self._push(folder, target, stop)
+            finally:
+                with self._changed:
+                    self._current = None
+                    self._changed.notify_all()
+
+    def _push(self, folder: Path, target: PushTarget, stop: threading.Event) -> None:
+        try:
+            pushed = push_folder(folder, target, token=self._token, retries=self._retries, stop=stop)
+        except SwarmError as exc:
+            self._report(folder, str(exc))
+        except Exception as exc:  # noqa: BLE001  # whatever it is, training goes on and the next version gets its try
+            self._report(folder, f"{type(exc).__name__}: {exc}")
+        else:
+            log.info("%s is published as %s@%s", folder, pushed.repo_id, pushed.tag)
+            self.pushed.append(pushed)
+            if self._on_pushed is not None:
+                self._on_pushed(pushed)
+
+    def _report(self, folder: Path, reason: str) -> None:
+        self.failed.append(folder)
+        log.warning(
+            "%s; training goes on, the version stays in %s; publish it with: %s", reason, folder, push_command(folder)
+        )
