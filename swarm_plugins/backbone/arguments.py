@@ -14,15 +14,17 @@ from swarm_plugins.errors import UnsupportedError
 
 __all__ = ["LayerArguments", "by_name", "read_arguments"]
 
-_KNOWN = frozenset({
-    "attention_mask",
-    "position_ids",
-    "position_embeddings",
-    "cache_position",
-    # Meant for the loss; models hand all keyword arguments on to their layers, which ignore these.
-    "num_items_in_batch",
-    "shift_labels",
-})
+_KNOWN = frozenset(
+    {
+        "attention_mask",
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        # Meant for the loss; models hand all keyword arguments on to their layers, which ignore these.
+        "num_items_in_batch",
+        "shift_labels",
+    }
+)
 """Tensors that transformers hands to every decoder layer; servers compute position embeddings themselves."""
 
 
@@ -55,6 +57,7 @@ def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
     # Not by name: some families call it `layer_past`, and without it every token would be the first.
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     positions: Tensor | None = kwargs.get("position_ids")
+    positions = positions.cpu() if positions is not None else None
     unknown = [name for name, value in kwargs.items() if name not in _KNOWN and isinstance(value, Tensor)]
     if unknown:
         raise UnsupportedError(
@@ -77,7 +80,7 @@ def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache |
             f"remote blocks take a padding mask of shape [batch, length], got {shape}; pass attention_mask as the "
             "tokenizer makes it"
         )
-    mask = mask.bool()
+    mask = mask.bool().cpu()
     return None if bool(mask.all()) and not _restart(positions) else mask
 
 

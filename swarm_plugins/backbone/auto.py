@@ -92,10 +92,9 @@ class _AutoSwarm:
         # Joining here and not at the first step: a wrong address or a missing block shows before weights are read.
         stack.check()
         watch_injection()
-        model = load_remote(
+        return load_remote(
             base_class, checkpoint, stack, dtype=dtype, device=str(device or "cpu"), config_changes=config_changes
         )
-        return model
 
 
 _CLIENT_SETTINGS = frozenset({

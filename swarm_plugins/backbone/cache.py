@@ -229,7 +229,7 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCa
             f"the cache holds keys and values for {len(filled)} of {num_blocks} layers; "
             "pass an empty cache or a full one"
         )
-    prefix = [tensor for layer in filled for tensor in (layer.keys, layer.values) if tensor is not None]
+    prefix = [tensor.cpu() for layer in filled for tensor in (layer.keys, layer.values) if tensor is not None]
     state = RemoteCacheState(remote, num_blocks, prefix)
     cache.layers = [RemoteCacheLayer(state, is_first=index == 0) for index in range(num_blocks)]
     cache.layer_class_to_replicate = None

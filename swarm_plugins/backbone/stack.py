@@ -131,7 +131,8 @@ class RemoteStack:
         if arguments.cache is not None and len(blocks) < self.num_blocks:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
         inputs = BlockInputs(
-            hidden=hidden,
+            # What is sent leaves an accelerator once here, and not once for each server, nor waits there for a replay.
+            hidden=hidden.cpu(),
             position_ids=arguments.position_ids,
             attention_mask=arguments.attention_mask,
             adapters=self._adapters(blocks, hidden.shape[0]),
@@ -140,7 +141,7 @@ class RemoteStack:
         )
         cache = arguments.cache
         state = adopt_cache(cache, self.remote, self.num_blocks) if cache is not None else None
-        outputs = self._forward(inputs, blocks, state)
+        outputs = _moved(self._forward(inputs, blocks, state), hidden.device)
         return _Running(outputs, len(blocks), collected=inputs.collect_hidden)
 
     def _forward(self, inputs: BlockInputs, blocks: range, state: RemoteCacheState | None) -> BlockOutputs:
@@ -182,3 +183,12 @@ class RemoteStack:
         twin.in_tuple = self.in_tuple
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
+
+
+def _moved(outputs: BlockOutputs, device: torch.device) -> BlockOutputs:
+    return BlockOutputs(
+        hidden=outputs.hidden.to(device),
+        hidden_states=[hidden.to(device) for hidden in outputs.hidden_states],
+        router_logits=[logits.to(device) for logits in outputs.router_logits],
+        router_blocks=outputs.router_blocks,
+    )

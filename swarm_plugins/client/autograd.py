@@ -69,7 +69,7 @@ class _RemoteBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
+        _, *tensors = ctx.saved_tensors
         num_hidden = len(ctx.layout.hidden_states)
         by_kind = BlockOutputs(
             hidden=grads[0],
@@ -79,5 +79,9 @@ class _RemoteBlocks(torch.autograd.Function):
         )
         needs_hidden, *needs = ctx.needs_input_grad[5:]
         gradients = ctx.loop.run(ctx.call.backward(by_kind, needs_hidden=needs_hidden, needs=needs))
-        wanted = [g if need else None for g, need in zip(gradients[1:], needs, strict=True)]
+        # Adapters may live on an accelerator; what comes over the wire is in ordinary memory.
+        wanted = [
+            gradient.to(tensor.device) if need and gradient is not None else None
+            for gradient, need, tensor in zip(gradients[1:], needs, tensors, strict=True)
+        ]
         return (None, None, None, None, None, gradients[0], *wanted)
