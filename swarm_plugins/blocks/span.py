@@ -123,7 +123,7 @@ class Span:
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> Session:
         """Opens a session's cache; see `SpanRunner`."""
         check_blocks(blocks, self.start, self.end)
-        check_prefix(prefix, len(blocks), batch_size)
+        self._check_prefix(prefix, blocks, batch_size)
         session = Session(self.pool, self.kv_layouts, blocks, batch_size, self.device)
         if prefix:
             try:
@@ -243,7 +243,7 @@ class Span:
         check_blocks(inputs.blocks, self.start, self.end)
         check_hidden(inputs.hidden, self.hidden_size, self.dtype)
         batch_size, num_new = inputs.hidden.shape[:2]
-        check_prefix(inputs.prefix, len(inputs.blocks), batch_size)
+        self._check_prefix(inputs.prefix, inputs.blocks, batch_size)
         before = inputs.prefix[0].shape[2] if inputs.prefix else 0
         check_positions(inputs.position_ids, batch_size, num_new, before, self.max_positions)
         check_mask(inputs.attention_mask, batch_size, before + num_new)
@@ -265,17 +265,25 @@ class Span:
         check_mask(step.attention_mask, batch_size, session.length + num_new)
         return session
 
+    def _check_prefix(self, prefix: Sequence[Tensor], blocks: range, batch_size: int) -> None:
+        check_prefix(prefix, len(blocks), batch_size)
+        # Families with multi-head latent attention cache latents, to which the keys and values of PEFT's prefix tuning
+        # do not fit.
+        for block, keys, values in zip(blocks, prefix[::2], prefix[1::2], strict=bool(prefix)):
+            layout = self.kv_layouts[block]
+            wanted = ((layout.key_heads, layout.key_width), (layout.value_heads, layout.value_width))
+            found = ((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
+            if wanted != found:
+                raise ConfigError(
+                    f"the prefix of block {block} has (heads, width) {found}; the block caches {wanted}: prefix tuning "
+                    "does not fit this family, use prompt tuning or LoRA"
+                )
+
     def _fill(self, session: Session, prefix: Sequence[Tensor]) -> None:
         length = prefix[0].shape[2]
         session.reserve(length)
         for index, block in enumerate(session.blocks):
-            layout = self.kv_layouts[block]
-            keys, values = prefix[2 * index], prefix[2 * index + 1]
-            wanted = ((layout.key_heads, layout.key_width), (layout.value_heads, layout.value_width))
-            found = ((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]))
-            if wanted != found:
-                raise ConfigError(f"the prefix of block {block} has (heads, width) {found}; the block caches {wanted}")
-            session.append(block, keys, values)
+            session.append(block, prefix[2 * index], prefix[2 * index + 1])
         session.length = length
 
     def _probe_passing(self) -> None:
