@@ -25,8 +25,9 @@ from swarm_plugins.blocks.types import SpanOutputs, SpanRunner, StepInputs
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.busy import BusyMeter
 from swarm_plugins.server.failures import RequestError
-from swarm_plugins.server.pack import PartialStep, choose_pack
+from swarm_plugins.server.pack import choose_pack
 from swarm_plugins.server.rhythm import Rhythm
+from swarm_plugins.server.work import Call, Step, Work
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerRunner"]
 
@@ -64,55 +65,6 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-class _Item:
-    """Work that someone on an event loop awaits."""
-
-    __slots__ = ("abandoned", "future", "loop")
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
-        self.abandoned = False
-
-    def finish(self, result: object = None, error: BaseException | None = None) -> None:
-        """Hands the outcome to the event loop; called on the compute thread."""
-        try:
-            self.loop.call_soon_threadsafe(self._settle, result, error)
-        except RuntimeError:  # the loop has been closed: nobody waits any more
-            log.debug("a result came after the event loop was closed")
-
-    def _settle(self, result: object, error: BaseException | None) -> None:
-        if self.future.done():
-            return
-        if error is None:
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(error)
-
-
-class _Call(_Item):
-    """A function to run, urgent (cache operations) or not (training)."""
-
-    __slots__ = ("function", "is_training")
-
-    def __init__(self, function: Callable[[], Any], *, is_training: bool) -> None:
-        super().__init__()
-        self.function = function
-        self.is_training = is_training
-
-
-class _Step(_Item):
-    """New tokens of one session."""
-
-    __slots__ = ("arrived", "part", "prepare")
-
-    def __init__(self, inputs: StepInputs, prepare: Callable[[], None] | None) -> None:
-        super().__init__()
-        self.arrived = time.monotonic()
-        self.part = PartialStep(inputs)
-        self.prepare = prepare
-
-
 class AbandonedError(Exception):
     """Stops a training item in mid-run because nobody waits for it any more."""
 
@@ -131,11 +83,11 @@ class Scheduler:
         self.chunk_tokens = self.config.max_pack_tokens
         """Tokens in one packed forward; the server lowers it so that a pack takes a bounded time here."""
         self._runner = runner
-        self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._calls: deque[_Call] = deque()
-        self._steps: list[_Step] = []
-        self._trainings: deque[_Call] = deque()
-        self._current_training: _Call | None = None
+        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._calls: deque[Call] = deque()
+        self._steps: list[Step] = []
+        self._trainings: deque[Call] = deque()
+        self._current_training: Call | None = None
         self._packs_since_training = 0
         self._num_submitted = {"step": 0, "training": 0}
         self._busy = BusyMeter()
@@ -178,12 +130,12 @@ class Scheduler:
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: T = await self._submit(_Call(function, is_training=False), "step", timeout_s)
+        result: T = await self._submit(Call(function, is_training=False), "step", timeout_s)
         return result
 
     def post(self, function: Callable[[], object]) -> None:
         """Runs a short function before any waiting step; nobody waits for it, so it is never refused."""
-        item = _Call(function, is_training=False)
+        item = Call(function, is_training=False)
         item.future.add_done_callback(_log_outcome)
         self._inbox.put(item)
 
@@ -193,7 +145,7 @@ class Scheduler:
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: T = await self._submit(_Call(function, is_training=True), "training", timeout_s)
+        result: T = await self._submit(Call(function, is_training=True), "training", timeout_s)
         return result
 
     async def step(
@@ -209,10 +161,10 @@ class Scheduler:
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: SpanOutputs = await self._submit(_Step(inputs, prepare), "step", timeout_s)
+        result: SpanOutputs = await self._submit(Step(inputs, prepare), "step", timeout_s)
         return result
 
-    async def _submit(self, item: _Item, kind: str, timeout_s: float) -> Any:
+    async def _submit(self, item: Work, kind: str, timeout_s: float) -> Any:
         limit = self.config.max_waiting_steps if kind == "step" else self.config.max_waiting_trainings
         if self._is_stopping:
             raise RequestError("overloaded", "this server is shutting down: ask another one")
@@ -281,14 +233,14 @@ class Scheduler:
             if self._calls:
                 return
 
-    def _sort_in(self, item: _Item | None) -> None:
-        if isinstance(item, _Step):
+    def _sort_in(self, item: Work | None) -> None:
+        if isinstance(item, Step):
             self._steps.append(item)
             self._rhythm.arrived(id(item.part.inputs.cache), item.arrived)
-        elif isinstance(item, _Call):
+        elif isinstance(item, Call):
             (self._trainings if item.is_training else self._calls).append(item)
 
-    def _run_training(self, item: _Call) -> None:
+    def _run_training(self, item: Call) -> None:
         self._packs_since_training = 0
         if item.abandoned:
             return
@@ -314,7 +266,7 @@ class Scheduler:
             finally:
                 self._runner.on_block_boundary = self._between_blocks
 
-    def _run_call(self, item: _Call) -> None:
+    def _run_call(self, item: Call) -> None:
         try:
             result = item.function()
         except AbandonedError:
@@ -333,13 +285,13 @@ class Scheduler:
                     self._run_call(call)
             self._steps = [step for step in self._steps if self._is_ready(step)]
             by_part = {id(step.part): step for step in self._steps}
-            groups: dict[range, list[tuple[_Step, int]]] = {}
+            groups: dict[range, list[tuple[Step, int]]] = {}
             for part, num_tokens in choose_pack([step.part for step in self._steps], self.chunk_tokens):
                 groups.setdefault(part.inputs.blocks, []).append((by_part[id(part)], num_tokens))
             for group in groups.values():
                 self._run_group(group)
 
-    def _is_ready(self, step: _Step) -> bool:
+    def _is_ready(self, step: Step) -> bool:
         """Runs the cache operations of a step that has not begun; False drops the step."""
         try:
             if step.abandoned:
@@ -354,7 +306,7 @@ class Scheduler:
             return False
         return True
 
-    def _run_group(self, group: Sequence[tuple[_Step, int]]) -> None:
+    def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
         try:
             chunks = [step.part.chunk(num_tokens) for step, num_tokens in group]
             started = time.monotonic()
@@ -378,7 +330,7 @@ class Scheduler:
                 step.finish(step.part.result())
                 self._rhythm.answered(id(step.part.inputs.cache), ended)
 
-    def _fail(self, step: _Step, error: Exception) -> None:
+    def _fail(self, step: Step, error: Exception) -> None:
         self._steps.remove(step)
         try:
             step.part.undo()

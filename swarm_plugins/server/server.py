@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import TracebackType
 
 import msgspec
@@ -26,6 +27,7 @@ from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.fit import blocks_that_fit
 from swarm_plugins.server.handlers import info_handler, push_handler
 from swarm_plugins.server.measure import measure
+from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc_adapter import adapter_handler
 from swarm_plugins.server.rpc_session import session_handler
@@ -153,7 +155,7 @@ class SwarmServer:
             state="joining",
             max_batch_tokens=config.limits.max_batch_tokens,
             max_session_tokens=config.limits.max_session_tokens,
-            adapters=config.adapters,
+            adapters=tuple(_public_name(name) for name in config.adapters),
             software=__version__,
         )
         # Before the load, which may take minutes: others that join meanwhile see that these blocks will be served.
@@ -219,6 +221,8 @@ class SwarmServer:
             adapters=AdapterStore(config.adapter_bytes),
             sessions=SessionTable(limits.max_sessions_per_peer),
         )
+        for name in config.adapters:
+            self._service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
         scheduler.start()
         self._sweeper = asyncio.create_task(_sweep(self._service), name="drop expired graphs")
         await presence.serve(service_handlers(self._service))
@@ -256,6 +260,11 @@ class SwarmServer:
         if self._presence is None:
             raise ConfigError("this server is not running: call start() first, and nothing after close()")
         return self._presence
+
+
+def _public_name(adapter: str) -> str:
+    """Returns what the swarm is told of an adapter: of a directory only its name, not where it lies."""
+    return Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
 
 
 async def _sweep(service: Service) -> None:
