@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarm_plugins.blocks.types import SpanInputs, SpanOutputs, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
-from swarm_plugins.server.handlers import info_handler
+from swarm_plugins.server.handlers import info_handler, push_handler
 from swarm_plugins.server.rpc_adapter import adapter_handler
 from swarm_plugins.server.rpc_session import session_handler
 from swarm_plugins.server.rpc_training import backward_handler, forward_handler
@@ -121,6 +121,7 @@ def replace_info(info: ServerInfo, *, load: float) -> ServerInfo:
 def transport_to(service: Service, client: str = "alice") -> LocalTransport:
     handlers = {
         "rpc_info": lambda channel: info_handler(service, channel),
+        "rpc_push": lambda channel: push_handler(service, channel),
         "rpc_forward": lambda channel: forward_handler(service, channel),
         "rpc_backward": lambda channel: backward_handler(service, channel),
         "rpc_session": lambda channel: session_handler(service, channel),

@@ -1,0 +1,60 @@
+"""What a server does when its clients vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.testing.models import save_tiny, tiny_config
+from swarm_plugins.transport.messages import (
+    InfoRequest,
+    ServerInfo,
+    SessionOpen,
+    SessionOpened,
+    SessionStep,
+    SessionStepResponse,
+)
+from swarm_plugins.transport.node import NodeConfig, SwarmNode
+
+
+async def info_of(node: SwarmNode, peer: str) -> ServerInfo:
+    channel = await node.open(peer, "rpc_info", timeout_s=10)
+    await channel.send(InfoRequest())
+    info = await channel.receive(timeout_s=10)
+    await channel.close()
+    assert isinstance(info, ServerInfo)
+    return info
+
+
+@pytest.mark.swarm
+def test_memory_of_a_vanished_client_comes_back(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "tiny")
+    width = tiny_config("llama").hidden_size
+
+    async def scene(swarm: LocalSwarm) -> None:
+        peer = swarm.servers[0].peer_id
+        config = NodeConfig(initial_peers=tuple(swarm.initial_peers), client_mode=True)
+        async with SwarmNode(config) as watcher:
+            before = await info_of(watcher, peer)
+            async with SwarmNode(config) as client:
+                channel = await client.open(peer, "rpc_session", timeout_s=10)
+                await channel.send(
+                    SessionOpen(version=before.version, start=before.start, end=before.end, batch_size=2)
+                )
+                assert isinstance(await channel.receive(timeout_s=10), SessionOpened)
+                await channel.send(SessionStep(hidden=torch.zeros(2, 100, width), cached_tokens=0))
+                assert isinstance(await channel.receive(timeout_s=10), SessionStepResponse)
+                during = await info_of(watcher, peer)
+                assert during.free_kv_tokens < before.free_kv_tokens
+            deadline = time.monotonic() + 10
+            while (await info_of(watcher, peer)).free_kv_tokens != before.free_kv_tokens:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.05)
+
+    with LocalSwarm(model, num_servers=1, kv_bytes="16MB") as swarm:
+        asyncio.run(scene(swarm))

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.server.adapters import AdapterStore
+from swarm_plugins.server.failures import RequestError
+
+
+def adapter(digest: str, num_bytes: int = 40) -> LoadedAdapter:
+    return LoadedAdapter(digest=digest, spec=AdapterSpec(modules=()), tensors=(torch.zeros(num_bytes // 4),))
+
+
+def held(store: AdapterStore, *digests: str) -> list[str]:
+    found = []
+    for digest in digests:
+        try:
+            with store.using([digest]):
+                found.append(digest)
+        except RequestError:
+            pass
+    return found
+
+
+def test_least_recently_used_goes_first() -> None:
+    store = AdapterStore(100, peer_bytes=100)
+    store.put("alice", adapter("a"))
+    store.put("alice", adapter("b"))
+    held(store, "a")  # used, so that b is the oldest
+    store.put("bob", adapter("c"))
+    assert held(store, "a", "b", "c") == ["a", "c"]
+    assert store.used_bytes == 80
+
+
+def test_adapter_in_use_stays() -> None:
+    store = AdapterStore(100, peer_bytes=100)
+    store.put("alice", adapter("a"))
+    store.put("alice", adapter("b"))
+    with store.using(["a"]):
+        store.put("bob", adapter("c"))
+        with store.using(["c"]), pytest.raises(CapacityError, match=r"no room .* 40 bytes: 80 of 100 bytes are held"):
+            store.put("bob", adapter("d"))
+    assert held(store, "a", "b", "c") == ["a", "c"]
+
+
+def test_peer_pushes_out_only_its_own_beyond_its_share() -> None:
+    store = AdapterStore(200, peer_bytes=80)
+    store.put("bob", adapter("x"))
+    for digest in ("a", "b", "c"):
+        store.put("alice", adapter(digest))
+    assert held(store, "x", "a", "b", "c") == ["x", "b", "c"]
+    with pytest.raises(CapacityError, match="has 84 bytes, one client may hold 80"):
+        store.put("alice", adapter("d", 84))
+
+
+def test_published_adapter_is_never_pushed_out() -> None:
+    store = AdapterStore(40, peer_bytes=40)
+    store.publish(adapter("host", 400))
+    store.put("alice", adapter("a"))
+    store.put("alice", adapter("b"))
+    assert held(store, "host", "a", "b") == ["host", "b"]
+    assert store.used_bytes == 40
+
+
+def test_same_content_is_held_once() -> None:
+    store = AdapterStore(100)
+    store.put("alice", adapter("a"))
+    store.put("bob", adapter("a"))
+    assert store.used_bytes == 40
+
+
+def test_negative_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match="0 or more bytes, got -4"):
+        AdapterStore(-4)

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+import torch
+from fake_server import VERSION, WIDTH, FakeRunner, transport_to
+from torch import Tensor
+
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.server.activations import ActivationStore
+from swarm_plugins.server.service import Service
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.messages import (
+    AdapterStored,
+    AdapterUpload,
+    BackwardRequest,
+    BackwardResponse,
+    Failure,
+    ForwardRequest,
+    ForwardResponse,
+    InfoRequest,
+    Message,
+    ServerInfo,
+)
+
+FACTOR = 3.0 * 4 * 5 * 6  # block b multiplies by b + 1
+FORWARD = ForwardRequest(version=VERSION, start=2, end=6, hidden=torch.ones(2, 3, WIDTH))
+GRADIENT = torch.full((2, 3, WIDTH), 2.0)
+
+
+def upload_of(*values: float) -> AdapterUpload:
+    tensors = (torch.tensor(values), torch.tensor([0.5]))
+    module = AdapterModule(block=2, module="q", kind="lora", shapes=tuple(tuple(tensor.shape) for tensor in tensors))
+    spec = AdapterSpec(modules=(module,))
+    return AdapterUpload(digest=adapter_digest(spec, tensors), spec=spec, tensors=tensors)
+
+
+Ask = Callable[[str, Message], Awaitable[Message]]
+
+
+def play(service: Service, scene: Callable[[Ask], Awaitable[None]], *, client: str = "alice") -> None:
+    """Runs a scene in which each rpc has one stream that is kept for all its requests."""
+
+    async def run() -> None:
+        transport: LocalTransport = transport_to(service, client)
+        channels = {}
+
+        async def ask(rpc: str, message: Message) -> Message:
+            if rpc not in channels:
+                channels[rpc] = await transport.open("server", rpc, timeout_s=5)
+            await channels[rpc].send(message)
+            answer = await channels[rpc].receive(timeout_s=5)
+            assert answer is not None
+            return answer
+
+        try:
+            await scene(ask)
+        finally:
+            await transport.close()
+
+    asyncio.run(run())
+
+
+def refused(answer: Message, kind: str, words: str) -> None:
+    assert isinstance(answer, Failure)
+    assert answer.kind == kind
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(answer.message)
+
+
+def test_forward_then_backward_by_ticket_runs_the_blocks_once(service: Service, runner: FakeRunner) -> None:
+    async def scene(ask: Ask) -> None:
+        answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, keep=True, collect_hidden=True))
+        assert isinstance(answer, ForwardResponse)
+        assert answer.ticket is not None
+        assert torch.equal(answer.hidden, FORWARD.hidden * FACTOR)
+        assert [float(state[0, 0, 0]) for state in answer.hidden_states] == [3, 12, 60]
+        back = await ask("rpc_backward", BackwardRequest(ticket=answer.ticket, grad_hidden=GRADIENT))
+        assert isinstance(back, BackwardResponse)
+        assert torch.equal(back.grad_hidden, GRADIENT * FACTOR)
+        assert runner.events == ["block 2", "block 3", "block 4", "block 5"]
+        assert len(service.activations) == 0
+        again = await ask("rpc_backward", BackwardRequest(ticket=answer.ticket, grad_hidden=GRADIENT))
+        refused(again, "unknown_ticket", "send the forward request along")
+
+    play(service, scene)
+
+
+def test_backward_without_ticket_runs_the_forward_again_with_the_same_result(service: Service) -> None:
+    async def scene(ask: Ask) -> None:
+        back = await ask("rpc_backward", BackwardRequest(forward=FORWARD, grad_hidden=GRADIENT))
+        assert isinstance(back, BackwardResponse)
+        assert torch.equal(back.grad_hidden, GRADIENT * FACTOR)
+        lost = BackwardRequest(ticket="gone", forward=FORWARD, grad_hidden=GRADIENT)
+        assert isinstance(await ask("rpc_backward", lost), BackwardResponse)
+
+    play(service, scene)
+
+
+def test_gradients_of_inner_outputs_count(service: Service) -> None:
+    async def scene(ask: Ask) -> None:
+        inner = (torch.zeros_like(GRADIENT), torch.ones_like(GRADIENT), torch.zeros_like(GRADIENT))
+        request = BackwardRequest(
+            forward=msgspec.structs.replace(FORWARD, collect_hidden=True),
+            grad_hidden=torch.zeros_like(GRADIENT),
+            grad_hidden_states=inner,
+        )
+        back = await ask("rpc_backward", request)
+        assert isinstance(back, BackwardResponse)
+        assert torch.equal(back.grad_hidden, torch.full_like(GRADIENT, 3.0 * 4))
+
+    play(service, scene)
+
+
+def test_gradients_of_adapters_and_prefix_come_back_in_order(service: Service) -> None:
+    upload = upload_of(1.0, 2.0)
+    prefix = tuple(torch.full((2, 1, 2, 2), 0.5) for _ in range(8))
+    request = msgspec.structs.replace(FORWARD, adapters=(upload.digest,), prefix=prefix)
+
+    def reference() -> list[Tensor]:
+        runner, leaves = FakeRunner(), [tensor.clone().requires_grad_() for tensor in (*upload.tensors, *prefix)]
+        hidden = FORWARD.hidden
+        for block in range(runner.start, runner.end):
+            hidden = hidden * (1.0 + block) + sum(leaf.sum() for leaf in leaves[:2])
+            for leaf in leaves[2:]:
+                hidden = hidden + leaf.mean()
+        return list(torch.autograd.grad(hidden, leaves, GRADIENT))
+
+    async def scene(ask: Ask) -> None:
+        refused(await ask("rpc_forward", request), "unknown_adapter", "is not held here: upload it")
+        assert await ask("rpc_adapter", upload) == AdapterStored(digest=upload.digest)
+        for keep in (True, False):
+            answer = await ask("rpc_forward", msgspec.structs.replace(request, keep=keep))
+            assert isinstance(answer, ForwardResponse)
+            assert (answer.ticket is not None) == keep
+            back = await ask(
+                "rpc_backward",
+                BackwardRequest(
+                    ticket=answer.ticket,
+                    forward=None if keep else request,
+                    grad_hidden=GRADIENT,
+                    needs_hidden=False,
+                    needs_adapters=True,
+                    needs_prefix=True,
+                ),
+            )
+            assert isinstance(back, BackwardResponse)
+            assert back.grad_hidden is None
+            for got, want in zip((*back.grad_adapters, *back.grad_prefix), reference(), strict=True):
+                assert torch.equal(got, want)
+
+    play(service, scene)
+
+
+def test_ticket_is_of_no_use_to_another_peer(service: Service) -> None:
+    tickets: list[str] = []
+
+    async def alice(ask: Ask) -> None:
+        answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, keep=True))
+        assert isinstance(answer, ForwardResponse)
+        tickets.append(answer.ticket or "")
+
+    async def mallory(ask: Ask) -> None:
+        answer = await ask("rpc_backward", BackwardRequest(ticket=tickets[0], grad_hidden=GRADIENT))
+        refused(answer, "unknown_ticket", "not kept here")
+
+    play(service, alice)
+    play(service, mallory, client="mallory")
+    assert len(service.activations) == 1
+
+
+def test_graph_over_the_budget_is_not_kept_but_answered(service: Service) -> None:
+    service.activations = ActivationStore(100)
+
+    async def scene(ask: Ask) -> None:
+        answer = await ask("rpc_forward", msgspec.structs.replace(FORWARD, keep=True))
+        assert isinstance(answer, ForwardResponse)
+        assert answer.ticket is None
+        assert torch.equal(answer.hidden, FORWARD.hidden * FACTOR)
+
+    play(service, scene)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_answers_have_the_clients_dtype(service: Service, dtype: torch.dtype) -> None:
+    async def scene(ask: Ask) -> None:
+        request = msgspec.structs.replace(FORWARD, hidden=FORWARD.hidden.to(dtype), keep=True)
+        answer = await ask("rpc_forward", request)
+        assert isinstance(answer, ForwardResponse)
+        assert answer.hidden.dtype == dtype
+        back = await ask("rpc_backward", BackwardRequest(ticket=answer.ticket, grad_hidden=GRADIENT.to(dtype)))
+        assert isinstance(back, BackwardResponse)
+        assert back.grad_hidden is not None
+        assert back.grad_hidden.dtype == dtype
+
+    play(service, scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        pytest.param({"version": "other"}, "wrong_version", "the request is for 'other'", id="version"),
+        pytest.param({"end": 7}, "wrong_span", r"blocks 2:7 .* holds 2:6", id="span"),
+        pytest.param({"hidden": torch.zeros(3, WIDTH)}, "bad_request", r"hidden has shape \[3, 4\]", id="rank"),
+        pytest.param({"hidden": torch.zeros(1, 0, WIDTH)}, "bad_request", r"none of them 0", id="empty"),
+        pytest.param(
+            {"hidden": torch.zeros(1, 1, WIDTH, dtype=torch.int64)},
+            "bad_request",
+            "dtype int64: float32",
+            id="integers",
+        ),
+        pytest.param({"hidden": torch.full((1, 1, WIDTH), torch.inf)}, "not_finite", "NaN or infinity", id="infinity"),
+        pytest.param({"hidden": torch.zeros(3, 100, WIDTH)}, "bad_request", "300 tokens, 256", id="too-large"),
+        pytest.param(
+            {"position_ids": torch.zeros(3, 3, dtype=torch.int64)},
+            "bad_request",
+            r"position_ids have shape \[3, 3\], allowed are \[1, 3\] and \[2, 3\]",
+            id="positions",
+        ),
+        pytest.param({"position_ids": torch.zeros(1, 3)}, "bad_request", "dtype float32: int64", id="float-positions"),
+        pytest.param({"attention_mask": torch.ones(2, 3)}, "bad_request", "dtype float32: bool", id="float-mask"),
+        pytest.param({"adapter_rows": (0, 0)}, "bad_request", "names adapter 0: -1", id="rows"),
+        pytest.param({"adapter_rows": (-1,)}, "bad_request", "1 entries, the batch has 2 rows", id="too-few-rows"),
+        pytest.param({"dropout_seed": -1}, "bad_request", "dropout_seed is -1: 0 to", id="seed"),
+        pytest.param(
+            {"prefix": tuple(torch.zeros(1, 1, 2, 2) for _ in range(8))},
+            "bad_request",
+            r"prefix tensor has shape \[1, 1, 2, 2\], allowed is \[2, heads",
+            id="prefix-rows",
+        ),
+        pytest.param(
+            {"prefix": tuple(torch.full((2, 1, 2, 2), torch.nan) for _ in range(8))},
+            "not_finite",
+            "a prefix tensor",
+            id="prefix-nan",
+        ),
+    ],
+)
+def test_wrong_forward_is_refused_and_the_stream_lives_on(
+    service: Service, fields: dict[str, object], kind: str, words: str
+) -> None:
+    async def scene(ask: Ask) -> None:
+        wrong = msgspec.structs.replace(FORWARD, **fields)
+        refused(await ask("rpc_forward", wrong), kind, words)
+        refused(await ask("rpc_backward", BackwardRequest(forward=wrong, grad_hidden=GRADIENT)), kind, words)
+        assert isinstance(await ask("rpc_forward", FORWARD), ForwardResponse)
+        assert isinstance(
+            await ask("rpc_backward", BackwardRequest(forward=FORWARD, grad_hidden=GRADIENT)), BackwardResponse
+        )
+
+    play(service, scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        pytest.param(
+            {"grad_hidden": torch.zeros(2, 2, WIDTH)},
+            "bad_request",
+            r"gradient has shape \[2, 2, 4\], its output has \[2, 3, 4\]",
+            id="shape",
+        ),
+        pytest.param(
+            {"grad_hidden_states": (GRADIENT,)}, "bad_request", "has 1 tensors, the forward had 0", id="too-many"
+        ),
+        pytest.param({"grad_hidden": GRADIENT * torch.nan}, "not_finite", "grad_hidden", id="nan"),
+        pytest.param({"forward": None}, "unknown_ticket", "send the forward request along", id="nothing-to-go-back"),
+    ],
+)
+def test_wrong_gradient_is_refused(service: Service, fields: dict[str, object], kind: str, words: str) -> None:
+    async def scene(ask: Ask) -> None:
+        request = BackwardRequest(forward=FORWARD, grad_hidden=GRADIENT)
+        refused(await ask("rpc_backward", msgspec.structs.replace(request, **fields)), kind, words)
+
+    play(service, scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        pytest.param({"digest": "0" * 40}, "bad_request", "its content hashes to", id="digest"),
+        pytest.param(
+            {"tensors": (torch.tensor([torch.nan]), torch.zeros(1))}, "not_finite", "an adapter tensor", id="nan"
+        ),
+        pytest.param({"tensors": (torch.zeros(20_000),)}, "out_of_memory", "80000 bytes, one client may", id="size"),
+    ],
+)
+def test_wrong_upload_is_refused(service: Service, fields: dict[str, object], kind: str, words: str) -> None:
+    async def scene(ask: Ask) -> None:
+        refused(await ask("rpc_adapter", msgspec.structs.replace(upload_of(1.0), **fields)), kind, words)
+        assert isinstance(await ask("rpc_adapter", upload_of(1.0)), AdapterStored)
+
+    play(service, scene)
+
+
+def test_info_says_what_is_served(service: Service) -> None:
+    async def scene(ask: Ask) -> None:
+        info = await ask("rpc_info", InfoRequest())
+        assert isinstance(info, ServerInfo)
+        assert (info.version, info.start, info.end) == (VERSION, 2, 6)
+        refused(await ask("rpc_info", FORWARD), "bad_request", "ForwardRequest where InfoRequest was due")
+
+    play(service, scene)
+
+
+def test_push_is_not_served(service: Service) -> None:
+    async def scene(ask: Ask) -> None:
+        refused(await ask("rpc_push", FORWARD), "bad_request", "rpc_push is not served here")
+
+    play(service, scene)

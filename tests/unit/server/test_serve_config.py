@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.fit import blocks_that_fit
+from swarm_plugins.server.server import SwarmServer
+from swarm_plugins.server.service import ServiceLimits
+from swarm_plugins.testing.models import save_tiny
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        pytest.param({"model": ""}, "model is empty", id="model"),
+        pytest.param({"blocks": range(0, 4, 2)}, "blocks 0:4 are no span", id="step"),
+        pytest.param({"blocks": range(3, 3)}, "blocks 3:3 are no span", id="empty"),
+        pytest.param({"blocks": range(1), "num_blocks": 2}, "exclude each other", id="two-choices"),
+        pytest.param({"part": (3, 2)}, "part 3/2 is no part", id="part"),
+        pytest.param({"num_blocks": 0}, "num_blocks must be at least 1, got 0", id="no-blocks"),
+        pytest.param({"kv_bytes": 0}, "kv_bytes must be above 0, got 0", id="kv"),
+        pytest.param({"activation_bytes": -1}, "activation_bytes must be 0 or more, got -1", id="activations"),
+        pytest.param({"announce_ttl_s": 30.0}, "at least twice as long", id="ttl"),
+    ],
+)
+def test_wrong_setting_names_value_and_cure(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServeConfig(**{"model": "m", **settings})
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        pytest.param({"max_batch_tokens": 0}, "max_batch_tokens must be above 0, got 0", id="zero"),
+        pytest.param({"max_peer_kv_share": 1.5}, "1 at most, got 1.5", id="share"),
+    ],
+)
+def test_wrong_limit_names_value(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ServiceLimits(**values)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
+def test_parts_cover_the_model_once(count: int) -> None:
+    spans = [ServeConfig(model="m", part=(index, count)).span_of(30) for index in range(1, count + 1)]
+    assert [block for span in spans if span is not None for block in span] == list(range(30))
+
+
+def test_server_that_was_not_started_says_so() -> None:
+    server = SwarmServer(ServeConfig(model="m"))
+    with pytest.raises(ConfigError, match=r"call start\(\) first"):
+        _ = server.info
+    with pytest.raises(ConfigError, match=r"call start\(\) first"):
+        _ = server.peer_id
+
+
+def test_blocks_that_fit_leave_the_budgets_their_room(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(save_tiny("llama", tmp_path / "tiny"))
+    block_bytes = sum(info.num_bytes for info in checkpoint.tensors.values()) / 4
+    config = ServeConfig(model="m", kv_bytes=1000, activation_bytes=1000)
+    available = int((2.5 * block_bytes + 2000) / 0.9)
+    assert blocks_that_fit(checkpoint, config, available_bytes=available) == 2
+    halves = dataclasses.replace(config, dtype="bfloat16")
+    assert checkpoint.config.dtype == torch.float32
+    assert blocks_that_fit(checkpoint, halves, available_bytes=available) == 4
+    with pytest.raises(ConfigError, match=r"no block of .* fits: one takes about"):
+        blocks_that_fit(checkpoint, config, available_bytes=2500)
