@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from swarm_plugins.backbone import (
     AutoSwarmModelForCausalLM,
     AutoSwarmModelForSequenceClassification,
 )
+from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
@@ -206,6 +208,22 @@ def test_float32_client_agrees_with_bfloat16_servers(pair) -> None:
         (gradient,) = torch.autograd.grad(logits.square().mean(), embedded)
         assert gradient.dtype == torch.float32
         assert remote.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0).shape == (2, 11)
+
+
+@llama_only
+@pytest.mark.parametrize(("codec", "error"), [("float16", 0.005), ("int8", 0.1)])
+def test_codecs_cost_what_they_round_away(pair, codec: Literal["float16", "int8"], error: float) -> None:
+    """Relative to the size of the whole tensor: 11 bits, or 7 bits of each block's largest value, at four crossings."""
+    embedded = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    with InProcessSwarm(pair.directory, config=SwarmConfig(codec=codec)) as swarm:
+        packing = AutoSwarmModelForCausalLM.from_pretrained(pair.directory, connection=swarm.connection)
+        for model in (packing, pair.local):
+            inputs = embedded.clone().requires_grad_()
+            logits = model(inputs_embeds=inputs, use_cache=False).logits
+            found.append((logits.detach(), torch.autograd.grad(logits.square().mean(), inputs)[0]))
+    for got, want in zip(*found, strict=True):
+        assert 0 < (got - want).norm() / want.norm() < error
 
 
 @few_families
