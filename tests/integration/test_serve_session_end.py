@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -57,4 +58,31 @@ def test_memory_of_a_vanished_client_comes_back(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
 
     with LocalSwarm(model, num_servers=1, kv_bytes="16MB") as swarm:
+        asyncio.run(scene(swarm))
+
+
+@pytest.mark.swarm
+def test_server_whose_daemon_dies_joins_again(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "tiny")
+
+    async def scene(swarm: LocalSwarm) -> None:
+        first, second = swarm.servers
+        config = NodeConfig(initial_peers=first.addresses, client_mode=True)
+        async with SwarmNode(config) as watcher:
+            [(version, known)] = (await watcher.models()).items()
+            [daemon] = psutil.Process(second.pid).children()
+            daemon.kill()
+            deadline = time.monotonic() + 60
+            while True:
+                servers = await watcher.servers(version, known.num_blocks)
+                back = [peer for peer, info in servers.items() if info.start == 2 and peer != second.peer_id]
+                if back:
+                    break
+                assert time.monotonic() < deadline, second.log
+                await asyncio.sleep(0.2)
+            # A new key file was made, so it has come back under a new peer id, and it answers.
+            assert (await info_of(watcher, back[0])).start == 2
+            assert second.is_alive
+
+    with LocalSwarm(model, num_servers=2) as swarm:
         asyncio.run(scene(swarm))
