@@ -103,8 +103,8 @@ class _Stream:
     def _maker(self, request: SessionOpen, blocks: range) -> Callable[[], SessionCache]:
         service, batch_size = self._service, request.batch_size
         if request.fork_of is None:
-            prefix = [tensor.to(service.device, service.dtype) for tensor in request.prefix]
-            return lambda: service.runner.new_cache(batch_size, blocks, prefix)
+            prefix = [tensor.to(service.dtype) for tensor in request.prefix]
+            return lambda: service.runner.new_cache(batch_size, blocks, [each.to(service.device) for each in prefix])
         if request.prefix:
             raise RequestError("bad_request", "a forked session takes no prefix: it starts with the other one's cache")
         source = service.sessions.find(self._peer, request.fork_of)
@@ -120,13 +120,12 @@ class _Stream:
         service = self._service
         _check_step(service, session, request)
         with service.adapters.using(request.adapters) as adapters:
-            positions, mask = request.position_ids, request.attention_mask
             inputs = StepInputs(
                 cache=session.cache,
                 blocks=session.blocks,
-                hidden=request.hidden.to(service.device, service.dtype),
-                position_ids=None if positions is None else positions.to(service.device),
-                attention_mask=None if mask is None else mask.to(service.device),
+                hidden=request.hidden.to(service.dtype),
+                position_ids=request.position_ids,
+                attention_mask=request.attention_mask,
                 adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows),
                 collect_hidden=request.collect_hidden,
                 collect_router=request.collect_router,
@@ -218,6 +217,6 @@ def _response(outputs: SpanOutputs, request: SessionStep) -> SessionStepResponse
     return SessionStepResponse(
         hidden=checked_output(outputs.hidden, dtype),
         hidden_states=tuple(checked_output(tensor, dtype) for tensor in outputs.hidden_states),
-        router_logits=tuple(tensor.cpu() for tensor in outputs.router_logits),
+        router_logits=outputs.router_logits,
         router_blocks=outputs.router_blocks,
     )

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.server.checks import (
@@ -22,6 +21,7 @@ from swarm_plugins.server.checks import (
     check_version,
     checked_output,
 )
+from swarm_plugins.server.devices import inputs_to, outputs_to_cpu
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.handlers import Answer, answer_requests
 from swarm_plugins.server.service import Service
@@ -87,27 +87,24 @@ def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanI
     with service.adapters.using(request.adapters) as adapters:
         yield SpanInputs(
             blocks=blocks,
-            hidden=request.hidden.to(service.device, service.dtype),
-            position_ids=_to_device(service, request.position_ids),
-            attention_mask=_to_device(service, request.attention_mask),
+            hidden=request.hidden.to(service.dtype),
+            position_ids=request.position_ids,
+            attention_mask=request.attention_mask,
             adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
-            prefix=tuple(tensor.to(service.device, service.dtype) for tensor in request.prefix),
+            prefix=tuple(tensor.to(service.dtype) for tensor in request.prefix),
             collect_hidden=request.collect_hidden,
             collect_router=request.collect_router,
         )
 
 
-def _to_device(service: Service, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(service.device)
-
-
 def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> tuple[SpanOutputs, str | None]:
     """Runs on the compute thread."""
+    inputs = inputs_to(inputs, service.device)
     budget = service.activations.budget_bytes
     if not keep or not budget:
-        return forward_only(service.runner, inputs), None
+        return outputs_to_cpu(forward_only(service.runner, inputs)), None
     outputs, kept, num_bytes = forward_keeping(service.runner, inputs, limit_bytes=budget, weights=service.weights)
-    return outputs, None if kept is None else service.activations.put(peer, kept, num_bytes)
+    return outputs_to_cpu(outputs), None if kept is None else service.activations.put(peer, kept, num_bytes)
 
 
 def _response(outputs: SpanOutputs, ticket: str | None, dtype: torch.dtype) -> ForwardResponse:
@@ -115,7 +112,7 @@ def _response(outputs: SpanOutputs, ticket: str | None, dtype: torch.dtype) -> F
         hidden=checked_output(outputs.hidden, dtype),
         hidden_states=tuple(checked_output(tensor, dtype) for tensor in outputs.hidden_states),
         # Routers may work in a wider type than the blocks, on purpose: theirs is kept.
-        router_logits=tuple(tensor.cpu() for tensor in outputs.router_logits),
+        router_logits=outputs.router_logits,
         router_blocks=outputs.router_blocks,
         ticket=ticket,
     )
@@ -131,19 +128,25 @@ def _check_gradients(service: Service, request: BackwardRequest) -> None:
 
 async def _backward(service: Service, kept: KeptForward | SpanInputs, request: BackwardRequest) -> Gradients:
     device = service.device
-    return await service.scheduler.train(
-        lambda: gradients(
+
+    def run() -> Gradients:
+        found = gradients(
             service.runner,
-            kept,
+            inputs_to(kept, device) if isinstance(kept, SpanInputs) else kept,
             grad_hidden=request.grad_hidden.to(device),
             grad_hidden_states=[tensor.to(device) for tensor in request.grad_hidden_states],
             grad_router_logits=[tensor.to(device) for tensor in request.grad_router_logits],
             needs_hidden=request.needs_hidden,
             needs_adapters=request.needs_adapters,
             needs_prefix=request.needs_prefix,
-        ),
-        timeout_s=service.limits.request_timeout_s,
-    )
+        )
+        return Gradients(
+            hidden=None if found.hidden is None else found.hidden.cpu(),
+            adapters=tuple(tensor.cpu() for tensor in found.adapters),
+            prefix=tuple(tensor.cpu() for tensor in found.prefix),
+        )
+
+    return await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s)
 
 
 def _gradient_response(found: Gradients, dtype: torch.dtype) -> BackwardResponse:

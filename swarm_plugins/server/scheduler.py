@@ -24,6 +24,7 @@ import torch
 from swarm_plugins.blocks.types import SpanOutputs, SpanRunner, StepInputs
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.busy import BusyMeter
+from swarm_plugins.server.devices import inputs_to, outputs_to_cpu
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.pack import choose_pack
 from swarm_plugins.server.rhythm import Rhythm
@@ -75,14 +76,18 @@ class Scheduler:
     Args:
         runner: The span. Only the compute thread calls it.
         config: Bounds of the queues.
+        device: Where the runner computes; steps and their results are on the CPU.
     """
 
-    def __init__(self, runner: SchedulerRunner, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self, runner: SchedulerRunner, config: SchedulerConfig | None = None, *, device: torch.device | None = None
+    ) -> None:
         """Stores the settings; ``start`` starts the thread."""
         self.config = config or SchedulerConfig()
         self.chunk_tokens = self.config.max_pack_tokens
         """Tokens in one packed forward; the server lowers it so that a pack takes a bounded time here."""
         self._runner = runner
+        self._device = device or torch.device("cpu")
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._calls: deque[Call] = deque()
         self._steps: list[Step] = []
@@ -308,9 +313,9 @@ class Scheduler:
 
     def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
         try:
-            chunks = [step.part.chunk(num_tokens) for step, num_tokens in group]
+            chunks = [inputs_to(step.part.chunk(num_tokens), self._device) for step, num_tokens in group]
             started = time.monotonic()
-            outputs = self._runner.step(chunks)
+            outputs = [outputs_to_cpu(output) for output in self._runner.step(chunks)]
             ended = time.monotonic()
             for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
                 step.part.add(chunk, output)

@@ -185,7 +185,7 @@ class SwarmServer:
 
     async def _serve(self, span: Span, version: str, num_blocks: int) -> None:
         config, presence = self.config, self._joined()
-        scheduler = Scheduler(span, SchedulerConfig(max_pack_tokens=config.max_pack_tokens))
+        scheduler = Scheduler(span, SchedulerConfig(max_pack_tokens=config.max_pack_tokens), device=span.device)
         limits = config.limits
         speed = await in_thread(
             lambda: measure(span, span.hidden_size, span.dtype, span.device, max_tokens=limits.max_batch_tokens)
