@@ -77,7 +77,7 @@ class _Stream:
         max_tokens = _max_tokens(service, blocks, request.batch_size)
         prefix_tokens = check_prefix(request.prefix, blocks, request.batch_size)
         if prefix_tokens > max_tokens:
-            raise _too_long(prefix_tokens, max_tokens)
+            raise _too_long(service, request.batch_size, prefix_tokens, max_tokens)
         service.sessions.reserve(self._peer)
         try:
             cache = await self._new_cache(request, blocks)
@@ -169,11 +169,18 @@ def _max_tokens(service: Service, blocks: range, batch_size: int) -> int:
     return min(most, int(share * len(service.blocks) / len(blocks)) // batch_size)
 
 
-def _too_long(num_tokens: int, limit: int) -> RequestError:
+def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
+    most = service.limits.max_session_tokens
+    if num_tokens > most:
+        return RequestError(
+            "bad_request",
+            f"the session would hold {num_tokens} tokens per row, this server allows {most}: "
+            "shorten the prompt, or use a server that allows more",
+        )
     return RequestError(
-        "bad_request",
-        f"the session would hold {num_tokens} tokens per row, this server allows {limit}: "
-        "shorten the prompt, use fewer rows, or a server with more room",
+        "out_of_memory",
+        f"the session would hold {num_tokens} tokens in each of {batch_size} rows, the KV budget of this server has "
+        f"room for {limit} in each: use fewer rows, or a server with more room",
     )
 
 
@@ -191,7 +198,7 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> Non
         )
     limit = _max_tokens(service, session.blocks, rows)
     if cached + num_new > limit:
-        raise _too_long(cached + num_new, limit)
+        raise _too_long(service, rows, cached + num_new, limit)
     check_positions(request.position_ids, rows, num_new)
     check_mask(request.attention_mask, rows, cached + num_new)
     check_rows(request.adapter_rows, rows, len(request.adapters))

@@ -226,6 +226,18 @@ def test_full_budget_is_out_of_memory_and_leaves_the_session(service: Service, r
     play(service, scene)
 
 
+def test_batch_that_the_budget_cannot_hold_is_out_of_memory(service: Service) -> None:
+    async def scene(channel: Channel, _: LocalTransport) -> None:
+        await ask(channel, msgspec.structs.replace(OPEN, batch_size=4))
+        answer = await ask(channel, step_of(51, 0, batch_size=4))
+        assert isinstance(answer, Failure)
+        assert answer.kind == "out_of_memory"
+        assert "51 tokens in each of 4 rows, the KV budget of this server has room for 50 in each" in answer.message
+        assert isinstance(await ask(channel, step_of(50, 0, batch_size=4)), SessionStepResponse)
+
+    play(service, scene)
+
+
 def test_operations_take_effect_before_the_step(service: Service, runner: FakeRunner) -> None:
     async def scene(channel: Channel, _: LocalTransport) -> None:
         await ask(channel, OPEN)
