@@ -4,6 +4,8 @@
 AutoSwarmModelForCausalLM ...   HF's own model class, its decoder layers on other people's servers
 SwarmConfig                     deadlines, retries and codec of a client
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
+HubAdapterCallback, HubAdapterTrainerCallback   publish adapters while they are trained
+find_adapters, load_adapter     published adapters of a base, checked against its version
 LocalSwarm                      a swarm of `swarm serve` processes on this machine
 swarm serve | status | bench    the same from the command line
 ```
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
         AutoSwarmModelForCausalLM,
         AutoSwarmModelForSequenceClassification,
     )
+    from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
+    from swarm_plugins.callbacks.for_transformers import HubAdapterTrainerCallback
+    from swarm_plugins.callbacks.loading import load_adapter
     from swarm_plugins.client import SwarmConfig
+    from swarm_plugins.hub import find_adapters
     from swarm_plugins.local_swarm import LocalSwarm
     from swarm_plugins.strategy.unified import FabricSwarmStrategy, SwarmStrategy
 
@@ -35,11 +41,15 @@ __all__ = [
     "AutoSwarmModelForCausalLM",
     "AutoSwarmModelForSequenceClassification",
     "FabricSwarmStrategy",
+    "HubAdapterCallback",
+    "HubAdapterTrainerCallback",
     "LocalSwarm",
     "SwarmConfig",
     "SwarmError",
     "SwarmStrategy",
     "__version__",
+    "find_adapters",
+    "load_adapter",
 ]
 
 __version__ = "0.1.0"
@@ -49,9 +59,13 @@ _HOMES = {
     "AutoSwarmModelForCausalLM": "swarm_plugins.backbone",
     "AutoSwarmModelForSequenceClassification": "swarm_plugins.backbone",
     "FabricSwarmStrategy": "swarm_plugins.strategy.unified",
+    "HubAdapterCallback": "swarm_plugins.callbacks.for_lightning",
+    "HubAdapterTrainerCallback": "swarm_plugins.callbacks.for_transformers",
     "LocalSwarm": "swarm_plugins.local_swarm",
     "SwarmConfig": "swarm_plugins.client",
     "SwarmStrategy": "swarm_plugins.strategy.unified",
+    "find_adapters": "swarm_plugins.hub",
+    "load_adapter": "swarm_plugins.callbacks.loading",
 }
 
 

@@ -8,6 +8,8 @@ import typer
 
 from swarm_plugins import __version__
 from swarm_plugins.cli import bench
+from swarm_plugins.cli.hub import hub
+from swarm_plugins.cli.push import push
 from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.status import status
 
@@ -32,6 +34,8 @@ def _options(
 
 
 app.command()(serve)
+app.command()(push)
+app.command()(hub)
 app.command()(status)
 app.add_typer(bench.app, name="bench")
 

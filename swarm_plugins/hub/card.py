@@ -81,7 +81,9 @@ def _tags(facts: AdapterFacts, manifest: Manifest) -> list[str]:
 
 def _body(facts: AdapterFacts, manifest: Manifest, name: str) -> str:
     base = facts.base_model or manifest.base_name or "the base model"
-    revision = f', revision="{manifest.base_revision}"' if facts.base_model and manifest.base_revision else ""
+    version = manifest.base
+    # A directory has a fingerprint and no revision to load.
+    revision = f', revision="{version.revision}"' if version is not None and not version.is_local else ""
     model_class = _CLASSES.get(facts.pipeline_tag, "AutoModel")
     rows = {
         "base model": base,

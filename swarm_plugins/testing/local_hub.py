@@ -34,6 +34,7 @@ from swarm_plugins.testing.hub_store import Blob, HubStore
 __all__ = ["HubFaults", "HubRequest", "LocalHub"]
 
 _ANYBODY = "user"
+_CLOSE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class LocalHub:
         self.faults = HubFaults()
         self.requests: list[HubRequest] = []
         self.connections: set[socket.socket] = set()
+        self._handlers: set[threading.Thread] = set()
         self._served: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -103,7 +105,8 @@ class LocalHub:
             raise ConfigError(
                 f"port {self.port} of 127.0.0.1 cannot be used ({exc.strerror or exc}); take port 0 for a free one"
             ) from exc
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="local-hub")
+        # Daemons: a Hub that somebody forgot to close must not keep a program from ending.
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="local-hub", daemon=True)
         self._thread.start()
         return self
 
@@ -118,8 +121,10 @@ class LocalHub:
             for connection in self.connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+            handlers = list(self._handlers)
         server.server_close()
-        self._thread.join()
+        for thread in (self._thread, *handlers):
+            thread.join(_CLOSE_S)
 
     def __enter__(self) -> LocalHub:
         return self.start()
@@ -213,8 +218,8 @@ class LocalHub:
         """Notes a connection, so that `close` can end it."""
         with self._lock:
             (self.connections.add if is_open else self.connections.discard)(connection)
+            (self._handlers.add if is_open else self._handlers.discard)(threading.current_thread())
 
 
 class _Server(ThreadingHTTPServer):
-    # close() waits for the threads of connections; it ends the connections first.
-    daemon_threads = False
+    daemon_threads = True

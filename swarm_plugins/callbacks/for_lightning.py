@@ -1,0 +1,80 @@
+"""`HubAdapterCallback`: publishes adapters from a Trainer of Lightning.
+
+``lightning.pytorch`` and ``pytorch_lightning`` have two classes named Callback; this one is both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback as UnifiedCallback
+from pytorch_lightning.callbacks import Callback as StandaloneCallback
+
+from swarm_plugins.callbacks.publishing import Publishing, log
+
+__all__ = ["HubAdapterCallback"]
+
+
+class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  # two Trainer types
+    """For a Trainer of Lightning; its arguments: [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].
+
+    ```python
+    Trainer(strategy="swarm", callbacks=[HubAdapterCallback("me/my-adapter", monitor="val_loss")])
+    ```
+    """
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Looks for the adapter.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        if trainer.fast_dev_run:
+            log.info("fast_dev_run: nothing is published to %s", self.repo_id)
+        elif trainer.is_global_zero:
+            self.begin(pl_module, Path(trainer.default_root_dir))
+            if "save" in self.on and any(getattr(one, "save_weights_only", False) for one in _checkpoints(trainer)):
+                log.warning(
+                    "with save_weights_only=True Lightning does not tell callbacks of a save: versions are published "
+                    "at the best value and at the end only"
+                )
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Publishes when a checkpoint is saved."""
+        if "save" in self.on and trainer.global_step > 0:
+            self.publish("save", trainer.global_step, trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Publishes when the monitored metric is better than before."""
+        if not trainer.sanity_checking:
+            monitor, mode = self.monitor, self.mode
+            if monitor is None:
+                keeper = next((one for one in _checkpoints(trainer) if getattr(one, "monitor", None)), None)
+                monitor, mode = (keeper.monitor, keeper.mode) if keeper is not None else (None, mode)
+            self.publish_if_best(monitor, mode, trainer.global_step, trainer.callback_metrics)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Publishes the adapter as it is in the end."""
+        if "end" in self.on:
+            self.publish("end", trainer.global_step, trainer.callback_metrics)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Waits for what is still to be published; servers are not held meanwhile."""
+        self.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Writes what was trained to disk."""
+        self.interrupt(trainer.global_step, trainer.callback_metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the best value, so that a resumed run goes on from it."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what a checkpoint kept."""
+        self.best = state_dict.get("best")
+
+
+def _checkpoints(trainer: Any) -> list[Any]:
+    return list(trainer.checkpoint_callbacks)

@@ -1,0 +1,56 @@
+"""`HubAdapterTrainerCallback`: publishes adapters from a Trainer of transformers (and of trl)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from swarm_plugins.callbacks.publishing import Publishing
+
+__all__ = ["HubAdapterTrainerCallback"]
+
+
+class HubAdapterTrainerCallback(Publishing, TrainerCallback):
+    """For a Trainer of transformers; its arguments: [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].
+
+    ```python
+    Trainer(model, args, train_dataset=data, callbacks=[HubAdapterTrainerCallback("me/my-adapter")])
+    ```
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Looks for the adapter.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        self._metrics: dict[str, Any] = {}
+        if state.is_world_process_zero and model is not None:
+            self.begin(model, Path(args.output_dir))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Publishes when the monitored metric is better than before."""
+        self._metrics = dict(metrics or {})
+        monitor, mode = self.monitor, self.mode
+        if monitor is None and args.metric_for_best_model is not None:
+            monitor, mode = args.metric_for_best_model, "max" if args.greater_is_better else "min"
+        if monitor is not None and monitor not in self._metrics:
+            monitor = f"eval_{monitor}"
+        self.publish_if_best(monitor, mode, state.global_step, self._all_metrics(state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publishes when a checkpoint is saved."""
+        if "save" in self.on:
+            self.publish("save", state.global_step, self._all_metrics(state))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Publishes the adapter as it is in the end, and waits for what is still to be published."""
+        if "end" in self.on:
+            self.publish("end", state.global_step, self._all_metrics(state))
+        self.finish()
+
+    def _all_metrics(self, state: Any) -> dict[str, Any]:
+        losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
+        return {"train_loss": next(losses, None), **self._metrics}

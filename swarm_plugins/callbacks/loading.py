@@ -1,0 +1,131 @@
+"""`load_adapter`: puts a published adapter into a model, if it was made for the version of its base."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+from peft import PeftModel
+from safetensors import SafetensorError
+from torch import nn
+
+from swarm_plugins.backbone import base_version
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
+from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
+from swarm_plugins.hub.folder import CONFIG_FILE
+
+__all__ = ["load_adapter"]
+
+log = logging.getLogger(__name__)
+
+# Settings that make PEFT import a module by its name, or unpickle a file.
+_REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "prompt_tuning_init_state_dict_path")
+
+
+def load_adapter(
+    model: nn.Module,
+    repo: str | Path,
+    version: str = "latest",
+    *,
+    on_mismatch: Literal["refuse", "warn"] = "refuse",
+    adapter_name: str = "default",
+    is_trainable: bool = False,
+    token: str | bool | None = None,
+    endpoint: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> PeftModel:
+    """Returns the model with a published adapter in it, active.
+
+    Works for models with remote blocks and for plain ones; nothing is unpickled.
+
+    Args:
+        model: A model of transformers, or one that PEFT made of it (the adapter is added then).
+        repo: The adapter's repository on the Hub, or a directory.
+        version: A tag, branch or commit; ``latest`` for the newest version.
+        on_mismatch: What to do if the adapter was made for another version of the base: ``refuse`` or ``warn``.
+        adapter_name: PEFT's name for it.
+        is_trainable: Whether it is going to be trained further.
+        token: Access token of the Hub. None: the stored one.
+        endpoint: Address of the Hub; by default that of huggingface_hub.
+        cache_dir: Where to download to; by default huggingface_hub's cache.
+
+    Raises:
+        ConfigError: If a setting is wrong, or the adapter was made for another version of the base.
+        HubError: If it is not there, or the Hub cannot be reached.
+        CheckpointError: If it is no adapter in safetensors format, or does not fit the model.
+    """
+    if on_mismatch not in ("refuse", "warn"):
+        raise ConfigError(f"on_mismatch={on_mismatch!r} must be 'refuse' or 'warn'")
+    if isinstance(model, PeftModel) and adapter_name in model.peft_config:
+        raise ConfigError(
+            f"the model has an adapter named {adapter_name!r} already (it has {', '.join(model.peft_config)}); "
+            "give another adapter_name="
+        )
+    adapter = _opened(repo, version, token=token, endpoint=endpoint, cache_dir=cache_dir)
+    _check_config(adapter)
+    _check_base(model, adapter, on_mismatch)
+    return _loaded(model, adapter, adapter_name, is_trainable)
+
+
+def _opened(repo: str | Path, version: str, **hub: Any) -> AdapterFolder:
+    path = Path(repo).expanduser()
+    if not isinstance(repo, Path) and not path.is_dir():
+        return fetch_adapter(repo, version, **hub)
+    if version != "latest":
+        raise ConfigError(
+            f"version={version!r} was given for the directory {path}, which has no versions: leave it out"
+        )
+    return open_adapter(path)
+
+
+def _check_config(adapter: AdapterFolder) -> None:
+    try:
+        config = json.loads((adapter.folder / CONFIG_FILE).read_bytes())
+    except ValueError as exc:
+        raise CheckpointError(f"{CONFIG_FILE} of {adapter.label} is no JSON ({exc})") from exc
+    found = [name for name in _REFUSED_SETTINGS if config.get(name)]
+    if found:
+        raise CheckpointError(
+            f"{CONFIG_FILE} of {adapter.label} sets {', '.join(found)}, which would load code or pickled files; "
+            "ask its author to save it without"
+        )
+
+
+def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> None:
+    actual, wanted = base_version(model), adapter.base
+    if wanted is None or actual is None:
+        unknown = "the version of the model's base" if wanted is not None else "the version of the base it was made for"
+        log.warning("%s is loaded unchecked: %s is not known", adapter.label, unknown)
+        return
+    if actual == wanted:
+        return
+    why = (
+        "one is a commit on the Hub and the other the content of a directory, which cannot be compared"
+        if actual.is_local != wanted.is_local
+        else "its outputs would be wrong"
+    )
+    cure = f"load the base with revision={wanted.revision!r}" if not wanted.is_local else "load that very base"
+    message = f"{adapter.label} was made for {wanted}, the model is {actual}: {why}"
+    if on_mismatch == "refuse":
+        raise ConfigError(f"{message}; {cure}, or pass on_mismatch='warn' to load it all the same")
+    warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _loaded(model: nn.Module, adapter: AdapterFolder, adapter_name: str, is_trainable: bool) -> PeftModel:
+    folder = str(adapter.folder)
+    try:
+        if isinstance(model, PeftModel):
+            model.load_adapter(folder, adapter_name, is_trainable=is_trainable)
+            model.set_adapter(adapter_name)
+            return model
+        return PeftModel.from_pretrained(model, folder, adapter_name=adapter_name, is_trainable=is_trainable)
+    except SwarmError:
+        raise
+    except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as exc:
+        raise CheckpointError(
+            f"{adapter.label} does not fit the model ({type(exc).__name__}: {str(exc).strip()[:500]}); load it into a "
+            f"fresh copy of {adapter.base_name or 'the base that it was made for'}"
+        ) from exc

@@ -1,0 +1,234 @@
+"""When a version of an adapter is published, and what happens if that fails: training goes on, the files stay.
+
+What the callbacks of Lightning and of transformers share.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+from torch import nn
+
+from swarm_plugins.callbacks.saving import AdapterSource, find_adapter, manifest_of, write_version
+from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.hub import AdapterFacts, PushedVersion, PushTarget, PushWorker, RetryPlan
+from swarm_plugins.hub.names import check_repo_id
+
+__all__ = ["Event", "Publishing"]
+
+log = logging.getLogger(__name__)
+
+Event = Literal["save", "best", "end"]
+_EVENTS = ("save", "best", "end")
+_INTERRUPTED_S = 10.0
+# What trainers log beside metrics of the model.
+_NOT_METRICS = ("_runtime", "_per_second", "epoch", "step", "_jit_compilation_time")
+
+
+class Publishing:
+    """Publishes versions of the adapter that is trained to a repository on the Hub, beside the training.
+
+    Every version is one commit with the adapter, its card and ``swarm.json``, and then a tag: v1, v2 ... If it cannot
+    be published, training goes on, its files stay in a folder, and a warning tells how to publish them later.
+
+    Args:
+        repo_id: The repository, such as ``me/my-adapter``; made if it is not there.
+        on: When: at each ``save`` of a checkpoint, whenever the monitored metric is at its ``best``, at the ``end``.
+        monitor: The metric that ``best`` goes by. None: the one that the trainer keeps its best checkpoint by.
+        mode: Whether the best value is the smallest (``min``) or the largest (``max``).
+        folder: Where versions are written. None: ``hub_adapters`` in the trainer's own folder.
+        private: Whether a repository that is made is private.
+        token: Access token of the Hub. None: the one that ``hf auth login`` stored, or ``HF_TOKEN``.
+        endpoint: Address of the Hub; by default that of huggingface_hub (``HF_ENDPOINT``).
+        base_model: Id of the base on the Hub, if it was loaded from a directory of one's own.
+        tags: More tags for the card.
+        dataset: Id of the dataset that the metrics are measured on, for the card.
+        finish_s: Longest wait for what is still to be published when training has ended.
+        retries: How often and how long each version is tried.
+
+    Raises:
+        ConfigError: If a setting is wrong.
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        *,
+        on: Sequence[Event] = ("save", "best", "end"),
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        folder: str | Path | None = None,
+        private: bool = False,
+        token: str | bool | None = None,
+        endpoint: str | None = None,
+        base_model: str | None = None,
+        tags: Sequence[str] = (),
+        dataset: str | None = None,
+        finish_s: float = 300.0,
+        retries: RetryPlan | None = None,
+    ) -> None:
+        unknown = [event for event in on if event not in _EVENTS]
+        if isinstance(on, str) or unknown or not on:
+            raise ConfigError(f"on={on!r} must be a list of some of {', '.join(_EVENTS)}")
+        if mode not in ("min", "max"):
+            raise ConfigError(f"mode={mode!r} must be 'min' or 'max'")
+        if finish_s < 0:
+            raise ConfigError(f"finish_s={finish_s} must be at least 0")
+        self.repo_id = check_repo_id(repo_id)
+        self.base_model = None if base_model is None else check_repo_id(base_model)
+        self.on = tuple(on)
+        self.monitor = monitor
+        self.mode = mode
+        self.folder = None if folder is None else Path(folder)
+        self.private = private
+        self.tags = tuple(tags)
+        self.dataset = dataset
+        self.endpoint = endpoint
+        self.finish_s = finish_s
+        self.best: float | None = None
+        """The best value of the monitored metric so far."""
+        self.pushed: list[PushedVersion] = []
+        """The versions that are on the Hub."""
+        self.unpushed: list[Path] = []
+        """Folders of versions that are not."""
+        self._token = token
+        self._retries = retries
+        self._source: AdapterSource | None = None
+        self._root = Path()
+        self._worker: PushWorker | None = None
+        self._digest: str | None = None
+        self._step: int | None = None
+
+    def begin(self, module: nn.Module, default_folder: Path) -> None:
+        """Gets ready, before the first step.
+
+        Raises:
+            ConfigError: If there is no adapter to train: better now than after hours.
+        """
+        self._source = find_adapter(module)
+        self._root = (self.folder or default_folder / "hub_adapters").absolute()
+        self._worker = PushWorker(token=self._token, retries=self._retries, on_pushed=self._tidy)
+        self._digest = self._step = None
+        if self._source.base is None and self.base_model is None:
+            log.warning(
+                "it is not known which base %s is an adapter of (the model was not loaded from the Hub or a "
+                "directory): it is published without the base's version",
+                self.repo_id,
+            )
+
+    def publish(self, event: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes a version and queues it; never raises for anything that goes wrong with that."""
+        if self._worker is None:
+            return
+        written = self._write(event, step, metrics)
+        if written is not None:
+            self._worker.submit(*written)
+
+    def publish_if_best(self, monitor: str | None, mode: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Publishes if the monitored metric is better than ever before."""
+        value = _number(metrics.get(monitor)) if monitor is not None else None
+        if value is None or "best" not in self.on:
+            return
+        if self.best is None or (value < self.best if mode == "min" else value > self.best):
+            self.best = value
+            self.publish("best", step, metrics)
+
+    def finish(self) -> None:
+        """Waits for what is still to be published, as long as is allowed."""
+        self._close(self.finish_s)
+
+    def interrupt(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes what was trained since the last version, without publishing it, and ends soon."""
+        if self._worker is None:
+            return
+        if step > 0 and step != self._step:
+            written = self._write("interrupted", step, metrics)
+            if written is not None:
+                self.unpushed.append(written[0])
+                log.warning("training was interrupted: the adapter is in %s; publish it with: %s", *_advice(written[0]))
+        self._close(min(_INTERRUPTED_S, self.finish_s))
+
+    def _close(self, timeout_s: float) -> None:
+        worker = self._worker
+        self._source = None
+        if worker is not None:
+            self.unpushed += worker.close(timeout_s)
+            self.pushed += worker.pushed
+            self._worker = None
+
+    def _write(self, event: str, step: int, metrics: Mapping[str, Any]) -> tuple[Path, PushTarget] | None:
+        if self._source is None:
+            return None
+        try:
+            return self._written(self._source, event, step, _numbers(metrics))
+        except (OSError, RuntimeError, ValueError, KeyError, SwarmError, SafetensorError) as exc:
+            log.warning(
+                "the adapter at step %d could not be written to %s (%s: %s); training goes on, and the next version "
+                "is tried again; free some space or choose another folder=",
+                step,
+                self._root,
+                type(exc).__name__,
+                exc,
+            )
+            return None
+
+    def _written(
+        self, source: AdapterSource, event: str, step: int, metrics: dict[str, float]
+    ) -> tuple[Path, PushTarget] | None:
+        manifest = manifest_of(source, event=event, step=step, metrics=metrics)
+        facts = AdapterFacts(
+            repo_id=self.repo_id,
+            pipeline_tag=source.pipeline_tag,
+            base_model=self.base_model or _hub_name(source),
+            tags=self.tags,
+            dataset=self.dataset,
+        )
+        target = PushTarget(repo_id=self.repo_id, private=self.private, endpoint=self.endpoint)
+        folder, digest = write_version(source, self._root, f"step-{step:08d}-{event}", facts, manifest, target)
+        self._step = step
+        if digest == self._digest:
+            # Saved, best and ended at the same step: one version.
+            shutil.rmtree(folder, ignore_errors=True)
+            return None
+        self._digest = digest
+        return folder, target
+
+    def _tidy(self, pushed: PushedVersion) -> None:
+        """Keeps the newest published version on disk, not all of them. Called in the worker's thread."""
+        worker = self._worker
+        earlier = worker.pushed[:-1] if worker is not None else []
+        for version in earlier:
+            if version.folder != pushed.folder:
+                shutil.rmtree(version.folder, ignore_errors=True)
+
+
+def _advice(folder: Path) -> tuple[Path, str]:
+    return folder, f"swarm push {folder}"
+
+
+def _hub_name(source: AdapterSource) -> str | None:
+    return None if source.base is None or source.base.is_local else source.base.name
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are finite numbers."""
+    found = {}
+    for name, value in metrics.items():
+        number = _number(value)
+        if number is not None and not name.endswith(_NOT_METRICS):
+            found[str(name)] = number
+    return found
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,191 @@
+"""Writes one version of an adapter as a folder: PEFT's files, the card and ``swarm.json``.
+
+The folder appears under its name when it is whole, so that nobody publishes half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from peft.utils.other import EMBEDDING_LAYER_NAMES
+from torch import nn
+
+from swarm_plugins.backbone import base_version, served_blocks
+from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.hub import AdapterFacts, Manifest, PushTarget, ServedSpan, card_text
+from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
+from swarm_plugins.versions import ModelVersion
+
+__all__ = ["AdapterSource", "find_adapter", "write_version"]
+
+_TASKS = {
+    "CAUSAL_LM": "text-generation",
+    "SEQ_CLS": "text-classification",
+    "TOKEN_CLS": "token-classification",
+    "QUESTION_ANS": "question-answering",
+    "FEATURE_EXTRACTION": "feature-extraction",
+}
+_CLASS_TASKS = (("ForCausalLM", "text-generation"), ("ForSequenceClassification", "text-classification"))
+_MAX_SAME_NAME = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSource:
+    """The adapter that is trained, and the base under it."""
+
+    model: PeftModel
+    """The model that PEFT made."""
+    name: str
+    """PEFT's name of the adapter."""
+    base: ModelVersion | None
+    """The version of the base; None if it is not known."""
+
+    @property
+    def peft_type(self) -> str:
+        """PEFT's name of the method."""
+        kind = self.model.peft_config[self.name].peft_type
+        return str(getattr(kind, "value", kind))
+
+    @property
+    def pipeline_tag(self) -> str:
+        """The Hub's word for the task."""
+        task = self.model.peft_config[self.name].task_type
+        known = _TASKS.get(str(getattr(task, "value", task)))
+        if known is not None:
+            return known
+        name = type(self.model.get_base_model()).__name__
+        return next((tag for ending, tag in _CLASS_TASKS if name.endswith(ending)), "feature-extraction")
+
+
+def find_adapter(module: nn.Module) -> AdapterSource:
+    """Returns the adapter in a module that is about to be trained.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    models = [part for part in module.modules() if isinstance(part, PeftModel)]
+    trained = [model for model in models if any(parameter.requires_grad for parameter in model.parameters())]
+    if not trained:
+        found = "its PEFT model has no trainable parameters" if models else "it holds no model made by PEFT"
+        raise ConfigError(
+            f"{type(module).__name__} has no adapter to publish: {found}; wrap the base with "
+            "peft.get_peft_model(base, LoraConfig(...)) before training (in configure_model with Lightning)"
+        )
+    model = trained[0]
+    active = model.active_adapter
+    name = active if isinstance(active, str) else active[0]
+    return AdapterSource(model=model, name=name, base=base_version(model))
+
+
+def write_version(
+    source: AdapterSource, root: Path, name: str, facts: AdapterFacts, manifest: Manifest, target: PushTarget
+) -> tuple[Path, str]:
+    """Writes a version into a new folder.
+
+    Args:
+        source: The adapter.
+        root: Where folders of versions lie; made if needed.
+        name: The folder's name; a number is added if it is there.
+        facts: What the card says.
+        manifest: What ``swarm.json`` says, besides what is known here.
+        target: Where it is to be published.
+
+    Returns:
+        The folder, and the digest of the adapter's tensors.
+
+    Raises:
+        OSError: If it cannot be written; nothing is left then.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=root, prefix=".part-"))
+    try:
+        _save_peft(source, part, facts.base_model)
+        manifest.write(part)
+        (part / CARD_FILE).write_text(card_text(facts, manifest), encoding="utf-8")
+        target.write(part)
+        with (part / WEIGHTS_FILE).open("rb") as stream:
+            digest = hashed(stream)
+        return _in_place(part, root, name), digest
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def hashed(stream: Any) -> str:
+    """Returns the digest of a file."""
+    digest = sha256()
+    while chunk := stream.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _in_place(part: Path, root: Path, name: str) -> Path:
+    for place in _names(root, name):
+        try:
+            # Two runs may share the folder: a name that is taken meanwhile is not overwritten, since it is not empty.
+            return part.rename(place)
+        except OSError:
+            if not place.exists():
+                raise
+    raise CheckpointError(f"{root} has {_MAX_SAME_NAME} folders named {name}; remove some")
+
+
+def _names(root: Path, name: str) -> Iterator[Path]:
+    yield root / name
+    for number in range(2, _MAX_SAME_NAME):
+        yield root / f"{name}-{number}"
+
+
+def _save_peft(source: AdapterSource, folder: Path, base_model: str | None) -> None:
+    source.model.save_pretrained(
+        str(folder),
+        safe_serialization=True,
+        selected_adapters=[source.name],
+        # "auto" would ask the Hub for the base's config, in the middle of training.
+        save_embedding_layers=_changes_embeddings(source),
+    )
+    if source.name != "default":
+        # PEFT puts adapters of other names into folders of their own.
+        for path in (folder / source.name).iterdir():
+            path.replace(folder / path.name)
+        (folder / source.name).rmdir()
+    path = folder / CONFIG_FILE
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = base_model
+    is_commit = source.base is not None and not source.base.is_local
+    # A local base has no commit; swarm.json has its fingerprint.
+    config["revision"] = source.base.revision if is_commit and source.base is not None else None
+    path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _changes_embeddings(source: AdapterSource) -> bool:
+    config = source.model.peft_config[source.name]
+    targets = getattr(config, "target_modules", None)
+    if isinstance(targets, str) or not targets:
+        return False
+    return any(target.split(".")[-1] in EMBEDDING_LAYER_NAMES for target in targets)
+
+
+def manifest_of(source: AdapterSource, *, event: str, step: int, metrics: dict[str, float]) -> Manifest:
+    """Returns what ``swarm.json`` says of the adapter as it is now."""
+    spans = [
+        ServedSpan(start=blocks.start, end=blocks.end, dtype=blocks.dtype, quantization=blocks.quantization)
+        for blocks in served_blocks(source.model)
+    ]
+    return Manifest(
+        base_name=None if source.base is None else source.base.name,
+        base_revision=None if source.base is None else source.base.revision,
+        spans=tuple(spans),
+        peft_type=source.peft_type,
+        event=event,
+        step=step,
+        metrics=metrics,
+    )
