@@ -29,7 +29,7 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     module: str
     """Path of the adapted module inside the block, as HF names it: ``self_attn.q_proj``."""
     kind: AdapterKind
-    """``lora``: on a linear layer. ``lora_parameter``: on a bare parameter (experts, router). ``ia3``: a scaling vector."""
+    """``lora``: on a linear layer; ``lora_parameter``: on a bare parameter (experts, router); ``ia3``: a vector."""
     parameter: str | None = None
     """Name of the adapted parameter of ``module``; only for ``lora_parameter``."""
     shapes: tuple[tuple[int, ...], ...]
@@ -64,5 +64,5 @@ def adapter_digest(spec: AdapterSpec, tensors: Sequence[torch.Tensor]) -> str:
     for tensor in tensors:
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        digest.update(plain.view(torch.uint8).numpy().data if plain.numel() else b"")
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
     return digest.hexdigest()

@@ -151,7 +151,7 @@ def test_a_session_goes_on_after_a_refused_step(local: PreTrainedModel, remote: 
     with torch.no_grad():
         expected = local(torch.tensor([[5, 6, 7, 8, 9]])).logits[:, -1]
         cache = remote(prompt, use_cache=True).past_key_values
-        with pytest.raises(SwarmError, match="NaN|finite"):
+        with pytest.raises(SwarmError, match=r"NaN|finite"):
             remote(inputs_embeds=torch.full((1, 1, local.config.hidden_size), float("nan")), past_key_values=cache)
         found = remote(torch.tensor([[9]]), past_key_values=cache).logits[:, -1]
     # One prefill and one token against one prefill: another attention kernel shape, 1e-6 in fp32.

@@ -45,7 +45,9 @@ def brute_force(servers: list[ServerEntry], blocks: range) -> float:
 
 
 entries = st.lists(
-    st.tuples(st.integers(0, 4), st.integers(1, 5), st.floats(0.001, 0.1), st.floats(0.001, 0.1)), min_size=1, max_size=5
+    st.tuples(st.integers(0, 4), st.integers(1, 5), st.floats(0.001, 0.1), st.floats(0.001, 0.1)),
+    min_size=1,
+    max_size=5,
 )
 
 
