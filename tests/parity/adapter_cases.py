@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from peft import (
     IA3Config,
@@ -83,8 +84,20 @@ METHODS: dict[str, tuple[Callable[[str], PeftConfig], tuple[str, ...]]] = {
 CASES = [(family, method) for family in FAMILIES for method, (_, families) in METHODS.items() if family in families]
 
 
-def config_of(family: str, method: str) -> PeftConfig:
+def parametrize(fixture: str, families: Sequence[str], scope: str) -> pytest.MarkDecorator:
+    """Runs a test for every method of some families; ``fixture`` is made of the family, ``case`` names both.
+
+    The scope has to be told, else the fixture would be made anew for each test, since ``case`` is no fixture; and no
+    two cases may be equal, else pytest would put them side by side and go back and forth between families.
+    """
+    cases = [(family, (family, method)) for family, method in CASES if family in families]
+    names = [f"{family}-{method}" for family, (_, method) in cases]
+    return pytest.mark.parametrize((fixture, "case"), cases, indirect=[fixture], scope=scope, ids=names)
+
+
+def config_of(case: tuple[str, str]) -> PeftConfig:
     """PEFT's config of a method for a family."""
+    family, method = case
     return METHODS[method][0](family)
 
 

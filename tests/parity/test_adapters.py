@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_cases import CASES, IDS, MASK, config_of, nothing_kept, step, trained, tuned, worst_error
+from adapter_cases import FAMILIES, IDS, MASK, config_of, nothing_kept, parametrize, step, trained, tuned, worst_error
 from peft import PeftModel
 
 pytestmark = [
@@ -21,12 +21,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning"),
 ]
 TOLERANCE = 1e-5
-every_case = pytest.mark.parametrize(("pair", "method"), CASES, indirect=["pair"])
+every_case = parametrize("pair", FAMILIES, "session")
 
 
 @every_case
-def test_loss_and_every_gradient(pair, method: str) -> None:
-    config = config_of(pair.family, method)
+def test_loss_and_every_gradient(pair, case: tuple[str, str]) -> None:
+    config = config_of(case)
     local, remote = tuned(pair.load_local(), config), tuned(pair.load_remote(), config)
     assert trained(local).keys() == trained(remote).keys()
     loss, gradients = step(local)
@@ -40,8 +40,8 @@ def test_loss_and_every_gradient(pair, method: str) -> None:
 
 
 @every_case
-def test_generation(pair, method: str) -> None:
-    config = config_of(pair.family, method)
+def test_generation(pair, case: tuple[str, str]) -> None:
+    config = config_of(case)
     local, remote = tuned(pair.load_local(), config), tuned(pair.load_remote(), config)
     for settings in ({"do_sample": False}, {"num_beams": 3}):
         inputs = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 6, **settings}
@@ -50,8 +50,8 @@ def test_generation(pair, method: str) -> None:
 
 @every_case
 @torch.no_grad()
-def test_saved_here_loads_there_and_back(pair, method: str, tmp_path: Path) -> None:
-    config = config_of(pair.family, method)
+def test_saved_here_loads_there_and_back(pair, case: tuple[str, str], tmp_path: Path) -> None:
+    config = config_of(case)
     remote = tuned(pair.load_remote(), config)
     untuned = pair.local(IDS, attention_mask=MASK).logits
     before = remote(input_ids=IDS, attention_mask=MASK).logits

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_cases import CASES, IDS, MASK, config_of, lora, step, trained, tuned, worst_error
+from adapter_cases import IDS, MASK, config_of, lora, parametrize, step, trained, tuned, worst_error
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -54,11 +54,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         first.model.layers[0].swarm_stack.remote.connection.close()
 
 
-@pytest.mark.parametrize(
-    ("served", "method"), [case for case in CASES if case[0] in ("llama", "mixtral")], indirect=["served"]
-)
-def test_gradients_and_text(served: Served, method: str) -> None:
-    config = config_of(served.family, method)
+@parametrize("served", ("llama", "mixtral"), "module")
+def test_gradients_and_text(served: Served, case: tuple[str, str]) -> None:
+    config = config_of(case)
     local, remote = tuned(served.load_local(), config), tuned(served.load_remote(), config)
     loss, gradients = step(local)
     remote_loss, remote_gradients = step(remote)
