@@ -1,0 +1,87 @@
+"""`swarm serve` with a model and an adapter on a Hub."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from swarm_plugins.errors import TransportError
+from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.testing.local_hub import LocalHub
+from swarm_plugins.testing.models import save_tiny
+
+MODEL, ADAPTER = "alice/tiny", "alice/tiny-lora"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def hub(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    with LocalHub() as hub:
+        hub.add(MODEL, directory)
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        hub.forget()
+        yield hub
+
+
+@pytest.mark.swarm
+def test_only_the_bytes_of_the_span_are_downloaded(hub: LocalHub, directory: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    hub.add(ADAPTER, tmp_path / "lora")
+    with LocalSwarm(MODEL, spans=[(1, 2)], adapter=[f"{ADAPTER}@main"]) as swarm:
+        assert swarm.servers[0].span == (1, 2)
+        served = hub.bytes_served(MODEL, "model.safetensors")
+    whole = (directory / "model.safetensors").stat().st_size
+    block = sum(parameter.numel() for parameter in model.get_submodule("model.layers.1").parameters()) * 4
+    # One of four blocks, the header, and gaps between tensors that are cheaper to read than to skip.
+    assert block <= served < 0.6 * whole
+    assert hub.bytes_served(ADAPTER, "adapter_model.safetensors") > 0
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        pytest.param("alice/nothing", {}, "alice/nothing", id="no-such-repository"),
+        pytest.param(MODEL, {"revision": "v9"}, "v9", id="no-such-revision"),
+        pytest.param(
+            MODEL, {"adapter": "alice/none@v1"}, "adapter alice/none@v1 is not on the Hub", id="no-such-adapter"
+        ),
+    ],
+)
+@pytest.mark.usefixtures("hub")
+def test_what_is_not_there_is_one_sentence(model: str, options: dict[str, str], words: str) -> None:
+    with pytest.raises(TransportError, match=r"ended before it served") as caught:
+        LocalSwarm(model, num_servers=1, **options).start()  # type: ignore[arg-type]
+    last = str(caught.value).splitlines()[-1]
+    assert last.startswith("swarm serve: ")
+    assert words in last
+    assert "Traceback" not in str(caught.value)
+
+
+def test_hub_that_is_down_is_one_sentence(hub: LocalHub) -> None:
+    hub.faults.is_down = True
+    done = subprocess.run(
+        [sys.executable, "-m", "swarm_plugins", "serve", MODEL],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("swarm serve: ")
+    assert MODEL in last
+    assert "Traceback" not in done.stderr
