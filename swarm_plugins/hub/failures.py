@@ -65,7 +65,8 @@ def _translate(what: str, exc: Exception) -> HubError:
         )
     if isinstance(exc, json.JSONDecodeError):
         return HubError(f"{what}: the Hub's answer is no JSON ({exc}); try again later", is_passing=True)
-    return HubError(f"{what}: {exc}")
+    reason = f"{exc} ({cause})" if cause is not None else str(exc)
+    return HubError(f"{what}: {reason}")
 
 
 def _refused(what: str, exc: HfHubHTTPError) -> HubError:

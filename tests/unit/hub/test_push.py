@@ -1,0 +1,213 @@
+"""A version is published whole or not at all, through the real client, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from swarm_plugins.errors import CheckpointError, ConfigError, HubError
+from swarm_plugins.hub import PushTarget, RetryPlan, push_folder
+from swarm_plugins.hub.folder import push_command
+from swarm_plugins.testing import LocalHub
+
+TOKEN = "token-of-alice"
+FAST = RetryPlan(attempts=3, first_pause_s=0.01, attempt_s=20.0)
+FILES = {".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "swarm.json"}
+MakeFolder = Callable[..., Path]
+
+
+def tags(hub: LocalHub, repo_id: str = "alice/adapter") -> dict[str, str]:
+    repo = hub.store.find(repo_id)
+    return {} if repo is None else dict(repo.tags)
+
+
+def test_versions_are_whole_commits_with_tags(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    first = push_folder(make_folder(1), target, token=TOKEN, retries=FAST)
+    second = push_folder(make_folder(2), target, token=TOKEN, retries=FAST)
+    assert (first.tag, second.tag, first.repo_id) == ("v1", "v2", "alice/adapter")
+    repo = hub.store.find("alice/adapter")
+    assert repo is not None
+    assert repo.tags == {"v1": first.commit, "v2": second.commit}
+    assert set(repo.commits[second.commit].files) == FILES
+    assert repo.commits[second.commit].parent == first.commit
+
+
+def test_what_was_pushed_is_noted_and_stays_on_disk(target: PushTarget, make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    push_folder(folder, target, token=TOKEN, retries=FAST)
+    noted = PushTarget.read(folder)
+    assert noted is not None
+    assert noted.pushed_as == "v1"
+    assert push_folder(folder, noted, token=TOKEN, retries=FAST).tag == "v1", "the same version is not published twice"
+
+
+@pytest.mark.parametrize(
+    ("route", "fault"),
+    [
+        ("create_repo", "cut"),
+        ("create_repo", "lost"),
+        ("refs", 503),
+        ("validate_yaml", 500),
+        ("preupload", 429),
+        ("lfs_put", "cut"),
+        ("commit", 412),
+        ("commit", "cut"),
+        ("commit", "lost"),
+        ("create_tag", 500),
+        ("create_tag", "lost"),
+    ],
+)
+def test_a_fault_that_passes_costs_nothing(
+    route: str, fault: int | str, hub: LocalHub, target: PushTarget, make_folder: MakeFolder
+) -> None:
+    hub.faults.routes[route] = [fault]
+    pushed = push_folder(make_folder(), target, token=TOKEN, retries=FAST)
+    assert tags(hub) == {"v1": pushed.commit}
+    repo = hub.store.find("alice/adapter")
+    assert repo is not None
+    assert len(repo.history("main")) == 2, "the first commit of the repository, and one for the version"
+
+
+@pytest.mark.parametrize("route", ["create_repo", "commit", "create_tag"])
+def test_a_fault_that_stays_leaves_no_tag(
+    route: str, hub: LocalHub, target: PushTarget, make_folder: MakeFolder
+) -> None:
+    hub.faults.routes[route] = [500] * FAST.attempts
+    folder = make_folder()
+    with pytest.raises(HubError, match=r"push to alice/adapter: the Hub answered 500") as caught:
+        push_folder(folder, target, token=TOKEN, retries=FAST)
+    assert caught.value.is_passing
+    assert tags(hub) == {}
+    assert push_folder(folder, target, token=TOKEN, retries=FAST).tag == "v1"
+
+
+def test_somebody_who_pushes_in_between_every_time_is_named(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder
+) -> None:
+    hub.faults.routes["commit"] = [412] * FAST.attempts
+    with pytest.raises(HubError, match=r"somebody else pushed at the same moment"):
+        push_folder(make_folder(), target, token=TOKEN, retries=FAST)
+    assert tags(hub) == {}
+
+
+def test_a_hub_that_is_down_is_named(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    hub.faults.is_down = True
+    started = time.monotonic()
+    with pytest.raises(HubError, match=r"push to alice/adapter: the Hub cannot be reached"):
+        push_folder(make_folder(), target, token=TOKEN, retries=FAST)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "message"),
+    [
+        pytest.param("alice/adapter", False, r"no valid token.*hf auth login.*HF_TOKEN", id="no-token"),
+        pytest.param("alice/adapter", "other", r"no valid token.*hf auth login", id="wrong-token"),
+        pytest.param("bob/adapter", TOKEN, r"not allowed.*choose a repository under your own name", id="taken"),
+        pytest.param("alice/theirs.git", TOKEN, r"alice/theirs\.git", id="refused-name"),
+    ],
+)
+def test_a_refusal_is_not_tried_again(
+    repo: str, token: str | bool, message: str, hub: LocalHub, make_folder: MakeFolder
+) -> None:
+    hub.store.create("bob/adapter")
+    folder = make_folder()
+    with pytest.raises((HubError, ConfigError), match=message):
+        push_folder(folder, PushTarget(repo_id=repo, endpoint=hub.endpoint), token=token, retries=FAST)
+    assert sum(request.path == "/api/repos/create" for request in hub.requests) <= 1
+
+
+def test_no_token_for_a_repository_that_is_there(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    hub.store.create("alice/adapter")
+    with pytest.raises(HubError, match=r"no valid token"):
+        push_folder(make_folder(), target, token=False, retries=FAST)
+
+
+def test_a_tag_that_is_taken_by_another_run_is_passed_over(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder
+) -> None:
+    first = push_folder(make_folder(1), target, token=TOKEN, retries=FAST)
+    hub.faults.routes["create_tag"] = [409]
+    second = push_folder(make_folder(2), target, token=TOKEN, retries=FAST)
+    assert tags(hub) == {"v1": first.commit, "v2": second.commit}
+
+
+def test_a_tag_that_was_asked_for_and_is_taken_is_refused(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder
+) -> None:
+    wanted = msgspec.structs.replace(target, tag="1.0")
+    first = push_folder(make_folder(1), wanted, token=TOKEN, retries=FAST)
+    with pytest.raises(HubError, match=r"the tag '1.0' is taken by commit .*choose another"):
+        push_folder(make_folder(2), wanted, token=TOKEN, retries=FAST)
+    assert tags(hub) == {"1.0": first.commit}
+
+
+def test_a_private_repository_is_made_private(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    push_folder(make_folder(), msgspec.structs.replace(target, private=True), token=TOKEN, retries=FAST)
+    repo = hub.store.find("alice/adapter")
+    assert repo is not None
+    assert repo.private
+
+
+def test_a_hub_that_does_not_answer_is_left_after_a_while(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder
+) -> None:
+    hub.faults.delays_s["create_repo"] = 3.0
+    started = time.monotonic()
+    with pytest.raises(HubError, match=r"no answer from the Hub within 0 s"):
+        push_folder(make_folder(), target, token=TOKEN, retries=RetryPlan(attempts=1, attempt_s=0.2))
+    assert time.monotonic() - started < 2
+
+
+def test_a_stop_ends_the_tries(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    hub.faults.is_down = True
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(HubError, match=r"cannot be reached"):
+        push_folder(make_folder(), target, token=TOKEN, retries=RetryPlan(first_pause_s=60), stop=stop)
+
+
+def test_only_adapters_in_safetensors_are_pushed(target: PushTarget, make_folder: MakeFolder, tmp_path: Path) -> None:
+    folder = make_folder()
+    (folder / "notes.txt").write_text("private")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors.*only safetensors"):
+        push_folder(folder, target, token=TOKEN, retries=FAST)
+    with pytest.raises(CheckpointError, match=r"is no directory"):
+        push_folder(tmp_path / "none", target, token=TOKEN, retries=FAST)
+
+
+def test_other_files_of_the_folder_stay_at_home(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    (folder / "optimizer.pt").write_bytes(b"x")
+    target.write(folder)
+    pushed = push_folder(folder, target, token=TOKEN, retries=FAST)
+    repo = hub.store.find("alice/adapter")
+    assert repo is not None
+    assert set(repo.commits[pushed.commit].files) == FILES
+
+
+def test_the_library_does_not_advise_what_is_done_on_purpose(
+    target: PushTarget, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        push_folder(make_folder(), target, token=TOKEN, retries=FAST)
+    assert "Falling back" not in caplog.text
+
+
+def test_a_damaged_note_of_the_target_is_refused(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    (folder / "push.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"push.json cannot be understood.*give --repo"):
+        PushTarget.read(folder)
+
+
+def test_the_command_can_be_pasted() -> None:
+    assert push_command(Path("/a/b")) == "swarm push /a/b"
+    assert push_command(Path("/a b/c")) == "swarm push '/a b/c'"

@@ -1,0 +1,102 @@
+"""The worker publishes beside training, and never raises."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.hub import PushTarget, PushWorker, RetryPlan
+from swarm_plugins.testing import LocalHub
+
+TOKEN = "token-of-alice"
+FAST = RetryPlan(attempts=2, first_pause_s=0.01, attempt_s=20.0)
+MakeFolder = Callable[..., Path]
+
+
+def test_folders_are_published_in_order(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    seen: list[str] = []
+    worker = PushWorker(token=TOKEN, retries=FAST, on_pushed=lambda version: seen.append(version.tag))
+    folders = [make_folder(seed) for seed in range(3)]
+    for folder in folders:
+        worker.submit(folder, target)
+    assert worker.close(30.0) == []
+    assert [version.folder for version in worker.pushed] == folders
+    assert seen == ["v1", "v2", "v3"]
+
+
+def test_submitting_does_not_wait(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    hub.faults.delays_s["create_repo"] = 1.0
+    worker = PushWorker(token=TOKEN, retries=FAST)
+    started = time.monotonic()
+    worker.submit(make_folder(), target)
+    assert time.monotonic() - started < 0.5
+    assert worker.close(30.0) == []
+    assert len(worker.pushed) == 1
+
+
+def test_a_failure_tells_where_the_files_are_and_what_to_type(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.faults.is_down = True
+    worker = PushWorker(token=TOKEN, retries=FAST)
+    folder = make_folder()
+    with caplog.at_level(logging.WARNING):
+        worker.submit(folder, target)
+        assert worker.close(30.0) == [folder]
+    assert "the Hub cannot be reached" in caplog.text
+    assert f"swarm push {folder}" in caplog.text
+    assert (folder / "adapter_model.safetensors").exists()
+
+
+def test_a_failure_does_not_stop_the_next_one(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    broken = make_folder(0)
+    (broken / "adapter_config.json").unlink()
+    worker = PushWorker(token=TOKEN, retries=FAST)
+    worker.submit(broken, target)
+    worker.submit(make_folder(1), target)
+    assert worker.close(30.0) == [broken]
+    assert [version.tag for version in worker.pushed] == ["v1"]
+
+
+def test_closing_has_a_deadline(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.faults.delays_s["create_repo"] = 2.0
+    worker = PushWorker(token=TOKEN, retries=FAST)
+    first, second = make_folder(1), make_folder(2)
+    worker.submit(first, target)
+    worker.submit(second, target)
+    started = time.monotonic()
+    assert worker.close(0.3) == [first, second]
+    assert time.monotonic() - started < 1.5
+    assert f"swarm push {second}" in caplog.text
+
+
+def test_what_waits_is_bounded(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    hub.faults.delays_s["create_repo"] = 0.5
+    worker = PushWorker(token=TOKEN, retries=FAST, max_waiting=1)
+    folders = [make_folder(seed) for seed in range(3)]
+    worker.submit(folders[0], target)
+    deadline = time.monotonic() + 5
+    while worker._waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    worker.submit(folders[1], target)
+    worker.submit(folders[2], target)
+    assert worker.close(30.0) == [folders[1]], "the older of the waiting ones stays on disk"
+    assert [version.folder for version in worker.pushed] == [folders[0], folders[2]]
+    with pytest.raises(ConfigError, match=r"max_waiting must be at least 1, got 0"):
+        PushWorker(max_waiting=0)
+
+
+def test_a_closed_worker_starts_again(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
+    worker = PushWorker(token=TOKEN, retries=FAST)
+    assert worker.close(1.0) == []
+    for seed in range(2):
+        worker.submit(make_folder(seed), target)
+        assert worker.close(30.0) == []
+    assert [version.tag for version in worker.pushed] == ["v1", "v2"]
