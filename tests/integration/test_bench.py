@@ -31,7 +31,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param(["decode", "--servers", "2", "--new-tokens", "4"], ["decode, batch 1, 2 servers"], id="decode"),
         pytest.param(
-            ["train", "--servers", "2"],
+            ["train"],
             [f"{what}, {batch} x 64 tokens" for what in ("forward", "forward + backward") for batch in (1, 8)],
             id="train",
         ),
