@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from huggingface_hub import RepoCard
+from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
 
 from swarm_plugins.testing._hub_exchange import Exchange, route
 from swarm_plugins.testing.hub_store import Blob, Commit, HubStore, Repo
@@ -81,7 +82,7 @@ def _card(blob: Blob | None) -> dict[str, Any]:
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
         card = RepoCard(content.decode(errors="replace"), ignore_metadata_errors=True)
-    except ValueError:
+    except (ValueError, YAMLError):
         return {}
     return dict(card.data.to_dict())  # type: ignore[no-untyped-call]
 

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from huggingface_hub import RepoCard
+from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
 
 from swarm_plugins.testing._hub_exchange import Exchange, route
 from swarm_plugins.testing.hub_store import Blob, HubConflictError, HubStore, Repo
@@ -69,7 +70,7 @@ def _validate_yaml(exchange: Exchange) -> None:
         return
     try:
         RepoCard(str(asked.get("content", "")), ignore_metadata_errors=False)
-    except ValueError as exc:
+    except (ValueError, YAMLError) as exc:
         exchange.json({"errors": [{"message": str(exc)}], "warnings": []}, HTTPStatus.BAD_REQUEST)
         return
     exchange.json({"errors": [], "warnings": []})

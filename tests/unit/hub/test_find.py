@@ -1,0 +1,87 @@
+"""Adapters are found by their base, and by the version of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from swarm_plugins.errors import ConfigError, HubError
+from swarm_plugins.hub import PushTarget, find_adapters, push_folder
+from swarm_plugins.testing import LocalHub
+from swarm_plugins.versions import ModelVersion
+
+TOKEN = "token-of-alice"
+OLD, NEW, LOCAL = "a" * 40, "b" * 40, f"local-{'c' * 40}"
+MakeFolder = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+def push(hub: LocalHub, folder: Path, repo_id: str = "alice/adapter") -> None:
+    push_folder(folder, PushTarget(repo_id=repo_id, endpoint=hub.endpoint), token=TOKEN)
+
+
+def found(hub: LocalHub, *args: str | ModelVersion) -> list[tuple[str, str | None]]:
+    return [(one.repo_id, one.tag) for one in find_adapters(*args, endpoint=hub.endpoint)]  # type: ignore[arg-type]
+
+
+def test_the_newest_version_that_fits_is_found(hub: LocalHub, make_folder: MakeFolder) -> None:
+    push(hub, make_folder(1, revision=OLD))
+    push(hub, make_folder(2, revision=NEW))
+    push(hub, make_folder(3, revision=OLD), "alice/older")
+    push(hub, make_folder(4, base="org/other"), "alice/other")
+    assert found(hub, "org/base") == [("alice/adapter", "v2"), ("alice/older", "v1")]
+    assert found(hub, "org/base", OLD) == [("alice/adapter", "v1"), ("alice/older", "v1")]
+    assert found(hub, "org/base", NEW) == [("alice/adapter", "v2")]
+    assert found(hub, "org/base", "d" * 40) == []
+    assert found(hub, ModelVersion("org/base", NEW)) == [("alice/adapter", "v2")]
+    (one,) = find_adapters("org/base", NEW, endpoint=hub.endpoint)
+    assert one.base == ModelVersion("org/base", NEW)
+    assert (one.peft_type, one.metrics) == ("LORA", {"val_loss": 0.0})
+
+
+def test_a_branch_of_the_base_is_looked_up(hub: LocalHub, make_folder: MakeFolder) -> None:
+    sha = hub.add("org/base", {"config.json": b"{}"})
+    push(hub, make_folder(1, revision=sha))
+    push(hub, make_folder(2, revision=NEW))
+    assert found(hub, "org/base", "main") == [("alice/adapter", "v1")]
+    with pytest.raises(HubError, match=r"look up org/base@none: not found"):
+        find_adapters("org/base", "none", endpoint=hub.endpoint)
+
+
+def test_a_base_in_a_directory_is_found_by_its_content(hub: LocalHub, make_folder: MakeFolder) -> None:
+    push(hub, make_folder(1, base="copy", revision=LOCAL))
+    assert found(hub, ModelVersion("renamed", LOCAL)) == [("alice/adapter", "v1")]
+    assert found(hub, "copy") == []
+
+
+def test_adapters_of_other_tools_are_found_by_pefts_config(hub: LocalHub) -> None:
+    card = b"---\nbase_model: org/base\nbase_model_relation: adapter\n---\n"
+    config = {"peft_type": "IA3", "base_model_name_or_path": "org/base", "revision": OLD}
+    hub.add("bob/theirs", {"README.md": card, "adapter_config.json": json.dumps(config).encode()})
+    (one,) = find_adapters("org/base", OLD, endpoint=hub.endpoint)
+    assert (one.repo_id, one.tag, one.peft_type) == ("bob/theirs", None, "IA3")
+
+
+def test_what_cannot_be_understood_is_left_out(hub: LocalHub, caplog: pytest.LogCaptureFixture) -> None:
+    card = b"---\nbase_model: org/base\nbase_model_relation: adapter\n---\n"
+    hub.add("bob/broken", {"README.md": card, "swarm.json": b"{"})
+    hub.add("bob/empty", {"README.md": card})
+    with caplog.at_level(logging.WARNING):
+        assert found(hub, "org/base") == []
+    assert "bob/broken" in caplog.text
+
+
+def test_an_impossible_base_and_a_hub_that_refuses_are_named(hub: LocalHub) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be the name of a repository"):
+        find_adapters("/no/such/dir", endpoint=hub.endpoint)
+    hub.faults.routes["list_models"] = [403]
+    with pytest.raises(HubError, match=r"list adapters of org/base: not allowed"):
+        find_adapters("org/base", endpoint=hub.endpoint)
