@@ -19,6 +19,7 @@ _MAX_RESTARTS = 5
 """Restarts of the daemon in a row; one that then lived for ``_STABLE_S`` is forgiven."""
 _STABLE_S = 300.0
 _RETRACT_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class Presence:
@@ -78,7 +79,8 @@ class Presence:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            # It may be in the middle of joining again; leaving must not depend on how that ends.
+            await asyncio.wait([keeper], timeout=_CLOSE_TIMEOUT_S)
         if self._node.is_alive:
             try:
                 async with asyncio.timeout(_RETRACT_TIMEOUT_S):
@@ -89,7 +91,11 @@ class Presence:
     async def close(self) -> None:
         """Leaves the swarm. Idempotent."""
         await self.retract()
-        await self._node.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._node.close()
+        except TimeoutError:
+            log.warning("the node did not close within %.0f s; it ends with the process", _CLOSE_TIMEOUT_S)
 
     async def _keep(self) -> None:
         restarts = 0

@@ -31,6 +31,8 @@ def hub(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
         monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        # Byte ranges that have been downloaded are kept there for the next start.
+        monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
         hub.forget()
         yield hub
 

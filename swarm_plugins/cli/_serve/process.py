@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 
 import typer
 
@@ -22,6 +23,8 @@ __all__ = ["prepare_process", "run_server"]
 
 _LEVELS = ("debug", "info", "warning", "error")
 _M_ARENA_MAX = -8
+_LAST_RESORT_S = 40.0
+"""A server that has not ended so long after a signal ends at once: each part of leaving has a shorter deadline."""
 
 
 def prepare_process(log_level: str, threads: int | None) -> None:
@@ -56,7 +59,7 @@ def run_server(config: ServeConfig, embedding: Embedding | None) -> None:
 async def _serve(config: ServeConfig, embedding: Embedding | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, _stop, stop)
     server = SwarmServer(config)
     stopped = asyncio.create_task(stop.wait(), name="wait for a signal")
     serving = asyncio.create_task(_until_lost(server, config, embedding), name="serve")
@@ -69,6 +72,14 @@ async def _serve(config: ServeConfig, embedding: Embedding | None) -> None:
             task.cancel()
         await asyncio.gather(serving, stopped, return_exceptions=True)
         await server.close()
+
+
+def _stop(stop: asyncio.Event) -> None:
+    if not stop.is_set():
+        last_resort = threading.Timer(_LAST_RESORT_S, os._exit, (1,))
+        last_resort.daemon = True
+        last_resort.start()
+    stop.set()
 
 
 async def _until_lost(server: SwarmServer, config: ServeConfig, embedding: Embedding | None) -> None:
