@@ -20,7 +20,7 @@ V = TypeVar("V")
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ClientAdapter:
     """An adapter of the client: structure and the live tensors that are trained."""
 
@@ -42,15 +42,13 @@ class AdapterSelection:
         """All tensors of all adapters, in order."""
         return tuple(tensor for adapter in self.adapters for tensor in adapter.tensors)
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> AdapterSelection:
-        """Returns the same selection over other tensors (an autograd function's own view of them)."""
-        adapters = []
-        position = 0
-        for adapter in self.adapters:
-            end = position + len(adapter.tensors)
-            adapters.append(ClientAdapter(adapter.spec, tuple(tensors[position:end])))
-            position = end
-        return AdapterSelection(adapters=tuple(adapters), rows=self.rows, dropout_seed=self.dropout_seed)
+    def is_same(self, other: AdapterSelection) -> bool:
+        """Returns whether the other selection applies the very same tensors in the same way."""
+        return (
+            (self.rows, self.dropout_seed) == (other.rows, other.dropout_seed)
+            and [adapter.spec for adapter in self.adapters] == [adapter.spec for adapter in other.adapters]
+            and [id(tensor) for tensor in self.tensors] == [id(tensor) for tensor in other.tensors]
+        )
 
     def row_slice(self, rows: slice, seed_offset: int) -> AdapterSelection:
         """Returns the selection for some rows of the batch, with a dropout seed of their own."""

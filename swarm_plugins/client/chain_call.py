@@ -1,14 +1,14 @@
 """One forward through a chain of servers and its backward, repaired span by span when servers fail.
 
-Everything a span needs to be run again (its input) stays here until the backward is done, so a lost server costs
-one span's work, never the step.
+Everything a span needs to be run again (its input) stays here for as long as the graph does, so a lost server costs
+one span's work, never the step, and a second backward (``retain_graph=True``) gets the same gradients.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -166,6 +166,10 @@ class ChainCall:
             grads: Gradients of the outputs, each in its place.
             needs_hidden: Whether the gradient of the hidden states is wanted.
             needs: The same for each adapter tensor and each prefix tensor.
+
+        Raises:
+            MissingBlocksError: If no living server holds some block.
+            SwarmError: If a server refuses the request, or too many servers failed.
         """
         num_adapter = len(self.inputs.adapters.tensors)
         collected = _Collected(
@@ -184,17 +188,19 @@ class ChainCall:
                 break
             try:
                 answer = await self._backward_span(run, grad, grads, collected, needs_input=run.span.start > lowest)
-            except TicketLostError:
-                pending.extend(await self._again(run, fresh_ticket=True))
-                continue
             except SwarmError as exc:
-                retries.note(run.span.peer, exc)
-                pending.extend(await self._again(run, fresh_ticket=False))
+                if isinstance(exc, TicketLostError) and run.response.ticket is not None:
+                    # The server is well, only the graph is gone: it gets the inputs again.
+                    pending.append(_without_ticket(run))
+                else:
+                    retries.note(run.span.peer, exc)
+                    pending.extend(await self._forward_blocks(range(run.span.start, run.span.end), run.hidden))
                 continue
             grad = answer.grad_hidden
             if self.inputs.collect_hidden and run.span.start > self._first and grad is not None:
                 grad = grad + grads.hidden_states[run.span.start - self._first - 1]
-        self._runs = []
+        # Graphs on servers serve one backward; another one starts from the inputs.
+        self._runs = [_without_ticket(run) for run in self._runs]
         return [grad if needs_hidden else None, *collected.adapters, *collected.prefix]
 
     def _lowest_block_with_gradient(self, needs_hidden: bool, needs: Sequence[bool]) -> int:
@@ -209,12 +215,6 @@ class ChainCall:
                     lowest = min(lowest, module.block)
                 index += len(module.shapes)
         return lowest
-
-    async def _again(self, run: _SpanRun, *, fresh_ticket: bool) -> list[_SpanRun]:
-        """Runs the forward of one span again: on the same server if only its graph is gone, else on others."""
-        if fresh_ticket:
-            return [_SpanRun(span=run.span, hidden=run.hidden, part=run.part, response=_without_ticket(run.response))]
-        return await self._forward_blocks(range(run.span.start, run.span.end), run.hidden)
 
     async def _backward_span(
         self, run: _SpanRun, grad: Tensor, grads: BlockOutputs, collected: _Collected, *, needs_input: bool
@@ -276,5 +276,6 @@ class _Collected:
     needs_prefix: bool
 
 
-def _without_ticket(response: ForwardResponse) -> ForwardResponse:
-    return ForwardResponse(hidden=response.hidden, router_blocks=response.router_blocks)
+def _without_ticket(run: _SpanRun) -> _SpanRun:
+    """Returns a run whose backward sends the inputs along."""
+    return replace(run, response=ForwardResponse(hidden=run.response.hidden))

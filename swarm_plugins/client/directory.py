@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.errors import MissingBlocksError, ProtocolError, SwarmError
+from swarm_plugins.errors import MissingBlocksError, ProtocolError, SwarmError, TransportError
 from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.routing.sample import spread_sample
 from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.versions import ModelVersion
@@ -20,7 +21,7 @@ __all__ = ["SwarmView"]
 log = logging.getLogger(__name__)
 
 _MAX_PROBES = 64
-"""Servers asked for their state in one refresh; on a larger swarm a sample of announcements is enough to plan."""
+"""Servers asked for their state in one refresh; of a larger swarm a sample that holds every block."""
 
 
 class SwarmView:
@@ -44,6 +45,7 @@ class SwarmView:
         self.num_blocks = num_blocks
         self.bans = BanList()
         self.infos: dict[str, ServerInfo] = {}
+        self._announced: dict[str, ServerInfo] = {}
         self._entries: dict[str, ServerEntry] = {}
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -67,7 +69,8 @@ class SwarmView:
         """Returns the largest request (rows times tokens) that every known server of some blocks takes."""
         limits = [
             info.max_batch_tokens
-            for peer, info in self.infos.items()
+            # A copy: the loop's thread may be renewing the picture.
+            for peer, info in list(self.infos.items())
             if peer in self._entries
             and info.start < blocks.stop
             and info.end > blocks.start
@@ -81,17 +84,31 @@ class SwarmView:
         log.info("server %s is left out for %.0f s: %s", peer, seconds, error)
 
     async def refresh(self, *, force: bool) -> None:
-        """Renews the picture if it is old."""
+        """Renews the picture if it is old.
+
+        Raises:
+            TransportError: If the directory cannot be asked, and never could be before.
+        """
         async with self._lock:
             if not force and time.monotonic() - self._refreshed_at < self.config.refresh_s:
                 return
-            announced = await self.directory.servers(self.version.key, self.num_blocks)
-            if self.config.allowed_peers is not None:
-                announced = {peer: info for peer, info in announced.items() if peer in self.config.allowed_peers}
-            candidates = [peer for peer, info in announced.items() if info.state == "online"][:_MAX_PROBES]
-            probed = await asyncio.gather(*(self._probe(peer) for peer in candidates))
+            self._announced = await self._ask_directory()
+            online = {peer: (info.start, info.end) for peer, info in self._announced.items() if info.state == "online"}
+            probed = await asyncio.gather(*(self._probe(peer) for peer in spread_sample(online, _MAX_PROBES)))
             self._entries = {entry.peer: entry for entry in probed if entry is not None}
             self._refreshed_at = time.monotonic()
+
+    async def _ask_directory(self) -> dict[str, ServerInfo]:
+        try:
+            announced = await self.directory.servers(self.version.key, self.num_blocks)
+        except TransportError as exc:
+            if not self._announced:
+                raise
+            # A lookup that fails for once must not end a training run: the servers themselves are asked anyway.
+            log.warning("could not look up who serves %s, the last answer is used: %s", self.version, exc)
+            return self._announced
+        allowed = self.config.allowed_peers
+        return {peer: info for peer, info in announced.items() if allowed is None or peer in allowed}
 
     async def _probe(self, peer: str) -> ServerEntry | None:
         """Asks a server itself: the round trip is measured, and only its own word counts for what it serves."""

@@ -118,23 +118,42 @@ class History:
         """Returns the steps joined to as few as possible: many decode steps replay as one prefill."""
         groups: list[list[SentStep]] = []
         for step in self.steps:
-            if groups and groups[-1][-1].adapters == step.adapters:
+            if groups and groups[-1][-1].adapters.is_same(step.adapters):
                 groups[-1].append(step)
             else:
                 groups.append([step])
-        return [_joined(group) for group in groups]
+        joined: list[SentStep] = []
+        cached = self._prefix_length
+        for group in groups:
+            joined.append(_joined(group, cached))
+            cached += joined[-1].hidden.shape[1]
+        return joined
 
 
-def _joined(steps: Sequence[SentStep]) -> SentStep:
+def _joined(steps: Sequence[SentStep], cached: int) -> SentStep:
     if len(steps) == 1:
         return steps[0]
     batch = steps[0].hidden.shape[0]
     same_rows = all(step.position_ids.shape[0] == 1 for step in steps)
     positions = [s.position_ids if same_rows else s.position_ids.expand(batch, -1) for s in steps]
-    last = steps[-1]
+    position_ids = torch.cat(positions, dim=1)
     return SentStep(
         hidden=torch.cat([step.hidden for step in steps], dim=1),  # [B, sum of S, D]
-        position_ids=torch.cat(positions, dim=1),
-        attention_mask=last.attention_mask,
-        adapters=last.adapters,
+        position_ids=position_ids,
+        attention_mask=_joined_mask(steps, position_ids, cached),
+        adapters=steps[-1].adapters,
     )
+
+
+def _joined_mask(steps: Sequence[SentStep], position_ids: Tensor, cached: int) -> Tensor | None:
+    """Returns the mask of joined steps, ``[B, L]``: the last one known, and nothing hidden behind it."""
+    known = next((step.attention_mask for step in reversed(steps) if step.attention_mask is not None), None)
+    follow_on = bool((position_ids[:, 1:] - position_ids[:, :-1] == 1).all())
+    if known is None and follow_on:
+        return None
+    # Without any mask, positions that jump would be taken for several sequences packed into one.
+    length = cached + position_ids.shape[1]
+    mask = torch.ones(steps[0].hidden.shape[0], length, dtype=torch.bool)
+    if known is not None:
+        mask[:, : known.shape[1]] = known
+    return mask

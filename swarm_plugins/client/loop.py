@@ -13,6 +13,8 @@ from swarm_plugins.errors import TransportError
 __all__ = ["LoopThread"]
 
 T = TypeVar("T")
+_LEAVE_S = 2.0
+"""What is still running when the loop ends has this long to clean up."""
 
 
 class LoopThread:
@@ -37,8 +39,12 @@ class LoopThread:
         try:
             loop.run_forever()
         finally:
-            for task in asyncio.all_tasks(loop):
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
                 task.cancel()
+            if tasks:
+                # What they close on their way out takes a moment; threads that wait for them wait no longer then.
+                loop.run_until_complete(asyncio.wait(tasks, timeout=_LEAVE_S))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
@@ -57,6 +63,9 @@ class LoopThread:
         """Runs a coroutine (which has deadlines of its own) and returns its result.
 
         An interrupt (Ctrl-C) cancels the coroutine before it is raised here.
+
+        Raises:
+            TransportError: If the connection is closed.
         """
         future = self.submit(coroutine)
         try:

@@ -93,7 +93,11 @@ class Peers:
         self._uploaded: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     async def info(self, peer: str) -> ServerInfo:
-        """Asks a server what it serves."""
+        """Asks a server what it serves.
+
+        Raises:
+            SwarmError: If it cannot be reached, does not answer in time or answers with a failure.
+        """
         return await self.request(peer, "rpc_info", InfoRequest(), ServerInfo, timeout_s=self.config.info_timeout_s)
 
     async def request(
@@ -133,8 +137,10 @@ class Peers:
             if answer is None:
                 raise _StaleStreamError("end of stream")
             keep = isinstance(answer, Failure | kind)
+            checked = check_answer(answer, kind, channel.remote_peer)
+            # Only of work done: a refusal comes at once and says nothing of the server's pace.
             self.deadlines.observe(channel.remote_peer, rpc, num_tokens(message), time.perf_counter() - started)
-            return check_answer(answer, kind, channel.remote_peer)
+            return checked
         finally:
             idle = self._idle[channel.remote_peer, rpc]
             if keep and len(idle) < _MAX_IDLE_CHANNELS:
@@ -149,6 +155,9 @@ class Peers:
             peer: The server.
             adapters: What it must hold.
             again: Upload also what it is believed to hold.
+
+        Raises:
+            SwarmError: If the peer cannot be reached, does not answer in time or refuses an adapter.
         """
         for adapter in adapters:
             key = (peer, adapter.digest)
@@ -175,7 +184,11 @@ class Peers:
     async def request_with_adapters(
         self, peer: str, rpc: str, message: Message, kind: type[M], adapters: Sequence[ShippedAdapter]
     ) -> M:
-        """Sends a request that names adapters, after uploading those the peer does not hold."""
+        """Sends a request that names adapters, after uploading those the peer does not hold.
+
+        Raises:
+            SwarmError: If the peer cannot be reached, does not answer in time or answers with a failure.
+        """
         await self.upload(peer, adapters)
         try:
             return await self.request(peer, rpc, message, kind)

@@ -104,11 +104,10 @@ class ClientSession:
             MissingBlocksError: If no living server holds some block.
             SwarmError: If a server refuses the step, or too many servers failed.
         """
-        for current in self._spans:
-            current.apply(ops)
+        self._apply(ops)
         retries = Retries(self.view, self.peers.config.max_retries)
         if not self._spans:
-            self._spans = await self._plan(self.blocks, inputs, self.prefix, retries)
+            self._spans = await self._plan(self.blocks, inputs, History(self.prefix), retries)
         cached = self._spans[0].history.length
         try:
             return await self._run(inputs, cached, retries)
@@ -117,6 +116,16 @@ class ClientSession:
             for current in self._spans:
                 current.crop(cached)
             raise
+
+    def _apply(self, ops: Sequence[CacheOp]) -> None:
+        for current in self._spans:
+            current.apply(ops)
+        if not self._spans:
+            # Nothing has run yet (or the first step has failed): only the prefix is there to be changed.
+            start = History(self.prefix)
+            for op in ops:
+                start.apply(op)
+            self.prefix = start.prefix
 
     async def _run(self, inputs: BlockInputs, cached: int, retries: Retries) -> BlockOutputs:
         outputs = BlockOutputs(hidden=inputs.hidden)
@@ -136,9 +145,7 @@ class ClientSession:
                 if not current.is_lost:
                     # Nothing was in it yet: a fresh plan for the blocks is all it takes.
                     blocks = range(current.span.start, current.span.end)
-                    self._spans[position : position + 1] = await self._plan(
-                        blocks, inputs, current.history.prefix, retries
-                    )
+                    self._spans[position : position + 1] = await self._plan(blocks, inputs, current.history, retries)
                 continue
             position += 1
             outputs.hidden = response.hidden
@@ -149,12 +156,11 @@ class ClientSession:
             outputs.router_blocks.extend(response.router_blocks)
         return outputs
 
-    async def _plan(
-        self, blocks: range, inputs: BlockInputs, prefix: tuple[Tensor, ...], retries: Retries
-    ) -> list[_SpanSession]:
+    async def _plan(self, blocks: range, inputs: BlockInputs, history: History, retries: Retries) -> list[_SpanSession]:
+        """Plans sessions that start with the history's prefix, with room for all of it and the new tokens."""
         batch, tokens = inputs.hidden.shape[:2]
-        cached = inputs.attention_mask.shape[1] if inputs.attention_mask is not None else tokens
-        chain = await retries.chain(blocks, Demand(tokens=batch * tokens, kv_tokens=batch * cached))
+        demand = Demand(tokens=batch * tokens, kv_tokens=batch * (history.length + tokens))
+        chain, prefix = await retries.chain(blocks, demand), history.prefix
         return [
             _SpanSession(span, History(prefix[2 * (span.start - blocks.start) : 2 * (span.end - blocks.start)]))
             for span in chain
@@ -164,16 +170,19 @@ class ClientSession:
         """Opens the blocks of a lost server elsewhere and replays what was sent to it."""
         while True:
             blocks = range(lost.span.start, lost.span.end)
-            parts = await self._plan(blocks, inputs, lost.history.prefix, retries)
+            parts = await self._plan(blocks, inputs, lost.history, retries)
+            running = parts[0]
             try:
                 for sent in lost.history.merged():
                     hidden = sent.hidden
-                    for part in parts:
-                        hidden = (await self._advance(part, _as_inputs(sent, hidden))).hidden
-            except SwarmError as exc:
+                    for running in parts:
+                        hidden = (await self._advance(running, _as_inputs(sent, hidden))).hidden
+            except BaseException as exc:
                 for part in parts:
                     await part.close()
-                retries.note(part.span.peer, exc)
+                if not isinstance(exc, SwarmError):
+                    raise
+                retries.note(running.span.peer, exc)
                 continue
             return parts
 
@@ -250,8 +259,10 @@ class ClientSession:
             # Also when interrupted: an answer may be on its way that would be taken for the next one's.
             await current.close()
             raise
+        response = check_answer(answer, SessionStepResponse, peer)
+        # Only of work done: a refusal comes at once and says nothing of the server's pace.
         deadlines.observe(peer, "rpc_session", tokens, time.perf_counter() - started)
-        return check_answer(answer, SessionStepResponse, peer)
+        return response
 
     async def fork(self) -> ClientSession:
         """Returns an independent session with the same cache; servers copy theirs."""

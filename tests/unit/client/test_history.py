@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_plugins.client.adapters import AdapterSelection
+from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter
 from swarm_plugins.client.history import History, SentStep
 from swarm_plugins.transport.messages import CacheOp
 
@@ -109,3 +113,35 @@ def test_reset_forgets_everything() -> None:
     history.steps = [step(4, 2, 1, mask=False)]
     history.apply(CacheOp(kind="reset"))
     assert (history.length, history.prefix, history.merged()) == (0, (), [])
+
+
+def test_steps_of_another_adapter_are_not_joined() -> None:
+    spec = AdapterSpec(modules=())
+    first, second = (AdapterSelection(adapters=(ClientAdapter(spec, (torch.ones(2),)),)) for _ in range(2))
+    history = History()
+    for position, adapters in enumerate([first, first, second]):
+        history.steps.append(replace(step(1, position, BATCH, mask=False), adapters=adapters))
+    assert [joined.hidden.shape[1] for joined in history.merged()] == [2, 1]
+
+
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_a_mask_that_later_steps_leave_out_still_holds(prefix: int) -> None:
+    tensor = torch.zeros(BATCH, 1, prefix, 1)
+    history = History((tensor, tensor) if prefix else ())
+    padded = step(3, 0, BATCH, mask=False)
+    mask = torch.ones(BATCH, prefix + 3, dtype=torch.bool)
+    mask[1, prefix] = False
+    history.steps = [replace(padded, attention_mask=mask), step(2, 3, BATCH, mask=False)]
+    (joined,) = history.merged()
+    assert joined.attention_mask is not None
+    assert joined.attention_mask.tolist() == torch.cat([mask, torch.ones(BATCH, 2, dtype=torch.bool)], dim=1).tolist()
+
+
+def test_joined_steps_whose_positions_jump_get_a_mask() -> None:
+    # Without one a server would take them for two packed sequences.
+    history = History()
+    history.steps = [step(3, 0, BATCH, mask=False), step(2, 7, BATCH, mask=False)]
+    (joined,) = history.merged()
+    assert joined.attention_mask is not None
+    assert joined.attention_mask.shape == (BATCH, 5)
+    assert joined.attention_mask.all()

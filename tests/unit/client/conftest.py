@@ -1,0 +1,90 @@
+"""A swarm of one fake server per peer, for tests of what the client does when servers fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import pytest
+
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.messages import Message, ServerInfo
+from swarm_plugins.versions import ModelVersion
+
+VERSION = ModelVersion("tiny", "a" * 40)
+
+Answer = Callable[[Message], Message]
+
+
+def server_info(start: int, end: int, num_blocks: int) -> ServerInfo:
+    return ServerInfo(
+        version=VERSION.key,
+        model=VERSION.name,
+        num_blocks=num_blocks,
+        start=start,
+        end=end,
+        dtype="float32",
+        quantization="none",
+        throughput=1e6,
+        free_kv_tokens=1000,
+    )
+
+
+def answering(answer: Answer) -> Handler:
+    """Returns a handler that answers each message."""
+
+    async def handle(channel: Channel) -> None:
+        while (message := await channel.receive(timeout_s=10.0)) is not None:
+            await channel.send(answer(message))
+
+    return handle
+
+
+class RunInSwarm(Protocol):
+    def __call__(
+        self,
+        servers: dict[str, tuple[tuple[int, int], Answer]],
+        use: Callable[[Peers, SwarmView], Awaitable[None]],
+        *,
+        num_blocks: int,
+        max_retries: int = 3,
+    ) -> None: ...
+
+
+@pytest.fixture
+def run_in_swarm() -> RunInSwarm:
+    """Runs a coroutine with the client's side of a swarm: ``(span, what it answers)`` of each peer."""
+
+    def run(
+        servers: dict[str, tuple[tuple[int, int], Answer]],
+        use: Callable[[Peers, SwarmView], Awaitable[None]],
+        *,
+        num_blocks: int,
+        max_retries: int = 3,
+    ) -> None:
+        async def main() -> None:
+            config = SwarmConfig(max_retries=max_retries, request_timeout_s=10.0)
+            transport = LocalTransport(
+                {peer: _handlers(server_info(*span, num_blocks), answer) for peer, (span, answer) in servers.items()}
+            )
+            peers = Peers(transport, config)
+            view = SwarmView(transport, peers, config, version=VERSION, num_blocks=num_blocks)
+            try:
+                await use(peers, view)
+            finally:
+                await peers.close()
+                await transport.close()
+
+        asyncio.run(main())
+
+    return run
+
+
+def _handlers(info: ServerInfo, answer: Answer) -> dict[str, Handler]:
+    rpcs = ("rpc_forward", "rpc_backward", "rpc_session", "rpc_adapter")
+    return {"rpc_info": answering(lambda _: info), **{rpc: answering(answer) for rpc in rpcs}}

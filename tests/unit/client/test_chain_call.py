@@ -1,0 +1,119 @@
+"""A chain's backward: repaired when graphs or servers are lost, never for ever, the same when it is asked twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_plugins.client.adapters import DigestCache
+from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, ChainCall
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.transport.messages import (
+    BackwardRequest,
+    BackwardResponse,
+    Failure,
+    ForwardRequest,
+    ForwardResponse,
+    Message,
+)
+
+GONE = Failure(kind="unknown_ticket", message="gone")
+
+
+class Doubler:
+    """A server whose blocks double what they get; it keeps graphs until it is told to forget them."""
+
+    def __init__(self) -> None:
+        self.tickets: set[str] = set()
+        self.num_issued = 0
+        self.backwards: list[BackwardRequest] = []
+        self.is_forgetful = False
+
+    def __call__(self, message: Message) -> Message:
+        if isinstance(message, ForwardRequest):
+            ticket = f"{self.num_issued}" if message.keep else None
+            self.num_issued += 1
+            self.tickets.update({ticket} if ticket else ())
+            return ForwardResponse(hidden=message.hidden * 2, ticket=ticket)
+        assert isinstance(message, BackwardRequest)
+        self.backwards.append(message)
+        if self.is_forgetful or (message.forward is None and message.ticket not in self.tickets):
+            return GONE
+        self.tickets.discard(message.ticket or "")
+        return BackwardResponse(grad_hidden=message.grad_hidden * 2)
+
+
+def call(peers: Peers, view: SwarmView) -> ChainCall:
+    return ChainCall(peers, view, DigestCache(), BlockInputs(hidden=torch.ones(1, 2, 4)), keep=True)
+
+
+async def backward(chain: ChainCall) -> torch.Tensor | None:
+    grads = BlockOutputs(hidden=torch.ones(1, 2, 4))
+    return (await chain.backward(grads, needs_hidden=True, needs=()))[0]
+
+
+def test_a_second_backward_gives_the_same_gradient(run_in_swarm: Callable[..., Any]) -> None:
+    first, second = Doubler(), Doubler()
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        chain = call(peers, view)
+        outputs = await chain.forward(range(2))
+        assert outputs.hidden.eq(4).all()
+        for _ in range(3):
+            grad = await backward(chain)
+            assert grad is not None
+            assert grad.eq(4).all()
+
+    run_in_swarm({"a": ((0, 1), first), "b": ((1, 2), second)}, use, num_blocks=2)
+    # The graph serves the first; the others send the inputs along without asking for a graph that is gone.
+    assert [request.ticket is None for request in first.backwards] == [False, True, True]
+
+
+def test_a_lost_graph_is_computed_again_on_the_same_server(run_in_swarm: Callable[..., Any]) -> None:
+    server = Doubler()
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        chain = call(peers, view)
+        await chain.forward(range(1))
+        server.tickets.clear()
+        grad = await backward(chain)
+        assert grad is not None
+        assert grad.eq(2).all()
+        assert not view.bans.banned()
+
+    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
+
+
+def test_a_server_that_always_says_the_graph_is_gone_is_not_asked_for_ever(run_in_swarm: Callable[..., Any]) -> None:
+    server = Doubler()
+    server.is_forgetful = True
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        chain = call(peers, view)
+        await chain.forward(range(1))
+        with pytest.raises(MissingBlocksError, match="left out after failures: a"):
+            await backward(chain)
+
+    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1, max_retries=1)
+    assert len(server.backwards) == 2
+
+
+def test_a_refusal_says_nothing_of_a_servers_pace(run_in_swarm: Callable[..., Any]) -> None:
+    async def use(peers: Peers, view: SwarmView) -> None:
+        chain = call(peers, view)
+        await chain.forward(range(1))
+        tokens = 1000
+        assert peers.deadlines.timeout_s("a", "rpc_backward", tokens) == 10.0
+        server.tickets.clear()
+        server.is_forgetful = True
+        with pytest.raises(MissingBlocksError):
+            await backward(chain)
+        assert peers.deadlines.timeout_s("a", "rpc_backward", tokens) == 10.0
+
+    server = Doubler()
+    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1, max_retries=1)

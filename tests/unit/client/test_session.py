@@ -1,0 +1,85 @@
+"""A session that moves: the server that failed is left out, and nobody else; queued changes are never lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_plugins.client.adapters import DigestCache
+from swarm_plugins.client.chain_call import BlockInputs
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.session import ClientSession
+from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.transport.messages import (
+    CacheOp,
+    Failure,
+    Message,
+    SessionOpen,
+    SessionOpened,
+    SessionStep,
+    SessionStepResponse,
+)
+
+
+class Adder:
+    """A server whose blocks add one to what they get, until it breaks."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        self.opened: list[SessionOpen] = []
+
+    def __call__(self, message: Message) -> Message:
+        if self.is_broken:
+            return Failure(kind="internal", message="broken")
+        if isinstance(message, SessionOpen):
+            self.opened.append(message)
+            return SessionOpened(session="s", max_tokens=1000)
+        assert isinstance(message, SessionStep)
+        return SessionStepResponse(hidden=message.hidden + 1)
+
+
+def new_tokens(count: int = 1) -> BlockInputs:
+    return BlockInputs(hidden=torch.zeros(1, count, 4))
+
+
+@pytest.mark.parametrize("faulty", ["b", "c"])
+def test_only_the_server_that_fails_in_a_replay_is_left_out(run_in_swarm: Callable[..., Any], faulty: str) -> None:
+    servers = {name: Adder() for name in "abc"}
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        await view.refresh(force=False)
+        view.bans.ban("b")
+        session = ClientSession(peers, view, DigestCache(), blocks=range(2))
+        await session.step(new_tokens(3))
+        view.bans.forgive("b")
+        servers["a"].is_broken = servers[faulty].is_broken = True
+        with pytest.raises(MissingBlocksError):
+            await session.step(new_tokens())
+        assert sorted(view.bans.banned()) == ["a", faulty]
+        await session.close()
+
+    spans = {"a": (0, 2), "b": (0, 1), "c": (1, 2)}
+    run_in_swarm({name: (spans[name], servers[name]) for name in "abc"}, use, num_blocks=2, max_retries=2)
+
+
+def test_changes_of_the_prefix_outlive_a_failed_first_step(run_in_swarm: Callable[..., Any]) -> None:
+    server = Adder()
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        await view.refresh(force=False)
+        keys = torch.arange(5.0)[None, None, :, None]
+        session = ClientSession(peers, view, DigestCache(), blocks=range(1), prefix=(keys, keys))
+        view.bans.ban("a")
+        with pytest.raises(MissingBlocksError):
+            await session.step(new_tokens(), [CacheOp(kind="crop", indices=(3,))])
+        view.bans.forgive("a")
+        await view.refresh(force=True)
+        await session.step(new_tokens())
+        await session.close()
+
+    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
+    assert [tensor.flatten().tolist() for tensor in server.opened[0].prefix] == [[0.0, 1.0, 2.0]] * 2
