@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
-_IDENTITY_CHECK_TIMEOUT_S = 5.0
+_IDENTITY_CHECK_TIMEOUT_S = 15.0
 
 
 class Daemon:

@@ -41,6 +41,11 @@ async def freeze(pid: int) -> None:
         await asyncio.sleep(0.01)
 
 
+async def knows(node: SwarmNode, peer_id: str) -> None:
+    while peer_id not in {peer.peer_id.to_base58() for peer in await node._running().p2p.list_peers()}:
+        await asyncio.sleep(0.05)
+
+
 async def look_for_ever(node: SwarmNode) -> None:
     while True:
         await node.servers("v1", 8)
@@ -331,6 +336,8 @@ def test_an_identity_copied_to_another_machine_is_refused(tmp_path: Path) -> Non
             async with SwarmNode(config) as original:
                 shutil.copy(tmp_path / "id", tmp_path / "copy")
                 copied = NodeConfig(identity_path=tmp_path / "copy", initial_peers=peers)
+                # Others can only be told of a peer that they know: the first one has to have heard of it.
+                await knows(first, original.peer_id)
                 with pytest.raises(ConfigError, match=f"another peer of the swarm.*copy.*{original.peer_id}.*own file"):
                     await SwarmNode(copied).start()
                 peer = original.peer_id
