@@ -1,0 +1,1 @@
+"""What ``swarm chat`` is made of."""

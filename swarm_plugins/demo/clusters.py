@@ -1,0 +1,75 @@
+"""A router from hidden states: balanced spherical k-means of what is left without their mean.
+
+A router of Mixtral has no bias. Centres are kept at a right angle to the mean ``m`` of the states, so that ``h @ c``
+equals ``(h - m) @ c``; and along ``m``, where ``h @ m / |m|^2`` is about one for every state, lies what acts as a bias.
+
+Letters: N states, D width, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["load_entropy", "router_of", "uses"]
+
+_ROUNDS = 20
+_SINKHORN_ROUNDS = 5
+_SHARPNESS = 20.0
+_BIAS_ROUNDS = 100
+_BIAS_STEP = 0.5
+
+
+def router_of(states: Tensor, num_experts: int, *, top_k: int, generator: torch.Generator) -> Tensor:
+    """Returns the weight of a router that sends similar states to the same experts, and to all about as many.
+
+    Args:
+        states: Inputs of the router, ``[N, D]``.
+        num_experts: Experts to choose from.
+        top_k: Experts of a token.
+        generator: Chooses the states to start from.
+
+    Returns:
+        The weight, ``[E, D]``.
+    """
+    mean = states.mean(0)  # [D]
+    axis = mean / mean.norm().clamp_min(1e-6)
+    centred = states - (states @ axis)[:, None] * axis  # [N, D]
+    centres = _centres(functional.normalize(centred, dim=-1), num_experts, generator)  # [E, D]
+    # Rounding leaves a trace of the mean.
+    centres = centres - (centres @ axis)[:, None] * axis
+    weight = centres / (centred @ centres.T).std().clamp_min(1e-6)
+    bias = torch.zeros(num_experts)
+    along = mean / mean.square().sum().clamp_min(1e-6)  # [D]
+    for step in range(_BIAS_ROUNDS):
+        load = uses(states, weight + bias[:, None] * along, top_k).sum(0) / (len(states) * top_k)  # [E]
+        bias -= _BIAS_STEP * (load * num_experts - 1) / (1 + step / 10)
+    router: Tensor = weight + bias[:, None] * along
+    return router
+
+
+def uses(states: Tensor, weight: Tensor, top_k: int) -> Tensor:
+    """Returns which experts each state goes to, ``[N, E]`` of zeros and ones."""
+    picked = (states @ weight.T).topk(top_k).indices  # [N, top_k]
+    return torch.zeros(len(states), len(weight)).scatter_(1, picked, 1.0)
+
+
+def load_entropy(used: Tensor) -> float:
+    """Returns how evenly experts are used: 1 if equally, 0 if one does everything."""
+    share = used.sum(0) / used.sum()
+    return float(-(share * share.clamp_min(1e-12).log()).sum() / math.log(len(share)))
+
+
+def _centres(points: Tensor, num_centres: int, generator: torch.Generator) -> Tensor:
+    """Spherical k-means of unit vectors ``[N, D]``, soft, with equal shares (Sinkhorn)."""
+    centres = points[torch.randperm(len(points), generator=generator)[:num_centres]]
+    for _ in range(_ROUNDS):
+        share = torch.softmax(_SHARPNESS * points @ centres.T, dim=-1)  # [N, E]
+        for _ in range(_SINKHORN_ROUNDS):
+            share = share / share.sum(0).clamp_min(1e-12)
+            share = share / share.sum(1, keepdim=True).clamp_min(1e-12)
+        centres = functional.normalize(share.T @ points, dim=-1)
+    return centres

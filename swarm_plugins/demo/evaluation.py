@@ -1,0 +1,68 @@
+"""Held-out loss with its standard error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+
+__all__ = ["Figure", "change", "losses_of"]
+
+_ROWS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over documents."""
+
+    mean: float
+    standard_error: float
+
+    @classmethod
+    def of(cls, values: Tensor) -> Figure:
+        """Returns mean and standard error of independent values."""
+        if len(values) < 2:
+            return cls(float(values.mean()), math.inf)
+        return cls(float(values.mean()), float(values.std()) / math.sqrt(len(values)))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.standard_error:.3f}"
+
+
+def change(before: Tensor, after: Tensor) -> Figure:
+    """Returns the mean change; documents differ more from one another than each does from itself."""
+    return Figure.of(after - before)
+
+
+def losses_of(model: nn.Module, pieces: Tensor, what: str) -> Tensor:
+    """Returns the loss of each piece, ``[pieces]``.
+
+    Args:
+        model: A causal language model.
+        pieces: Tokens, ``[pieces, length]``.
+        what: Said on the progress bar.
+    """
+    was_training = model.training
+    model.eval()
+    found = []
+    try:
+        with torch.no_grad(), tqdm(total=len(pieces), desc=what, unit="piece", leave=False) as bar:
+            for batch in pieces.split(_ROWS_AT_ONCE):
+                output: Any = model(input_ids=batch, use_cache=False)
+                # Soft prompts stand in front of the text.
+                logits = output.logits[:, -batch.shape[1] :].float()  # [B, S, V]
+                found.append(_of_each(logits, batch))
+                bar.update(len(batch))
+    finally:
+        model.train(was_training)
+    return torch.cat(found)
+
+
+def _of_each(logits: Tensor, tokens: Tensor) -> Tensor:
+    losses = functional.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")  # [B, S - 1]
+    return losses.mean(1)

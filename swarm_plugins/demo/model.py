@@ -1,0 +1,190 @@
+"""The model of the demonstration: a real mixture of experts made from SmolLM2-135M-Instruct, checked and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from swarm_plugins.checkpoint.range_cache import default_cache
+from swarm_plugins.demo.quiet import quiet_loading
+from swarm_plugins.demo.text import demo_pieces
+from swarm_plugins.demo.upcycling import Variant, calibrate, mixtral_config, write_weights
+from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.testing.models import smollm2
+
+__all__ = ["VARIANTS", "BuiltModel", "default_folder", "demo_model", "find_variant"]
+
+VARIANTS = {one.name: one for one in (Variant(num_experts=4, neurons=1536), Variant(num_experts=8, neurons=1152))}
+"""By name: 4x1536 computes exactly what the dense model does; 8x1152 has experts that really differ."""
+_ABOUT_FILE = "demo_model.json"
+_FORMAT = 1
+_CALIBRATION_PIECES = {4: 16, 8: 64}
+"""By number of experts: routers alone need less text than experts that are fitted to it."""
+_NEEDED_BYTES = 2_500_000_000
+_LOCK_S = 1800.0
+# Thirty layers in another order of additions; measured 5e-5, and a wrong expert changes logits by whole numbers.
+_LOGIT_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """What was made, as its folder says too."""
+
+    variant: str
+    seed: int
+    load_entropy: float
+    """How evenly experts are used in the worst layer, 0 to 1."""
+    logit_difference: float
+    """Largest difference of a logit from those of the dense model."""
+    dense_loss: float
+    """Loss of the dense model on a held-out piece."""
+    loss: float
+    """Loss of the mixture on the same."""
+
+
+def find_variant(name: str) -> Variant:
+    """Returns a variant by its name.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if name not in VARIANTS:
+        raise ConfigError(f"unknown variant {name!r}; known: {', '.join(VARIANTS)}")
+    return VARIANTS[name]
+
+
+def default_folder(variant: Variant) -> Path:
+    """Returns where the model is kept unless a folder is given."""
+    return default_cache() / f"SmolLM2-MoE-{variant.name}"
+
+
+def demo_model(variant: Variant, folder: Path, *, seed: int = 0, source: Path | None = None) -> BuiltModel:
+    """Makes the model, or finds it made: an ordinary checkpoint in the format of Mixtral, with its tokenizer.
+
+    Args:
+        variant: How the experts are made.
+        folder: Where to; must be absent, empty or hold the same model.
+        seed: Of the routers.
+        source: Directory of the dense model. None: SmolLM2-135M-Instruct, made or downloaded if need be.
+
+    Raises:
+        ConfigError: If the folder holds something else.
+        CheckpointError: If the model cannot be written, or is not what it should be.
+        MissingExtraError: If text or converter are not installed.
+    """
+    target = folder.expanduser().absolute()
+    found = _made_before(target, variant, seed)
+    if found is not None:
+        return found
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target):
+        found = _made_before(target, variant, seed)
+        if found is not None:
+            return found
+        free = shutil.disk_usage(target.parent).free
+        if free < _NEEDED_BYTES:
+            raise CheckpointError(
+                f"{target.parent} has {free / 1e9:.1f} GB free, the model needs {_NEEDED_BYTES / 1e9:.1f} GB: free "
+                "some space or choose another folder"
+            )
+        # Written beside it and renamed: a half-made folder is never taken for the model.
+        with tempfile.TemporaryDirectory(prefix=".demo-model-", dir=target.parent) as work:
+            out = Path(work) / "out"
+            out.mkdir(mode=0o755)
+            built = _build(variant, out, seed, source or smollm2())
+            (out / _ABOUT_FILE).write_text(json.dumps({"format": _FORMAT, **asdict(built)}, indent=2))
+            out.rename(target)
+        return built
+
+
+def _made_before(target: Path, variant: Variant, seed: int) -> BuiltModel | None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return None
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        about = json.loads((target / _ABOUT_FILE).read_text())
+        is_same = (about.pop("format"), about["variant"], about["seed"]) == (_FORMAT, variant.name, seed)
+        if is_same:
+            return BuiltModel(**about)
+    raise ConfigError(
+        f"{target} exists and is not the model {variant.name} of seed {seed}: give another folder or remove it"
+    )
+
+
+@contextlib.contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    lock = FileLock(f"{target}.lock", timeout=_LOCK_S)
+    try:
+        lock.acquire()
+    except Timeout as exc:
+        raise CheckpointError(
+            f"another process has been making {target} for {_LOCK_S:g} s: end it, or delete {target}.lock"
+        ) from exc
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _build(variant: Variant, out: Path, seed: int, source: Path) -> BuiltModel:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    pieces = demo_pieces(tokenizer)
+    dense = _load(source)
+    step = max(1, len(pieces.train) // _CALIBRATION_PIECES.get(variant.num_experts, 64))
+    states = calibrate(dense, pieces.train[::step])
+    mixtral_config(dense.config, variant).save_pretrained(out)  # type: ignore[arg-type]  # a Llama's, as made
+    if dense.generation_config is not None:
+        dense.generation_config.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    try:
+        entropy = write_weights(dense, states, variant, out, seed=seed)
+    except SafetensorError as exc:
+        raise CheckpointError(f"the weights could not be written to {out.parent.parent} ({exc})") from exc
+    probe = pieces.held_out[:2]
+    expected = _logits(dense, probe)
+    is_exact = variant.neurons == dense.config.intermediate_size
+    del dense
+    logits = _logits(_load(out), probe)
+    difference = float((logits - expected).abs().max())
+    if not difference <= _LOGIT_TOLERANCE and is_exact:
+        raise CheckpointError(
+            f"logits of the mixture differ by {difference:.3g} from those of the dense model, at most "
+            f"{_LOGIT_TOLERANCE:g} is rounding; delete {source} so that it is made again, and try again"
+        )
+    return BuiltModel(
+        variant=variant.name,
+        seed=seed,
+        load_entropy=entropy,
+        logit_difference=difference,
+        dense_loss=_loss(expected, probe),
+        loss=_loss(logits, probe),
+    )
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    load: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained
+    with quiet_loading():
+        model = load(folder, dtype=torch.float32)
+    model.eval()
+    return model
+
+
+def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+def _loss(logits: Tensor, tokens: Tensor) -> float:
+    return float(functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))

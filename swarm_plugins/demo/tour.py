@@ -1,0 +1,192 @@
+"""``swarm demo``: model, servers, training, talk, Hub, and back into the plain model."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from swarm_plugins.backbone import SwarmSettings, active_swarm
+from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
+from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.demo.evaluation import Figure, change, losses_of
+from swarm_plugins.demo.model import VARIANTS, default_folder, demo_model
+from swarm_plugins.demo.quiet import quiet_loading
+from swarm_plugins.demo.streaming import WordStreamer
+from swarm_plugins.demo.text import Pieces, demo_pieces
+from swarm_plugins.demo.tuning import METHODS, DemoTuner, fit
+from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.testing.local_hub import LocalHub
+
+__all__ = ["Tour", "TourSettings"]
+
+_NUM_SERVERS = 3
+_REPO = "me/sotu-adapter"
+# Any will do on a Hub of one's own, but the libraries do not push without one.
+_TOKEN = "local"
+_PROMPT = "Fellow citizens, the state of the Union this year is"
+_SAME = 1e-3
+"""Losses of one adapter on the swarm and in the plain model: additions in another order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TourSettings:
+    """How long the tour is."""
+
+    method: str
+    """A name of ``METHODS``."""
+    steps: int
+    """Steps of training."""
+    held_out: int
+    """Documents to measure on."""
+    new_tokens: int
+    """Tokens of each answer."""
+    threads: int
+    """CPU threads of each process."""
+    model: Path | None
+    """Directory of a model. None: the one of the demonstration."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(f"unknown method {self.method!r}; known: {', '.join(METHODS)}")
+        if self.steps < 1:
+            raise ConfigError(f"steps must be at least 1, got {self.steps}")
+
+    @classmethod
+    def make(
+        cls, *, method: str, steps: int | None, is_short: bool, threads: int, model: Path | None = None
+    ) -> TourSettings:
+        """Returns the settings of the whole tour or of the short one."""
+        default, held_out, new_tokens = (4, 4, 8) if is_short else (30, 16, 32)
+        chosen = default if steps is None else steps
+        return cls(method=method, steps=chosen, held_out=held_out, new_tokens=new_tokens, threads=threads, model=model)
+
+
+class Tour:
+    """The tour; everything it starts ends with `run`.
+
+    Args:
+        settings: How long it is.
+        folder: Where Hub and adapter are kept.
+        write: Takes text; nothing is added to it.
+    """
+
+    def __init__(self, settings: TourSettings, folder: Path, write: Callable[[str], Any]) -> None:
+        self.settings = settings
+        self.folder = folder.expanduser().absolute()
+        self._write = write
+        self._started = 0.0
+
+    def run(self) -> tuple[Figure, Figure, Figure]:
+        """Goes the whole way.
+
+        Returns:
+            The held-out loss before, after, and its change.
+
+        Raises:
+            SwarmError: If a part cannot do its work, or the adapter does not come back from the Hub as it went.
+        """
+        self._started = time.monotonic()
+        torch.set_num_threads(self.settings.threads)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with quiet_loading():
+            model = self._model()
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            pieces = demo_pieces(tokenizer)
+            pieces = Pieces(train=pieces.train, held_out=pieces.held_out[: self.settings.held_out])
+            with LocalHub(self.folder / "hub") as hub:
+                tuner, tag = self._on_swarm(model, tokenizer, pieces, hub)
+                self._back(model, tuner, pieces, hub, tag)
+            return Figure.of(tuner.before), Figure.of(tuner.after), change(tuner.before, tuner.after)
+
+    def _model(self) -> Path:
+        if self.settings.model is not None:
+            self._say(f"1. The model is {self.settings.model}.")
+            return self.settings.model
+        variant = VARIANTS["4x1536"]
+        folder = default_folder(variant)
+        self._say(f"1. The model: SmolLM2-135M-Instruct as a mixture of {variant.num_experts} experts, in {folder}")
+        built = demo_model(variant, folder)
+        self._say(f"   it computes what the dense model does: logits differ by at most {built.logit_difference:.0e}")
+        return folder
+
+    def _on_swarm(
+        self, model: Path, tokenizer: PreTrainedTokenizerBase, pieces: Pieces, hub: LocalHub
+    ) -> tuple[DemoTuner, str]:
+        self._say(f"2. {_NUM_SERVERS} servers, each a process with a third of the blocks")
+        with LocalSwarm(model, num_servers=_NUM_SERVERS, threads=self.settings.threads) as swarm:
+            for server in swarm.servers:
+                self._say(f"   process {server.pid} serves blocks {server.span[0]} to {server.span[1] - 1}")
+            with active_swarm(SwarmSettings(initial_peers=tuple(swarm.initial_peers), config=SwarmConfig())):
+                tuner, tag = self._tune(model, pieces, hub)
+            self._talk(tuner, tokenizer)
+            return tuner, tag
+
+    def _tune(self, model: Path, pieces: Pieces, hub: LocalHub) -> tuple[DemoTuner, str]:
+        settings = self.settings
+        self._say(f'3. {settings.steps} steps of {settings.method} with Trainer(strategy="swarm"), on addresses of US')
+        self._say(f"   presidents; measured on {len(pieces.held_out)} addresses that are not trained on")
+        pl.seed_everything(0, verbose=False)
+        tuner = DemoTuner(model, settings.method, pieces.held_out)
+        publish = HubAdapterCallback(
+            _REPO, on=["end"], folder=self.folder / "adapters", endpoint=hub.endpoint, token=_TOKEN
+        )
+        fit(tuner, pieces.train, steps=settings.steps, publish=publish, folder=self.folder)
+        gained = change(tuner.before, tuner.after)
+        self._say(f"   held-out loss before: {Figure.of(tuner.before)} (mean and standard error over addresses)")
+        self._say(f"   held-out loss after:  {Figure.of(tuner.after)}")
+        self._say(f"   change of each:       {gained}")
+        if not publish.pushed:
+            raise SwarmError(f"the adapter was not published; it is in {self.folder / 'adapters'}")
+        pushed = publish.pushed[-1]
+        self._say(f"   published as {pushed.repo_id}@{pushed.tag}, a commit on a Hub in {self.folder / 'hub'}")
+        return tuner, pushed.tag
+
+    def _talk(self, tuner: DemoTuner, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._say("4. generate() through the swarm, greedy")
+        tuner.tuned.eval()
+        with tuner.tuned.disable_adapter():
+            self._answer(tuner.tuned, tokenizer, "without the adapter")
+        self._answer(tuner.tuned, tokenizer, "with it")
+
+    def _answer(self, model: Any, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+        self._write(f"   {what}: {_PROMPT}")
+        streamer = WordStreamer(tokenizer, lambda text: self._write(text.replace("\n", " ")))
+        inputs = tokenizer(_PROMPT, return_tensors="pt")
+        with torch.no_grad():
+            model.generate(
+                **inputs, max_new_tokens=self.settings.new_tokens, do_sample=False, streamer=streamer, pad_token_id=0
+            )
+        self._write("\n")
+
+    def _back(self, model: Path, tuner: DemoTuner, pieces: Pieces, hub: LocalHub, tag: str) -> None:
+        self._say(f"5. {_REPO}@{tag} from the Hub into the plain model of transformers; the servers are gone")
+        expected = tuner.after
+        tuner.model = None
+        gc.collect()
+        load: Callable[..., torch.nn.Module] = AutoModelForCausalLM.from_pretrained
+        cache = self.folder / "downloads"
+        plain = load_adapter(
+            load(model, dtype=torch.float32), _REPO, tag, endpoint=hub.endpoint, token=_TOKEN, cache_dir=cache
+        )
+        found = losses_of(plain, pieces.held_out, "held-out loss here")
+        difference = float((found - expected).abs().max())
+        self._say(f"   held-out loss here:   {Figure.of(found)}, of no address other by more than {difference:.1e}")
+        if not difference <= _SAME:
+            raise SwarmError(
+                f"the plain model with {_REPO}@{tag} has losses that differ by {difference:.3g} from those on the "
+                f"swarm, at most {_SAME:g} is rounding"
+            )
+        self._say(f"Done in {time.monotonic() - self._started:.0f} s. The adapter is in {self.folder / 'adapters'}.")
+
+    def _say(self, text: str) -> None:
+        self._write(f"{text}\n")

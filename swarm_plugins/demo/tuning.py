@@ -1,0 +1,131 @@
+"""What the demonstration trains: an ordinary module of Lightning, and a progress bar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
+from swarm_plugins.demo.evaluation import losses_of
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.recipes import AdapterTuner
+
+__all__ = ["METHODS", "DemoTuner", "fit"]
+
+PROMPT_TEXT = "An address of the President of the United States to both houses of Congress:"
+METHODS: dict[str, tuple[dict[str, Any], float]] = {
+    "lora": (
+        {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        2e-3,
+    ),
+    "prompt": (
+        {
+            "peft_type": "PROMPT_TUNING",
+            "num_virtual_tokens": 16,
+            "prompt_tuning_init": "TEXT",
+            "prompt_tuning_init_text": PROMPT_TEXT,
+        },
+        1e-2,
+    ),
+}
+"""By name: PEFT's settings, and the step size."""
+_BATCH = 2
+
+
+class DemoTuner(AdapterTuner):
+    """Keeps what was measured before the first step and after the last; the rest is as in the recipes.
+
+    Args:
+        base: Directory of the model.
+        method: A name of ``METHODS``.
+        held_out: Tokens to measure on, ``[pieces, length]``.
+    """
+
+    def __init__(self, base: Path, method: str, held_out: Tensor) -> None:
+        if method not in METHODS:
+            raise ConfigError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+        settings, learning_rate = METHODS[method]
+        if method == "prompt":
+            settings = {**settings, "tokenizer_name_or_path": str(base)}
+        super().__init__(str(base), settings, learning_rate)
+        self.pieces = held_out
+        self.before = torch.empty(0)
+        self.after = torch.empty(0)
+
+    @property
+    def tuned(self) -> Any:
+        """The model with its adapter."""
+        if self.model is None:
+            raise RuntimeError("the model is loaded in configure_model, which a Trainer calls")
+        return self.model
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]  # rows only
+        """Returns the loss of a batch."""
+        return super().training_step({"input_ids": batch[0], "labels": batch[0]}, batch_idx)
+
+
+class _Measure(Callback):
+    """Measures the held-out loss; before the one that publishes, so that the card says it."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        with pl_module.tuned.disable_adapter():
+            pl_module.before = losses_of(pl_module.tuned, pl_module.pieces, "held-out loss before")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.after = losses_of(pl_module.tuned, pl_module.pieces, "held-out loss after")
+        trainer.callback_metrics["val_loss"] = pl_module.after.mean()
+
+
+class _Bar(Callback):
+    """One line that says how far the training is."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._bar: Any = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=self._steps, desc="training", unit="step", leave=False)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._bar.set_postfix(loss=f"{float(outputs['loss']):.3f}", refresh=False)
+        self._bar.update()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def fit(tuner: DemoTuner, train: Tensor, *, steps: int, publish: HubAdapterCallback, folder: Path) -> None:
+    """Trains on the swarm that is active.
+
+    Args:
+        tuner: What is trained.
+        train: Tokens to learn from, ``[pieces, length]``.
+        steps: Steps of the optimizer.
+        publish: Publishes the adapter at the end.
+        folder: Where versions are written.
+    """
+    generator = torch.Generator().manual_seed(0)
+    data = DataLoader(TensorDataset(train), batch_size=_BATCH, shuffle=True, drop_last=True, generator=generator)
+    trainer = pl.Trainer(
+        strategy="swarm",
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        max_epochs=-1,
+        callbacks=[_Measure(), _Bar(steps), publish],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(tuner, data)

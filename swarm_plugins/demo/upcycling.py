@@ -1,0 +1,176 @@
+"""A dense Llama as a Mixtral checkpoint, layer by layer, so that no second model stands in memory.
+
+Variants with all neurons are the dense model exactly, whatever the router says: the weights of the chosen experts add
+up to one, and the experts are equal. Those with fewer differ, as those of a trained mixture do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
+
+from swarm_plugins.demo.clusters import load_entropy, router_of, uses
+from swarm_plugins.demo.experts import GatedMLP, cut_expert
+
+__all__ = ["TOP_K", "Variant", "calibrate", "mixtral_config", "write_weights"]
+
+TOP_K = 2
+"""Experts of a token."""
+_LAYERS_PER_FILE = 5
+_ROWS_AT_ONCE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How the experts are made."""
+
+    num_experts: int
+    neurons: int
+    """Neurons of an expert."""
+
+    @property
+    def name(self) -> str:
+        """Experts and neurons, such as ``4x1536``."""
+        return f"{self.num_experts}x{self.neurons}"
+
+
+def mixtral_config(dense: LlamaConfig, variant: Variant) -> MixtralConfig:
+    """Returns the config of the mixture: what the dense model is, but for its MLPs."""
+    kept = [
+        "attention_dropout",
+        "bos_token_id",
+        "eos_token_id",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "initializer_range",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "pad_token_id",
+        "rms_norm_eps",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "use_cache",
+        "vocab_size",
+    ]
+    return MixtralConfig(
+        **{name: getattr(dense, name) for name in kept},
+        architectures=["MixtralForCausalLM"],
+        dtype="float32",
+        intermediate_size=variant.neurons,
+        num_experts_per_tok=TOP_K,
+        num_local_experts=variant.num_experts,
+        sliding_window=None,
+    )
+
+
+def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Tensor]:
+    """Returns what goes into the MLP of each layer, ``[N, D]`` each.
+
+    Args:
+        model: A dense model of Llama's build.
+        pieces: Tokens, ``[pieces, length]``.
+    """
+    layers = _layers(model)
+    seen: list[list[Tensor]] = [[] for _ in layers]
+    hooks = []
+    for layer, found in zip(layers, seen, strict=True):
+
+        def keep(_: nn.Module, inputs: tuple[Tensor, ...], found: list[Tensor] = found) -> None:
+            # Not the first position: all attend to it, and its state is like no other.
+            found.append(inputs[0][:, 1:].flatten(0, 1).clone())
+
+        hooks.append(layer.get_submodule("mlp").register_forward_pre_hook(keep))
+    try:
+        with torch.inference_mode(), tqdm(total=len(pieces), desc="reading text", unit="piece", leave=False) as bar:
+            for batch in pieces.split(_ROWS_AT_ONCE):
+                model.get_submodule("model")(input_ids=batch, use_cache=False)
+                bar.update(len(batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [torch.cat(found) for found in seen]
+
+
+def write_weights(model: PreTrainedModel, states: list[Tensor], variant: Variant, folder: Path, *, seed: int) -> float:
+    """Writes the mixture's weights.
+
+    Args:
+        model: The dense model.
+        states: What goes into its MLPs; emptied on the way.
+        variant: How the experts are made.
+        folder: Where to.
+        seed: Of the routers.
+
+    Returns:
+        How evenly the experts are used, 0 to 1, in the worst layer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layers = _layers(model)
+    num_files = 1 + -(-len(layers) // _LAYERS_PER_FILE)
+    weight_map: dict[str, str] = {}
+    total = 0
+    entropy = 1.0
+
+    def write(number: int, tensors: dict[str, Tensor]) -> None:
+        nonlocal total
+        name = f"model-{number:05d}-of-{num_files:05d}.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, name))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+
+    write(1, dict(_outside_layers(model)))
+    chunk: dict[str, Tensor] = {}
+    with torch.inference_mode():
+        for index, layer in enumerate(tqdm(layers, desc="making experts", unit="layer", leave=False)):
+            inputs, states[index] = states[index], torch.empty(0)
+            router = router_of(inputs, variant.num_experts, top_k=TOP_K, generator=generator)
+            used = uses(inputs, router, TOP_K)
+            entropy = min(entropy, load_entropy(used))
+            chunk.update(_mixture_layer(f"model.layers.{index}.", layer, router, inputs, used, variant.neurons))
+            if (index + 1) % _LAYERS_PER_FILE == 0 or index + 1 == len(layers):
+                write(2 + index // _LAYERS_PER_FILE, chunk)
+                chunk = {}
+    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
+    return entropy
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    return list(model.get_submodule("model.layers").children())
+
+
+def _outside_layers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in model.state_dict().items():
+        is_copy = name == "lm_head.weight" and model.config.tie_word_embeddings
+        if not name.startswith("model.layers.") and not is_copy:
+            yield name, tensor.contiguous()
+
+
+def _mixture_layer(
+    prefix: str, layer: nn.Module, router: Tensor, states: Tensor, used: Tensor, neurons: int
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in layer.state_dict().items():
+        if not name.startswith("mlp."):
+            yield prefix + name, tensor.contiguous()
+    yield f"{prefix}block_sparse_moe.gate.weight", router.contiguous()
+    weights = [layer.get_parameter(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")]
+    dense = GatedMLP(*weights)
+    for number in range(router.shape[0]):
+        is_whole = neurons == dense.gate.shape[0]
+        expert = dense if is_whole else cut_expert(dense, states[used[:, number] > 0], neurons)
+        names = f"{prefix}block_sparse_moe.experts.{number}."
+        # Each a copy of its own: the file format has no shared tensors.
+        yield f"{names}w1.weight", expert.gate.clone().contiguous()
+        yield f"{names}w3.weight", expert.up.clone().contiguous()
+        yield f"{names}w2.weight", expert.down.clone().contiguous()
