@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from peft import PeftModel
 from torch import nn
 
 from swarm_plugins.backbone.block import RemoteBlock
+from swarm_plugins.backbone.recognition import cached_commit
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
@@ -32,8 +36,8 @@ class ServedBlocks(NamedTuple):
 def base_version(model: nn.Module) -> ModelVersion | None:
     """Returns the version of the base that a model was loaded from; None if that is not known.
 
-    A model with remote blocks knows it. A plain one tells its commit if it comes from the Hub (or its cache), and is
-    looked at again if it comes from a directory: a sample of every tensor there is read.
+    A model with remote blocks knows it. For a plain one a sample of every tensor is read again: of its directory, or of
+    the commits in the Hub's cache, one of which it was loaded from.
 
     Args:
         model: A model of transformers, with or without adapters of PEFT around it.
@@ -48,13 +52,19 @@ def base_version(model: nn.Module) -> ModelVersion | None:
     name = getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None)
     if not isinstance(name, str) or not name:
         return None
-    commit = getattr(config, "_commit_hash", None)
-    if isinstance(commit, str):
-        try:
-            return ModelVersion(_repo_of(name, commit), commit)
-        except ConfigError:
-            return None
-    return Checkpoint.open(name).version if Path(name).is_dir() else None
+    if Path(name).is_dir():
+        return Checkpoint.open(name).version
+    return _hub_version(model, name)
+
+
+def _hub_version(model: nn.Module, name: str) -> ModelVersion | None:
+    try:
+        validate_repo_id(name)
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        commit = cached_commit(base, name)
+        return None if commit is None else ModelVersion(name, commit)
+    except (HFValidationError, ConfigError):
+        return None
 
 
 def served_blocks(model: nn.Module) -> list[ServedBlocks]:
@@ -68,11 +78,3 @@ def served_blocks(model: nn.Module) -> list[ServedBlocks]:
 
 def _stack_of(model: nn.Module) -> RemoteStack | None:
     return next((part.swarm_stack for part in model.modules() if isinstance(part, RemoteBlock)), None)
-
-
-def _repo_of(name: str, commit: str) -> str:
-    """The repository's id, also when the model was loaded from its folder in the Hub's cache."""
-    path = Path(name)
-    if path.name == commit and path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
-        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return name

@@ -21,6 +21,8 @@ __all__ = ["load_adapter"]
 
 log = logging.getLogger(__name__)
 
+_MAX_REASON_CHARS = 500
+
 # Settings that make PEFT import a module by its name, or unpickle a file.
 _REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "prompt_tuning_init_state_dict_path")
 
@@ -125,7 +127,8 @@ def _loaded(model: nn.Module, adapter: AdapterFolder, adapter_name: str, is_trai
     except SwarmError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as exc:
+        reason = " ".join(str(exc).split())[:_MAX_REASON_CHARS]
         raise CheckpointError(
-            f"{adapter.label} does not fit the model ({type(exc).__name__}: {str(exc).strip()[:500]}); load it into a "
+            f"{adapter.label} does not fit the model ({type(exc).__name__}: {reason}); load it into a "
             f"fresh copy of {adapter.base_name or 'the base that it was made for'}"
         ) from exc

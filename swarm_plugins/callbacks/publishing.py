@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from swarm_plugins.callbacks.saving import AdapterSource, find_adapter, manifest_of, write_version
 from swarm_plugins.errors import ConfigError, SwarmError
@@ -228,6 +228,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _number(value: Any) -> float | None:
     try:
+        value = value.detach() if isinstance(value, Tensor) else value
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         return None

@@ -1,0 +1,218 @@
+"""The callbacks inside the trainers: both spellings of Lightning, and transformers."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from swarm_plugins import HubAdapterCallback, HubAdapterTrainerCallback, load_adapter
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.hub import Manifest, RetryPlan
+from swarm_plugins.testing import LocalHub
+
+FAST = RetryPlan(attempts=2, first_pause_s=0.01, attempt_s=20.0)
+SPELLINGS = ("lightning.pytorch", "pytorch_lightning")
+Adapted = Callable[..., PeftModel]
+
+pytestmark = [
+    # Lightning's advice about data loaders, loggers and folders.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*(LeafSpec|tree_map|treespec).*"),
+]
+
+
+def tuner(pl: Any, base_dir: Path, *, fails_at: int | None = None, adapter: bool = True) -> Any:
+    class Tuner(pl.LightningModule):  # type: ignore[misc,name-defined]
+        def configure_model(self) -> None:
+            base = AutoModelForCausalLM.from_pretrained(base_dir)
+            self.model = get_peft_model(base, LoraConfig(target_modules=["q_proj"])) if adapter else base
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if fails_at is not None and self.global_step == fails_at:
+                raise KeyboardInterrupt if fails_at == 1 else RuntimeError("broken")
+            return self.model(input_ids=batch, labels=batch).loss
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.log("val_loss", self.model(input_ids=batch, labels=batch).loss)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+
+    return Tuner()
+
+
+def loader() -> Any:
+    rows = torch.randint(3, 100, (4, 12), generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.DataLoader(rows, batch_size=2)
+
+
+def trainer(pl: Any, folder: Path, *callbacks: Any, **options: Any) -> Any:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return pl.Trainer(default_root_dir=folder, callbacks=list(callbacks), **quiet, **{"max_epochs": 2, **options})
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_lightning_publishes_at_saves_and_at_the_end(
+    spelling: str, hub: LocalHub, base_dir: Path, tmp_path: Path, tokens: torch.Tensor
+) -> None:
+    pl = importlib.import_module(spelling)
+    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST)
+    assert isinstance(callback, pl.Callback)
+    keeper = importlib.import_module(f"{spelling}.callbacks").ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)
+    module = tuner(pl, base_dir)
+    trainer(pl, tmp_path, callback, keeper).fit(module, loader())
+    assert [version.tag for version in callback.pushed] == ["v1", "v2"]
+    manifests = [Manifest.read(tmp_path / "hub_adapters" / "step-00000004-save")]
+    assert [one.step for one in manifests if one is not None] == [4]
+    base = AutoModelForCausalLM.from_pretrained(base_dir)
+    loaded = load_adapter(base, "me/adapter", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
+    with torch.no_grad():
+        expected = module.model.eval()(input_ids=tokens).logits
+        assert torch.equal(loaded.eval()(input_ids=tokens).logits, expected)
+
+
+def test_lightning_publishes_the_best_by_the_checkpoints_metric(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
+    pl = importlib.import_module(SPELLINGS[0])
+    callback = HubAdapterCallback("me/adapter", on=["best"], endpoint=hub.endpoint, token="token", retries=FAST)
+    keeper = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint(
+        dirpath=tmp_path, monitor="val_loss"
+    )
+    run = trainer(pl, tmp_path, callback, keeper)
+    run.fit(tuner(pl, base_dir), loader(), loader())
+    assert callback.pushed
+    manifest = Manifest.read(callback.pushed[-1].folder)
+    assert manifest is not None
+    assert manifest.event == "best"
+    assert manifest.metrics["val_loss"] == pytest.approx(callback.best)
+    assert callback.best == pytest.approx(float(keeper.best_model_score))
+    state = torch.load(keeper.best_model_path, weights_only=True)["callbacks"]
+    assert state["HubAdapterCallback"] == {"best": callback.best}, "a resumed run goes on from the best value"
+
+
+def test_a_hub_that_is_down_does_not_stop_lightning(
+    hub: LocalHub, base_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.faults.is_down = True
+    pl = importlib.import_module(SPELLINGS[0])
+    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST)
+    run = trainer(pl, tmp_path, callback, enable_checkpointing=False)
+    run.fit(tuner(pl, base_dir), loader())
+    assert run.global_step == 4
+    assert callback.pushed == []
+    assert f"swarm push {callback.unpushed[0]}" in caplog.text
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, SystemExit), (2, RuntimeError)])
+def test_an_interrupted_run_leaves_its_adapter_on_disk(
+    step: int, expected: type[BaseException], hub: LocalHub, base_dir: Path, tmp_path: Path
+) -> None:
+    import signal
+
+    before = signal.getsignal(signal.SIGINT)
+    pl = importlib.import_module(SPELLINGS[0])
+    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST)
+    with pytest.raises(expected):
+        trainer(pl, tmp_path, callback, enable_checkpointing=False).fit(tuner(pl, base_dir, fails_at=step), loader())
+    signal.signal(signal.SIGINT, before)
+    assert [folder.name for folder in callback.unpushed] == [f"step-{step:08d}-interrupted"]
+    assert hub.requests == []
+
+
+def test_a_module_without_an_adapter_is_refused_before_the_first_step(
+    hub: LocalHub, base_dir: Path, tmp_path: Path
+) -> None:
+    pl = importlib.import_module(SPELLINGS[0])
+    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint)
+    with pytest.raises(ConfigError, match=r"Tuner has no adapter to publish: it holds no model made by PEFT"):
+        trainer(pl, tmp_path, callback).fit(tuner(pl, base_dir, adapter=False), loader())
+
+
+def test_a_trial_run_publishes_nothing(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
+    pl = importlib.import_module(SPELLINGS[0])
+    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint)
+    trainer(pl, tmp_path, callback, fast_dev_run=True).fit(tuner(pl, base_dir), loader())
+    assert callback.pushed == callback.unpushed == hub.requests == []
+
+
+def test_saves_that_lightning_does_not_tell_of_are_mentioned(
+    hub: LocalHub, base_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pl = importlib.import_module(SPELLINGS[0])
+    keeper = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint(
+        dirpath=tmp_path, save_weights_only=True
+    )
+    callback = HubAdapterCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST)
+    with caplog.at_level(logging.WARNING):
+        trainer(pl, tmp_path, callback, keeper).fit(tuner(pl, base_dir), loader())
+    assert "with save_weights_only=True" in caplog.text
+    assert [version.tag for version in callback.pushed] == ["v1"]
+
+
+def hf_trainer(model: Any, folder: Path, callback: Any, **options: Any) -> Trainer:
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 100, (4, 12))]
+    settings = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", **options}
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        report_to=[],
+        logging_steps=1,
+        use_cpu=True,
+        disable_tqdm=True,
+        **settings,  # type: ignore[arg-type]
+    )
+    return Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=[callback])  # type: ignore[arg-type]
+
+
+def test_transformers_publishes_at_saves_and_at_the_best(hub: LocalHub, adapted: Adapted, tmp_path: Path) -> None:
+    callback = HubAdapterTrainerCallback("me/adapter", endpoint=hub.endpoint, token="token", retries=FAST)
+    run = hf_trainer(adapted(), tmp_path, callback, metric_for_best_model="loss", greater_is_better=False)
+    run.train()
+    assert [version.tag for version in callback.pushed] == ["v1", "v2"]
+    manifest = Manifest.read(callback.pushed[-1].folder)
+    assert manifest is not None
+    assert (manifest.step, manifest.base is not None) == (4, True)
+    assert {"train_loss", "eval_loss"} <= manifest.metrics.keys()
+    assert not [name for name in manifest.metrics if "runtime" in name or "second" in name]
+    assert callback.best == run.state.best_metric
+
+
+def test_transformers_with_the_best_model_at_the_end_publishes_that(
+    hub: LocalHub, adapted: Adapted, tmp_path: Path, tokens: torch.Tensor, base_dir: Path
+) -> None:
+    callback = HubAdapterTrainerCallback("me/adapter", on=["end"], endpoint=hub.endpoint, token="token", retries=FAST)
+    # The wrong way round, so that the first checkpoint is the best one.
+    options = {"metric_for_best_model": "loss", "greater_is_better": True, "load_best_model_at_end": True}
+    run = hf_trainer(adapted(), tmp_path, callback, **options)
+    run.train()
+    assert run.state.best_global_step == 2
+    base = AutoModelForCausalLM.from_pretrained(base_dir)
+    loaded = load_adapter(base, "me/adapter", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
+    with torch.no_grad():
+        expected = run.model.eval()(input_ids=tokens).logits  # type: ignore[union-attr]
+        assert torch.equal(loaded.eval()(input_ids=tokens).logits, expected)
+
+
+def test_transformers_goes_on_without_a_token(
+    hub: LocalHub, adapted: Adapted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = HubAdapterTrainerCallback("me/adapter", on=["end"], endpoint=hub.endpoint, token=False, retries=FAST)
+    run = hf_trainer(adapted(), tmp_path, callback)
+    run.train()
+    assert run.state.global_step == 4
+    assert [folder.name for folder in callback.unpushed] == ["step-00000004-end"]
+    assert "no valid token" in caplog.text
+
+
+def test_transformers_without_an_adapter_is_refused(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
+    callback = HubAdapterTrainerCallback("me/adapter", endpoint=hub.endpoint)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no adapter to publish"):
+        hf_trainer(AutoModelForCausalLM.from_pretrained(base_dir), tmp_path, callback).train()
