@@ -105,6 +105,8 @@ def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor], limits: AdapterLim
 def _check_entry(entry: AdapterModule, span: Span, limits: AdapterLimits) -> None:
     if entry.block not in span.blocks:
         raise ConfigError(f"the adapter names {_where(entry)}; this span has blocks {span.start} to {span.end}")
+    if entry.parameter is not None and entry.kind != "lora_parameter":
+        raise ConfigError(f"{_where(entry)} names a parameter, which only the kind lora_parameter has")
     if not math.isfinite(entry.scaling):
         raise ConfigError(f"the scaling of {_where(entry)} is {entry.scaling}; allowed are finite numbers")
     if not 0.0 <= entry.dropout < 1.0:

@@ -11,7 +11,13 @@ from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.failures import RequestError
 
-__all__ = ["AdapterStore", "adapter_bytes"]
+__all__ = ["MAX_ADAPTERS", "MIN_HELD_BYTES", "AdapterStore", "adapter_bytes"]
+
+MAX_ADAPTERS = 256
+"""Adapters that one request may name."""
+
+MIN_HELD_BYTES = 4096
+"""What an adapter counts for at least: one of a single number still needs its structure and a place in the store."""
 
 
 def adapter_bytes(adapter: LoadedAdapter) -> int:
@@ -34,14 +40,18 @@ class AdapterStore:
     Args:
         budget_bytes: Bytes of all uploaded adapters.
         peer_bytes: Bytes of the adapters that one peer has uploaded; None: half of the budget.
+        min_held_bytes: What an uploaded adapter counts for at least.
     """
 
-    def __init__(self, budget_bytes: int, *, peer_bytes: int | None = None) -> None:
+    def __init__(
+        self, budget_bytes: int, *, peer_bytes: int | None = None, min_held_bytes: int = MIN_HELD_BYTES
+    ) -> None:
         """Starts empty."""
         if budget_bytes < 0:
             raise ConfigError(f"the adapter budget must be 0 or more bytes, got {budget_bytes}")
         self.budget_bytes = budget_bytes
         self.peer_bytes = budget_bytes // 2 if peer_bytes is None else peer_bytes
+        self.min_held_bytes = min_held_bytes
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._in_use: Counter[str] = Counter()
 
@@ -63,7 +73,7 @@ class AdapterStore:
         if adapter.digest in self._held:
             self._held.move_to_end(adapter.digest)
             return
-        size = adapter_bytes(adapter)
+        size = max(adapter_bytes(adapter), self.min_held_bytes)
         if size > self.peer_bytes:
             raise CapacityError(
                 f"the adapter has {size} bytes, one client may hold {self.peer_bytes} on this server: "
@@ -78,11 +88,16 @@ class AdapterStore:
         """Gives the adapters and holds them for as long as the ``with`` block runs.
 
         Raises:
-            RequestError: ``unknown_adapter`` if one is not held.
+            RequestError: ``unknown_adapter`` if one is not held, ``bad_request`` if too much is named.
         """
+        if len(digests) > MAX_ADAPTERS:
+            raise RequestError("bad_request", f"{len(digests)} adapters in one request, {MAX_ADAPTERS} are allowed")
         for digest in digests:
             if digest not in self._held:
-                raise RequestError("unknown_adapter", f"adapter {digest!r} is not held here: upload it and ask again")
+                raise RequestError(
+                    "unknown_adapter", f"adapter {digest[:64]!r} is not held here: upload it and ask again"
+                )
+        self._check_repeated(digests)
         adapters = tuple(self._held[digest].adapter for digest in digests)
         self._in_use.update(digests)
         for digest in digests:
@@ -92,6 +107,18 @@ class AdapterStore:
         finally:
             self._in_use.subtract(digests)
             self._in_use += Counter()  # forgets the zeros
+
+    def _check_repeated(self, digests: Sequence[str]) -> None:
+        """Refuses a request whose gradients would take far more memory than its adapters, by naming one many times."""
+        # Two adapters of a client may be equal on a span (new ones, or none of their modules is there).
+        repeated = sum(self._held[digest].num_bytes for digest in digests)
+        repeated -= sum(self._held[digest].num_bytes for digest in set(digests))
+        if repeated > self.peer_bytes:
+            raise RequestError(
+                "bad_request",
+                f"the request names adapters more than once, {repeated} bytes in all, {self.peer_bytes} are allowed: "
+                "name each once, and the rows that use it",
+            )
 
     def _make_room(self, size: int, limit: int, *, owner: str | None) -> None:
         """Drops the oldest adapters (of ``owner``, if given) until ``size`` bytes fit under ``limit``."""

@@ -20,6 +20,7 @@ __all__ = [
     "check_blocks",
     "check_finite",
     "check_hidden",
+    "check_length",
     "check_mask",
     "check_positions",
     "check_prefix",
@@ -98,6 +99,16 @@ def check_batch_tokens(service: Service, hidden: Tensor) -> None:
             "bad_request",
             f"the batch has {hidden.shape[0]} x {hidden.shape[1]} = {tokens} tokens, "
             f"{limit} are allowed in one request: split it",
+        )
+
+
+def check_length(service: Service, num_tokens: int) -> None:
+    """Refuses a sequence, with its prefix, that is longer than a session may be: attention's cost grows with both."""
+    # A request without prefix is bounded by its batch already, and may be one long row of it.
+    limit = max(service.limits.max_session_tokens, service.limits.max_batch_tokens)
+    if num_tokens > limit:
+        raise RequestError(
+            "bad_request", f"prefix and sequence have {num_tokens} tokens, {limit} are allowed: shorten the prefix"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.blocks.types import LoadedAdapter
@@ -51,4 +52,6 @@ def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
             f"the adapter is named {upload.digest[:64]!r}, its content hashes to {found!r}: "
             "send tensors uncompressed and name the adapter by adapter_digest()",
         )
-    return service.check_adapter(upload.digest, upload.spec, upload.tensors)
+    adapter = service.check_adapter(upload.digest, upload.spec, upload.tensors)
+    # Tensors of a message are views of it: kept as they are, they would hold all of its bytes, counted or not.
+    return dataclasses.replace(adapter, tensors=tuple(tensor.clone() for tensor in adapter.tensors))

@@ -187,7 +187,9 @@ def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) ->
 def _check_step(service: Service, session: Session, request: SessionStep) -> None:
     check_hidden(service, request.hidden)
     rows, num_new = request.hidden.shape[:2]
-    batch_size, cached = shape_after(request.ops, session.cache.batch_size, session.cache.length)
+    batch_size, cached = shape_after(
+        request.ops, session.cache.batch_size, session.cache.length, max_rows=service.limits.max_batch_tokens
+    )
     if rows != batch_size:
         raise RequestError("bad_request", f"hidden has {rows} rows, the session has {batch_size}")
     if request.cached_tokens != cached:

@@ -13,6 +13,7 @@ from swarm_plugins.server.checks import (
     check_blocks,
     check_finite,
     check_hidden,
+    check_length,
     check_mask,
     check_positions,
     check_prefix,
@@ -81,6 +82,7 @@ def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanI
     batch_size, length = request.hidden.shape[:2]
     check_positions(request.position_ids, batch_size, length)
     prefix_tokens = check_prefix(request.prefix, blocks, batch_size)
+    check_length(service, prefix_tokens + length)
     check_mask(request.attention_mask, batch_size, prefix_tokens + length)
     check_rows(request.adapter_rows, batch_size, len(request.adapters))
     check_seed(request.dropout_seed)

@@ -10,7 +10,10 @@ from swarm_plugins.blocks.types import SessionCache
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.transport.messages import CacheOp
 
-__all__ = ["Session", "SessionTable", "apply_ops", "shape_after"]
+__all__ = ["MAX_OPS", "Session", "SessionTable", "apply_ops", "shape_after"]
+
+MAX_OPS = 256
+"""Cache operations that may come with one step; a client sends a few, a message holds ten thousands."""
 
 
 @dataclass(eq=False)
@@ -94,12 +97,20 @@ class SessionTable:
         )
 
 
-def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int) -> tuple[int, int]:
+def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_rows: int) -> tuple[int, int]:
     """Returns batch size and length that a cache will have after ``ops``.
+
+    Args:
+        ops: The operations.
+        batch_size: Rows before them.
+        length: Tokens per row before them.
+        max_rows: Most rows after any of them, also if a later one takes rows away again.
 
     Raises:
         RequestError: ``bad_request`` if an operation cannot be applied; nothing has been changed then.
     """
+    if len(ops) > MAX_OPS:
+        raise RequestError("bad_request", f"{len(ops)} cache operations in one step, {MAX_OPS} are allowed")
     for op in ops:
         indices = op.indices
         if op.kind in ("crop", "repeat") and len(indices) != 1:
@@ -127,17 +138,27 @@ def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int) -> tuple
                     "bad_request", f"cache operation reorder names {len(indices)} rows, the cache has {batch_size}"
                 )
             batch_size = len(indices)
+        if batch_size > max_rows:
+            raise RequestError(
+                "bad_request", f"cache operation {op.kind} makes {batch_size} rows, {max_rows} are allowed"
+            )
     return batch_size, length
 
 
 def apply_ops(ops: tuple[CacheOp, ...], cache: SessionCache) -> None:
     """Applies checked operations; only on the compute thread."""
+    rows, length = list(range(cache.batch_size)), cache.length
     for op in ops:
         if op.kind == "crop":
-            cache.crop(op.indices[0])
+            length = min(length, op.indices[0])
         elif op.kind == "repeat":
-            cache.repeat(op.indices[0])
+            rows = [row for row in rows for _ in range(op.indices[0])]
         elif op.kind == "reset":
-            cache.crop(0)
+            length = 0
         else:
-            cache.select(op.indices)
+            rows = [rows[index] for index in op.indices]
+    # However many there are, the cache is copied once: the rest of the server waits meanwhile.
+    if length < cache.length:
+        cache.crop(length)
+    if rows != list(range(cache.batch_size)):
+        cache.select(rows)

@@ -42,6 +42,7 @@ EXPERT = {
         pytest.param({"shapes": ((4, 32),)}, r"shapes \[4, 32\]; allowed", id="one-factor"),
         pytest.param({"shapes": ((65, 32), (32, 65))}, r"rank .* is 65; allowed is at most 64", id="rank"),
         pytest.param({"scaling": float("nan")}, r"scaling .* is nan", id="scaling"),
+        pytest.param({"parameter": "weight"}, r"names a parameter, which only the kind lora_parameter", id="parameter"),
         pytest.param({"dropout": 1.0}, r"dropout .* is 1.0", id="dropout"),
         pytest.param({"kind": "ia3", "shapes": ((31,),)}, r"IA3 vector .* \[31\]; allowed is one of 32", id="ia3"),
         pytest.param({**EXPERT, "num_experts": 3, "shapes": ((6, 48), (32, 6))}, r"4 experts, .* says 3", id="experts"),

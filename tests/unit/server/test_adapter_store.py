@@ -26,7 +26,7 @@ def held(store: AdapterStore, *digests: str) -> list[str]:
 
 
 def test_least_recently_used_goes_first() -> None:
-    store = AdapterStore(100, peer_bytes=100)
+    store = AdapterStore(100, min_held_bytes=0, peer_bytes=100)
     store.put("alice", adapter("a"))
     store.put("alice", adapter("b"))
     held(store, "a")  # used, so that b is the oldest
@@ -36,7 +36,7 @@ def test_least_recently_used_goes_first() -> None:
 
 
 def test_adapter_in_use_stays() -> None:
-    store = AdapterStore(100, peer_bytes=100)
+    store = AdapterStore(100, min_held_bytes=0, peer_bytes=100)
     store.put("alice", adapter("a"))
     store.put("alice", adapter("b"))
     with store.using(["a"]):
@@ -47,7 +47,7 @@ def test_adapter_in_use_stays() -> None:
 
 
 def test_peer_pushes_out_only_its_own_beyond_its_share() -> None:
-    store = AdapterStore(200, peer_bytes=80)
+    store = AdapterStore(200, min_held_bytes=0, peer_bytes=80)
     store.put("bob", adapter("x"))
     for digest in ("a", "b", "c"):
         store.put("alice", adapter(digest))
@@ -57,7 +57,7 @@ def test_peer_pushes_out_only_its_own_beyond_its_share() -> None:
 
 
 def test_published_adapter_is_never_pushed_out() -> None:
-    store = AdapterStore(40, peer_bytes=40)
+    store = AdapterStore(40, min_held_bytes=0, peer_bytes=40)
     store.publish(adapter("host", 400))
     store.put("alice", adapter("a"))
     store.put("alice", adapter("b"))
@@ -66,7 +66,7 @@ def test_published_adapter_is_never_pushed_out() -> None:
 
 
 def test_same_content_is_held_once() -> None:
-    store = AdapterStore(100)
+    store = AdapterStore(100, min_held_bytes=0)
     store.put("alice", adapter("a"))
     store.put("bob", adapter("a"))
     assert store.used_bytes == 40

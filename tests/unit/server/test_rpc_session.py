@@ -186,7 +186,7 @@ def test_wrong_opening_is_refused_and_the_stream_lives_on(
         pytest.param(
             step_of(1, 4, ops=(CacheOp(kind="repeat", indices=(10**9,)),)),
             "bad_request",
-            "hidden has 1 rows, the session has 1000000000",
+            "cache operation repeat makes 1000000000 rows, 256 are allowed",
             id="repeat",
         ),
         pytest.param(OPEN, "bad_request", "has a session already", id="second-opening"),

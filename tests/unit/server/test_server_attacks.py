@@ -1,0 +1,156 @@
+"""Small messages with which a client tries to make a server work or remember without bound."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+from fake_server import VERSION, WIDTH, FakeCache, FakeRunner, transport_to
+
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.server.adapters import MAX_ADAPTERS, AdapterStore
+from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.sessions import MAX_OPS, apply_ops
+from swarm_plugins.transport.messages import (
+    AdapterStored,
+    AdapterUpload,
+    CacheOp,
+    Failure,
+    ForwardRequest,
+    Message,
+    SessionOpen,
+    SessionStep,
+    SessionStepResponse,
+)
+
+HIDDEN = torch.ones(1, 1, WIDTH)
+OPEN = SessionOpen(version=VERSION, start=2, end=6, batch_size=1)
+SWAP = CacheOp(kind="reorder", indices=(1, 0))
+
+Ask = Callable[[Message], Awaitable[Message]]
+
+
+def play(service: Service, rpc: str, scene: Callable[[Ask], Awaitable[None]]) -> None:
+    async def run() -> None:
+        transport = transport_to(service)
+        channel = await transport.open("server", rpc, timeout_s=5)
+
+        async def ask(message: Message) -> Message:
+            await channel.send(message)
+            answer = await channel.receive(timeout_s=5)
+            assert answer is not None
+            return answer
+
+        try:
+            await scene(ask)
+        finally:
+            await transport.close()
+
+    asyncio.run(run())
+
+
+def test_rows_cannot_explode_between_two_operations(service: Service) -> None:
+    async def scene(ask: Ask) -> None:
+        await ask(OPEN)
+        assert isinstance(await ask(SessionStep(hidden=HIDDEN, cached_tokens=0)), SessionStepResponse)
+        # In the end there is one row, as the step says; a list of a billion rows lies between.
+        ops = (CacheOp(kind="repeat", indices=(1_000_000_000,)), CacheOp(kind="select", indices=(0,)))
+        started = time.monotonic()
+        answer = await ask(SessionStep(hidden=HIDDEN, cached_tokens=1, ops=ops))
+        assert isinstance(answer, Failure)
+        assert answer.kind == "bad_request"
+        assert "makes 1000000000 rows, 256 are allowed" in answer.message
+        assert time.monotonic() - started < 2
+        assert isinstance(await ask(SessionStep(hidden=HIDDEN, cached_tokens=1)), SessionStepResponse)
+
+    play(service, "rpc_session", scene)
+
+
+def test_number_of_operations_is_bounded(service: Service) -> None:
+    async def scene(ask: Ask) -> None:
+        await ask(SessionOpen(version=VERSION, start=2, end=6, batch_size=2))
+        step = SessionStep(hidden=torch.ones(2, 1, WIDTH), cached_tokens=0, ops=(SWAP,) * (MAX_OPS + 1))
+        answer = await ask(step)
+        assert isinstance(answer, Failure)
+        assert f"{MAX_OPS + 1} cache operations in one step, {MAX_OPS} are allowed" in answer.message
+
+    play(service, "rpc_session", scene)
+
+
+def test_many_operations_copy_a_cache_once(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    selected: list[list[int]] = []
+    monkeypatch.setattr(FakeCache, "select", lambda _, rows: selected.append(list(rows)))
+    cache = FakeCache(runner, 2, 9)
+    ops = (SWAP, CacheOp(kind="repeat", indices=(2,)), CacheOp(kind="crop", indices=(4,)))
+    apply_ops((*ops, CacheOp(kind="select", indices=(0, 2, 3)), CacheOp(kind="crop", indices=(4,))), cache)
+    assert selected == [[1, 0, 0]]
+    assert cache.length == 4
+    apply_ops((SWAP, SWAP), cache)
+    assert len(selected) == 1
+
+
+def test_request_names_so_many_adapters(service: Service) -> None:
+    async def scene(ask: Ask) -> None:
+        answer = await ask(ForwardRequest(version=VERSION, start=2, end=6, hidden=HIDDEN, adapters=("a",) * 20_000))
+        assert isinstance(answer, Failure)
+        assert (answer.kind, answer.message) == (
+            "bad_request",
+            f"20000 adapters in one request, {MAX_ADAPTERS} are allowed",
+        )
+
+    play(service, "rpc_forward", scene)
+
+
+def test_large_adapter_is_not_named_again_and_again() -> None:
+    store = AdapterStore(1 << 20)
+    large = LoadedAdapter(digest="large", spec=AdapterSpec(modules=()), tensors=(torch.zeros(100_000),))
+    small = LoadedAdapter(digest="small", spec=AdapterSpec(modules=()), tensors=())
+    store.put("alice", large)
+    store.put("alice", small)
+    with store.using(["large", "small", "large", "small"]) as found:
+        assert found == (large, small, large, small)
+    with (
+        pytest.raises(RequestError, match="more than once, 800000 bytes in all, 524288 are allowed"),
+        store.using(["large"] * 3),
+    ):
+        raise AssertionError
+
+
+def test_tiny_adapters_do_not_pile_up() -> None:
+    store = AdapterStore(1 << 16)
+    for index in range(100):
+        digest = f"adapter {index}"
+        store.put("alice", LoadedAdapter(digest=digest, spec=AdapterSpec(modules=()), tensors=(torch.zeros(1),)))
+    assert len(store._held) == 8  # half of the budget at 4 KiB each
+
+
+def test_kept_adapter_does_not_hold_the_message_it_came_in(service: Service) -> None:
+    tensors = (torch.ones(2), torch.ones(3))
+    module = AdapterModule(block=2, module="x" * 100_000, kind="lora", shapes=((2,), (3,)))
+    spec = AdapterSpec(modules=(module,))
+
+    async def scene(ask: Ask) -> None:
+        upload = AdapterUpload(digest=adapter_digest(spec, tensors), spec=spec, tensors=tensors)
+        assert isinstance(await ask(upload), AdapterStored)
+        with service.adapters.using([upload.digest]) as (held,):
+            assert [tensor.untyped_storage().nbytes() for tensor in held.tensors] == [8, 12]
+
+    play(service, "rpc_adapter", scene)
+
+
+def test_prefix_is_bounded_also_where_positions_are_given(service: Service) -> None:
+    prefix = (torch.ones(1, 1, 1000, 2),) * 8
+    positions = torch.zeros(1, 1, dtype=torch.int64)
+
+    async def scene(ask: Ask) -> None:
+        request = ForwardRequest(version=VERSION, start=2, end=6, hidden=HIDDEN, position_ids=positions, prefix=prefix)
+        answer = await ask(request)
+        assert isinstance(answer, Failure)
+        assert answer.message == "prefix and sequence have 1001 tokens, 256 are allowed: shorten the prefix"
+
+    play(service, "rpc_forward", scene)
