@@ -29,7 +29,7 @@ class WireLimits:
     """Memory that a declared size alone may claim; beyond it, memory grows only as bytes arrive."""
 
     max_receiving_bytes: int = 4096 * _MIB
-    """Most memory of all unfinished incoming messages of one node together."""
+    """Most memory of all incoming messages of one node, unfinished or not yet taken, together."""
 
     max_streams_per_peer: int = 128
     """Streams that one peer may hold open at a server; each session is one."""
@@ -41,7 +41,8 @@ class WireLimits:
     """How long a new stream may stay silent before it is closed."""
 
     min_receive_bytes_per_s: float = 16_384.0
-    """A first message that arrives slower than this, after ``first_message_timeout_s``, is given up."""
+    """A first message that arrives slower than this, after ``first_message_timeout_s``, is given up; and any message
+    that the other end takes slower than this, beyond ``send_stall_timeout_s``."""
 
     send_stall_timeout_s: float = 60.0
     """How long the other end may accept no byte while a message is sent."""

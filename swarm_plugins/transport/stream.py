@@ -37,7 +37,7 @@ class Frame(NamedTuple):
 
 
 class ReceiveBudget:
-    """Counts what all streams of a node hold together: memory of unfinished messages, streams about to close."""
+    """Counts what all streams of a node hold together: memory of messages nobody has taken, streams about to close."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.num_parting = 0
@@ -155,18 +155,21 @@ class FrameStream(asyncio.BufferedProtocol):
 
         Raises:
             TransportError: If the stream is broken.
-            RequestTimeoutError: If the other end takes no byte for ``send_stall_timeout_s``.
+            RequestTimeoutError: If the other end takes no byte for ``send_stall_timeout_s``, or only a trickle.
         """
         transport = self._check_usable()
-        if sum(map(len, parts)) <= _JOIN_BYTES:
+        num_bytes = sum(len(part) for part in parts)
+        if num_bytes <= _JOIN_BYTES:
             parts = [b"".join(parts)]  # one system call, one packet
+        limits = self._limits
+        deadline = self._loop.time() + limits.send_stall_timeout_s + num_bytes / limits.min_receive_bytes_per_s
         for part in parts:
             view = memoryview(part)
             # In slices, because the transport copies what the kernel does not take at once.
             for offset in range(0, len(view), _SLICE_BYTES):
                 transport.write(view[offset : offset + _SLICE_BYTES])
                 if self._is_writing_paused:
-                    await self._wait_writable()
+                    await self._wait_writable(deadline)
                 self._check_usable()
 
     async def read(self, timeout_s: float) -> Frame | None:
@@ -182,6 +185,7 @@ class FrameStream(asyncio.BufferedProtocol):
             await self._wait_for_frame(timeout_s)
         if self._frames:
             frame = self._frames.popleft()
+            self._budget.release(frame.header.body_bytes)
             self._resume_reading()
             return frame
         if self._has_ended and not self.is_closed:
@@ -191,6 +195,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def put_back(self, frame: Frame) -> None:
         """Makes a frame that was read the next one to be read."""
+        self._budget.used_bytes += frame.header.body_bytes
         self._frames.appendleft(frame)
 
     def close(self) -> None:
@@ -204,7 +209,8 @@ class FrameStream(asyncio.BufferedProtocol):
         elif transport is not None and not transport.is_closing():
             transport.write(END_FRAME)
             self._part(transport)
-        self._frames.clear()
+        while self._frames:
+            self._budget.release(self._frames.popleft().header.body_bytes)
         self._drop_body()
         self._wake_receiver()
 
@@ -263,7 +269,8 @@ class FrameStream(asyncio.BufferedProtocol):
         if body is None or not body.is_complete:
             return
         frame = Frame(body.header, body.joined())
-        self._drop_body()
+        # What was claimed for it stays claimed until it is read.
+        self._body = None
         self._frames.append(frame)
         if len(self._frames) >= _MAX_WAITING_FRAMES and not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
@@ -285,9 +292,9 @@ class FrameStream(asyncio.BufferedProtocol):
             timer.cancel()
             self._receiver = None
 
-    async def _wait_writable(self) -> None:
+    async def _wait_writable(self, deadline: float) -> None:
         self._sender = self._loop.create_future()
-        stall_s = self._limits.send_stall_timeout_s
+        stall_s = max(0.0, min(self._limits.send_stall_timeout_s, deadline - self._loop.time()))
         timer = self._loop.call_later(stall_s, self._give_up_sending, stall_s)
         try:
             await self._sender
@@ -300,7 +307,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._sender = None
 
     def _give_up_sending(self, stall_s: float) -> None:
-        self.abort(RequestTimeoutError(f"peer {self._peer} has accepted no data for {stall_s:g} s"))
+        self.abort(RequestTimeoutError(f"peer {self._peer} has accepted no data for {stall_s:g} s, or hardly any"))
 
     def _wake_receiver(self) -> None:
         if self._receiver is not None and not self._receiver.done():

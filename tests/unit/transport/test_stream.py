@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -317,6 +318,53 @@ def test_unread_messages_stop_the_sender_instead_of_filling_memory(run: Callable
                 await flood()
             assert sent < 10
             assert len(far._frames) <= 3
+
+    run(body)
+
+
+def test_a_reader_that_takes_a_little_now_and_then_is_given_up(run: Callable[[Body], None]) -> None:
+    limits = WireLimits(send_stall_timeout_s=0.3, min_receive_bytes_per_s=1e9)
+
+    async def body() -> None:
+        async with stream_and_socket(limits) as (stream, far):
+
+            async def sip() -> None:
+                while True:
+                    await asyncio.sleep(0.05)
+                    # Enough for the kernel to take more each time, so that no single wait is long.
+                    await asyncio.get_running_loop().sock_recv(far, 300_000)
+
+            sipping = asyncio.create_task(sip())
+            started = time.monotonic()
+            with pytest.raises(RequestTimeoutError, match=r"accepted no data for .* or hardly any"):
+                await stream.write(encode(message(16_000_000)))
+            sipping.cancel()
+            await asyncio.gather(sipping, return_exceptions=True)
+            assert time.monotonic() - started < 3  # 64 MB at this pace would take 10 s
+
+    run(body)
+
+
+def test_messages_nobody_reads_count_in_the_budget(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        budget = ReceiveBudget(20_000)
+        data = frame_bytes(2000)
+        async with stream_and_socket(budget=budget) as (stream, far):
+            async with stream_and_socket(budget=budget) as (other, other_far):
+                far.send(data)
+                await asyncio.sleep(0.05)
+                far.send(data)
+                await asyncio.sleep(0.05)
+                assert budget.used_bytes == 2 * (len(data) - 16)
+                other_far.send(data)
+                with pytest.raises(ProtocolError, match="incoming messages hold"):
+                    await other.read(2.0)
+            frame = await stream.read(2.0)
+            assert frame is not None
+            assert budget.used_bytes == len(data) - 16
+            stream.put_back(frame)
+            assert budget.used_bytes == 2 * (len(data) - 16)
+        assert budget.used_bytes == 0
 
     run(body)
 
