@@ -134,7 +134,8 @@ def _state(layer: Any) -> list[object]:
     for factors in (modules["lora_A"], modules["lora_B"]):
         for name, factor in factors._modules.items():
             state += (name, id(factor._parameters["weight"]))
-    state += (dropout.training for dropout in modules["lora_dropout"]._modules.values())
+    for dropout in modules["lora_dropout"]._modules.values():
+        state += (dropout.training, dropout.__dict__.get("p"))
     return state
 
 

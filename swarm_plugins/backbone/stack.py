@@ -21,6 +21,7 @@ from swarm_plugins.backbone.arguments import read_arguments
 from swarm_plugins.backbone.cache import RemoteCacheState, adopt_cache
 from swarm_plugins.backbone.context import SwarmSettings
 from swarm_plugins.backbone.standin import structure_version
+from swarm_plugins.client.adapters import AdapterSelection
 from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
 from swarm_plugins.client.connection import RemoteBlocks, SwarmConnection, connect
 from swarm_plugins.errors import UnsupportedError
@@ -36,6 +37,7 @@ class _Running:
         routers = dict(zip(outputs.router_blocks, outputs.router_logits, strict=True))
         hidden = [*outputs.hidden_states, outputs.hidden] if collected else [outputs.hidden] * num_blocks
         self.hidden = hidden
+        """What each block returns."""
         self.routers = routers
         self.next_block = 0
         self.last: Tensor | None = None
@@ -160,7 +162,7 @@ class RemoteStack:
         state.owe(inputs)
         return outputs
 
-    def _adapters(self, blocks: range, batch_size: int) -> Any:
+    def _adapters(self, blocks: range, batch_size: int) -> AdapterSelection:
         if self._reader is None:
             self._reader = AdapterReader(self.layers)
         return self._reader.select(structure_version(), blocks, batch_size)

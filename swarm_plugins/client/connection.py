@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +29,8 @@ from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["RemoteBlocks", "SwarmConnection", "connect"]
+
+log = logging.getLogger(__name__)
 
 
 class Network(Transport, Directory, Protocol):
@@ -75,11 +78,12 @@ class SwarmConnection:
         with self._lock:
             peers, self.peers = self.peers, None
             network, self.network = self.network, None
-            with contextlib.suppress(SwarmError):
-                if peers is not None:
-                    self.loop.run(peers.close())
-                if network is not None:
-                    self.loop.run(network.close())
+            for part in (peers, network):
+                if part is not None:
+                    try:
+                        self.loop.run(part.close())
+                    except SwarmError as exc:
+                        log.debug("left the swarm without a word: %s", exc)
             self.loop.close()
 
     def __enter__(self) -> SwarmConnection:
@@ -89,7 +93,11 @@ class SwarmConnection:
         self.close()
 
     def blocks(self, *, version: ModelVersion, num_blocks: int) -> RemoteBlocks:
-        """Returns the blocks of one model version."""
+        """Returns the blocks of one model version; starts the network if need be.
+
+        Raises:
+            TransportError: If the network does not start or no initial peer answers.
+        """
         return RemoteBlocks(self.start(), version=version, num_blocks=num_blocks)
 
 
@@ -143,7 +151,12 @@ class RemoteBlocks:
         return ClientSession(self.peers, self.view, self.digests, blocks=blocks, prefix=prefix)
 
     def step(self, session: ClientSession, inputs: BlockInputs, ops: Sequence[CacheOp]) -> BlockOutputs:
-        """Runs new tokens of a session, after the queued changes of its cache."""
+        """Runs new tokens of a session, after the queued changes of its cache.
+
+        Raises:
+            MissingBlocksError: If no living server holds some block.
+            SwarmError: If a server refuses the step, or too many servers failed.
+        """
         return self.connection.loop.run(session.step(inputs, ops))
 
     def fork(self, session: ClientSession) -> ClientSession:

@@ -5,7 +5,6 @@ For tests that compare many models and modes: only libp2p is missing. Use `swarm
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,26 +17,14 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.server.activations import ActivationStore
 from swarm_plugins.server.adapters import AdapterStore
-from swarm_plugins.server.handlers import info_handler, push_handler
-from swarm_plugins.server.rpc_adapter import adapter_handler
-from swarm_plugins.server.rpc_session import session_handler
-from swarm_plugins.server.rpc_training import backward_handler, forward_handler
 from swarm_plugins.server.scheduler import Scheduler
+from swarm_plugins.server.server import service_handlers
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
-from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.messages import ServerInfo
 
 __all__ = ["InProcessSwarm"]
 
-_HANDLERS = {
-    "rpc_info": info_handler,
-    "rpc_forward": forward_handler,
-    "rpc_backward": backward_handler,
-    "rpc_session": session_handler,
-    "rpc_adapter": adapter_handler,
-    "rpc_push": push_handler,
-}
 _STORE_BYTES = 1 << 28
 
 
@@ -81,7 +68,7 @@ class InProcessSwarm:
         for index, (start, end) in enumerate(spans):
             span = load_span(checkpoint, range(start, end), dtype=self.dtype)
             self.services[f"peer{index}"] = self._service(checkpoint, span, num_blocks)
-        self.transport = LocalTransport({peer: _handlers(service) for peer, service in self.services.items()})
+        self.transport = LocalTransport({peer: service_handlers(service) for peer, service in self.services.items()})
         self.connection.start()
         return self
 
@@ -134,7 +121,3 @@ class InProcessSwarm:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _handlers(service: Service) -> dict[str, Handler]:
-    return {name: functools.partial(handler, service) for name, handler in _HANDLERS.items()}

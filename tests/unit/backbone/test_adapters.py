@@ -102,6 +102,16 @@ def test_dropout_has_a_new_seed_each_time_while_training_and_none_else() -> None
     assert [read().dropout_seed for _ in range(3)] == seeds
 
 
+def test_a_dropout_that_is_changed_later_is_read_again() -> None:
+    read = Reading(lora(lora_dropout=0.25))
+    read.model.train()
+    read()
+    for module in read.model.modules():
+        if isinstance(module, nn.Dropout) and module.p == 0.25:
+            module.p = 0.5
+    assert {module.dropout for module in read().adapters[0].spec.modules} == {0.5}
+
+
 def test_nothing_is_drawn_without_dropout() -> None:
     read = Reading(lora())
     torch.manual_seed(5)
