@@ -28,8 +28,9 @@ __all__ = ["preload_adapter"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_KEY_CHARS = 512
 # The first number in a name is the block's: later ones are of experts.
-_NAME = re.compile(r"(?:.+?\.)?\w+\.(?P<block>\d+)\.(?P<module>.+)\.(?P<part>lora_A|lora_B|ia3_l)(?:\.weight)?")
+_NAME = re.compile(r"(?:.+?\.)?\w+\.(?P<block>\d{1,6})\.(?P<module>.+)\.(?P<part>lora_A|lora_B|ia3_l)(?:\.weight)?")
 _CHANGED_MATHS = ("use_dora", "fan_in_fan_out", "modules_to_save", "target_parameters", "lora_bias")
 """Settings of LoRA under which its tensors mean something else, or are not all there is."""
 
@@ -63,7 +64,13 @@ def preload_adapter(name: str, span: Span) -> LoadedAdapter:
     modules: list[AdapterModule] = []
     tensors: list[Tensor] = []
     for place in _in_model_order(parts, span):
-        module, factors = _module(name, config, place, parts[place])
+        try:
+            module, factors = _module(name, config, place, parts[place])
+        except (TypeError, ValueError, IndexError, AttributeError, OverflowError, re.error) as error:
+            raise CheckpointError(
+                f"adapter {name} has settings or tensors that make no sense for block {place.block}, {place.module}: "
+                f"{error}"
+            ) from error
         modules.append(module)
         tensors.extend(factors)
     spec = AdapterSpec(modules=tuple(modules))
@@ -128,7 +135,7 @@ def _on_span(keys: Sequence[str], blocks: range) -> dict[_Place, dict[str, str]]
     """Returns for each adapted module in the span the keys of its tensors, by part."""
     found: dict[_Place, dict[str, str]] = {}
     for key in keys:
-        match = _NAME.fullmatch(key)
+        match = _NAME.fullmatch(key) if len(key) <= _MAX_KEY_CHARS else None
         if match is not None and int(match["block"]) in blocks:
             found.setdefault(_Place(int(match["block"]), match["module"]), {})[match["part"]] = key
     return found

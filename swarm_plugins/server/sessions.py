@@ -112,37 +112,49 @@ def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_r
     if len(ops) > MAX_OPS:
         raise RequestError("bad_request", f"{len(ops)} cache operations in one step, {MAX_OPS} are allowed")
     for op in ops:
-        indices = op.indices
-        if op.kind in ("crop", "repeat") and len(indices) != 1:
-            raise RequestError("bad_request", f"cache operation {op.kind} takes one index, got {len(indices)}")
         if op.kind == "crop":
-            if not 0 <= indices[0] <= length:
-                raise RequestError("bad_request", f"cannot crop a cache of {length} tokens to {indices[0]}")
-            length = indices[0]
-        elif op.kind == "repeat":
-            if indices[0] < 1:
-                raise RequestError("bad_request", f"cannot repeat rows {indices[0]} times: 1 or more are allowed")
-            batch_size *= indices[0]
+            length = _length_after(op, length)
         elif op.kind == "reset":
             length = 0
         else:
-            wrong = [index for index in indices if not 0 <= index < batch_size]
-            if wrong or not indices:
-                raise RequestError(
-                    "bad_request",
-                    f"cache operation {op.kind} names row {wrong[0] if wrong else 'nothing'}, "
-                    f"rows 0 to {batch_size - 1} exist",
-                )
-            if op.kind == "reorder" and len(indices) != batch_size:
-                raise RequestError(
-                    "bad_request", f"cache operation reorder names {len(indices)} rows, the cache has {batch_size}"
-                )
-            batch_size = len(indices)
+            batch_size = _rows_after(op, batch_size)
         if batch_size > max_rows:
             raise RequestError(
                 "bad_request", f"cache operation {op.kind} makes {batch_size} rows, {max_rows} are allowed"
             )
     return batch_size, length
+
+
+def _only_index(op: CacheOp) -> int:
+    if len(op.indices) != 1:
+        raise RequestError("bad_request", f"cache operation {op.kind} takes one index, got {len(op.indices)}")
+    return op.indices[0]
+
+
+def _length_after(op: CacheOp, length: int) -> int:
+    index = _only_index(op)
+    if not 0 <= index <= length:
+        raise RequestError("bad_request", f"cannot crop a cache of {length} tokens to {index}")
+    return index
+
+
+def _rows_after(op: CacheOp, batch_size: int) -> int:
+    if op.kind == "repeat":
+        times = _only_index(op)
+        if times < 1:
+            raise RequestError("bad_request", f"cannot repeat rows {times} times: 1 or more are allowed")
+        return batch_size * times
+    wrong = [index for index in op.indices if not 0 <= index < batch_size]
+    if wrong or not op.indices:
+        raise RequestError(
+            "bad_request",
+            f"cache operation {op.kind} names row {wrong[0] if wrong else 'nothing'}, rows 0 to {batch_size - 1} exist",
+        )
+    if op.kind == "reorder" and len(op.indices) != batch_size:
+        raise RequestError(
+            "bad_request", f"cache operation reorder names {len(op.indices)} rows, the cache has {batch_size}"
+        )
+    return len(op.indices)
 
 
 def apply_ops(ops: tuple[CacheOp, ...], cache: SessionCache) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.blocks.load import load_span
@@ -92,6 +94,10 @@ def cut(directory: Path) -> None:
         pytest.param(lambda d: change(d, peft_type="LOHA"), UnsupportedError, "of kind 'LOHA': servers", id="kind"),
         pytest.param(lambda d: change(d, use_dora=True), UnsupportedError, "uses use_dora: servers", id="dora"),
         pytest.param(lambda d: change(d, bias="all"), UnsupportedError, "uses bias: servers", id="bias"),
+        pytest.param(lambda d: change(d, lora_alpha="many"), CheckpointError, "no sense for block 1", id="alpha"),
+        pytest.param(lambda d: change(d, alpha_pattern={"(": 1}), CheckpointError, "no sense for", id="pattern"),
+        pytest.param(lambda d: change(d, alpha_pattern=[1]), CheckpointError, "no sense for block 1", id="patterns"),
+        pytest.param(lambda d: change(d, lora_alpha=1e400), ConfigError, "scaling .* is inf", id="infinite-alpha"),
         pytest.param(cut, CheckpointError, "cannot read the adapter weights", id="truncated"),
         pytest.param(lambda d: (d / "adapter_config.json").write_text("{"), CheckpointError, "is no JSON", id="config"),
         pytest.param(
@@ -120,3 +126,13 @@ def test_adapter_of_other_blocks_is_refused(model: Path, span: Span, tmp_path: P
 def test_name_that_is_neither_directory_nor_repository_is_refused(span: Span) -> None:
     with pytest.raises(ConfigError, match=r"adapter 'nowhere' is neither a directory nor REPO or REPO@TAG"):
         preload_adapter("nowhere", span)
+
+
+def test_absurd_names_of_tensors_are_passed_over_quickly(model: Path, span: Span, tmp_path: Path) -> None:
+    save_adapter(model, LORA, tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    absurd = {f"{'a.' * 20_000}layers.1.q_proj.lora_A": torch.ones(1), f"layers.{'9' * 5000}.q.lora_A": torch.ones(1)}
+    save_file({**load_file(path), **absurd}, path)
+    started = time.monotonic()
+    assert preload_adapter(str(tmp_path), span).spec.modules
+    assert time.monotonic() - started < 2
