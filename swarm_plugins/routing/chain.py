@@ -5,6 +5,7 @@ Letters: ``N`` blocks of the request, ``M`` servers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 __all__ = ["Demand", "ServerEntry", "SpanChoice", "missing_blocks", "plan"]
+
+
+_LONGEST_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +62,11 @@ def plan(servers: Sequence[ServerEntry], blocks: range, demand: Demand) -> list[
 
     The time of a span is one round trip and its blocks' compute. A server may be left before the end of its span
     and may be used more than once. Servers without room for the session are used only when nobody else has a block.
+    Servers whose numbers cannot be true are not used: a single NaN would win every comparison here.
     """
-    usable = [server for server in servers if server.start < blocks.stop and server.end > blocks.start]
+    usable = [
+        server for server in servers if server.start < blocks.stop and server.end > blocks.start and _is_sane(server)
+    ]
     if not usable or missing_blocks(usable, blocks):
         return None
     block_s, hop_s = _costs(usable, demand)  # [M], [M]
@@ -79,9 +86,15 @@ def plan(servers: Sequence[ServerEntry], blocks: range, demand: Demand) -> list[
     return _trace(usable, blocks, entered_from, best_server)
 
 
+def _is_sane(server: ServerEntry) -> bool:
+    return all(math.isfinite(each) and each >= 0 for each in (server.round_trip_s, server.step_s, server.throughput))
+
+
 def _costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:
     # A batched request is bound by throughput, a single token by the step time: whichever is longer.
     block_s = np.array([max(s.step_s, demand.tokens / s.throughput if s.throughput > 0 else 0.0) for s in servers])
+    # However slow: an infinite time could not be told from a block that a server does not hold.
+    block_s = np.minimum(block_s, _LONGEST_S)
     # A full server is a last resort: its penalty is larger than any honest chain.
     full = np.array([demand.kv_tokens > s.free_kv_tokens for s in servers])
     return block_s, np.array([s.round_trip_s for s in servers]) + full * 1e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 
@@ -115,3 +116,16 @@ def test_a_thousand_servers_are_planned_without_a_loop_over_pairs() -> None:
     assert chain is not None
     # Far above the few milliseconds it takes: only a quadratic algorithm (1,000 x 1,000 x 100 steps) would fail.
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("claim", [{"step": math.nan}, {"step": math.inf}, {"step": -1.0}, {"throughput": math.nan}])
+def test_server_with_impossible_numbers_wins_no_route(claim: dict[str, float]) -> None:
+    honest, liar = server("honest", 0, 8), server("liar", 0, 8, rtt=9.0, **claim)
+    assert plan([liar, honest], range(8), Demand(tokens=8)) == [SpanChoice("honest", 0, 8)]
+    # Nor does it make another server stand for blocks that it does not hold.
+    assert plan([server("honest", 0, 4), server("liar", 4, 8, **claim)], range(8), Demand(tokens=8)) is None
+
+
+def test_hopelessly_slow_server_is_still_the_one_that_holds_its_blocks() -> None:
+    servers = [server("honest", 0, 4), server("slow", 4, 8, throughput=5e-324)]
+    assert plan(servers, range(8), Demand(tokens=8)) == [SpanChoice("honest", 0, 4), SpanChoice("slow", 4, 8)]
