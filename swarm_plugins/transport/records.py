@@ -57,6 +57,7 @@ _CLOCK_SLACK_S = 120.0
 _NUM_SHARDS = 4
 _MAX_BLOCKS = 100_000
 _MAX_NAME_CHARS = 512
+_MAX_ADAPTERS = 1024
 _DOMAIN = b"swarm_plugins/record/1\0"
 
 
@@ -165,6 +166,13 @@ def check_server_info(info: ServerInfo) -> None:
         raise ProtocolError(f"server claims impossible token counts {counts}")
     if not info.version or max(len(info.version), len(info.model), len(info.software)) > _MAX_NAME_CHARS:
         raise ProtocolError(f"server claims names that are empty or longer than {_MAX_NAME_CHARS} characters")
+    names = (info.version, info.model, info.software, info.dtype, info.quantization, *info.adapters)
+    # They are shown to people: no line breaks, no terminal sequences.
+    if len(info.adapters) > _MAX_ADAPTERS or any(len(n) > _MAX_NAME_CHARS or not n.isprintable() for n in names):
+        raise ProtocolError(
+            f"server claims more than {_MAX_ADAPTERS} adapters, or names with control characters or longer than "
+            f"{_MAX_NAME_CHARS} characters"
+        )
 
 
 class OwnedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
@@ -207,6 +215,8 @@ def _key_of(record: Record, peer_id: str) -> str:
         return own_server_key(record.version, peer_id)
     if max(len(record.version), len(record.model)) > _MAX_NAME_CHARS or not 0 <= record.num_blocks <= _MAX_BLOCKS:
         raise ProtocolError("model record with impossible names or numbers")
+    if not (record.version.isprintable() and record.model.isprintable()):
+        raise ProtocolError("model record with control characters in a name")
     return own_model_key(peer_id)
 
 

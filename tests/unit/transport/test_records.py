@@ -147,6 +147,10 @@ def test_garbage_is_refused(owner: Identity, blob: bytes) -> None:
         {"max_batch_tokens": 2**60},
         {"version": ""},
         {"model": "m" * 600},
+        {"model": "\x1b[2J"},
+        {"dtype": "float32\nERROR all is lost"},
+        {"adapters": ("a\x07",)},
+        {"adapters": ("a",) * 1025},
     ],
     ids=str,
 )
