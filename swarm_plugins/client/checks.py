@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
@@ -43,7 +45,9 @@ def check_outputs(
     for state in response.hidden_states:
         check_tensor(state, hidden, span.peer, "inner hidden states")
     blocks = response.router_blocks
-    if len(blocks) != len(response.router_logits) or any(not span.start <= block < span.end for block in blocks):
+    is_ascending = all(one < two for one, two in itertools.pairwise(blocks))
+    is_inside = all(span.start <= block < span.end for block in blocks)
+    if len(blocks) != len(response.router_logits) or not is_inside or not is_ascending:
         raise ProtocolError(f"server {span.peer} returned router logits of blocks {blocks}, its span is {span[1:]}")
     tokens = hidden.shape[0] * hidden.shape[1]
     for logits in response.router_logits:

@@ -16,6 +16,9 @@ from swarm_plugins.transport.messages import Failure
 __all__ = ["RefusedError", "TicketLostError", "failure_error", "is_worth_another_server"]
 
 
+_MAX_MESSAGE_CHARS = 1000
+
+
 class RefusedError(RemoteError):
     """The server refuses the request itself: another server would refuse it too."""
 
@@ -36,7 +39,12 @@ _ERRORS: dict[str, type[SwarmError]] = {
 
 def failure_error(failure: Failure, peer: str) -> SwarmError:
     """Returns the error to raise for a failure answer."""
-    return _ERRORS.get(failure.kind, RemoteError)(f"server {peer} answered {failure.kind}: {failure.message}")
+    return _ERRORS.get(failure.kind, RemoteError)(f"server {peer} answered {failure.kind}: {_shown(failure.message)}")
+
+
+def _shown(text: str) -> str:
+    """Returns a stranger's text as it may stand in a log or on a terminal: one line of bounded length."""
+    return "".join(char if char.isprintable() else " " for char in text[:_MAX_MESSAGE_CHARS])
 
 
 def is_worth_another_server(error: BaseException) -> bool:
