@@ -80,7 +80,9 @@ class Checkpoint:
         config = _read_config(files)
         config._name_or_path = files.version.name
         config._commit_hash = files.version.revision
-        return cls(files, files.version.name, config, TensorIndex(files))
+        index = TensorIndex(files)
+        _check_num_blocks(config, index, files.label)
+        return cls(files, files.version.name, config, index)
 
     @classmethod
     def _open_local(cls, name: str, directory: Path, revision: str | None) -> Checkpoint:
@@ -94,6 +96,7 @@ class Checkpoint:
         config._name_or_path = name
         index = TensorIndex(files)
         index.load_all()
+        _check_num_blocks(config, index, files.label)
         return cls(files, name, config, index)
 
     @property
@@ -202,4 +205,30 @@ def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
         raise CheckpointError(f"{files.label}/{_CONFIG_FILE} cannot be read: {exc}") from exc
     except (ValueError, KeyError, TypeError) as exc:
         raise UnsupportedError(f"transformers cannot make a config of {files.label}/{_CONFIG_FILE}: {exc}") from exc
+    _check_kernels(config, f"{files.label}/{_CONFIG_FILE}")
     return config
+
+
+def _check_kernels(config: PreTrainedConfig, label: str) -> None:
+    """Refuses a config that names kernels on the Hub: transformers would download and run them."""
+    parts = [config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))]
+    for part in parts:
+        for setting in ("_attn_implementation", "_experts_implementation"):
+            chosen = getattr(part, setting, None)
+            names = chosen.values() if isinstance(chosen, dict) else [chosen]
+            for name in names:
+                if name is not None and not (isinstance(name, str) and name.isidentifier()):
+                    raise UnsupportedError(
+                        f"{label} asks for the code {name!r} as its {setting.lstrip('_')}; code from a checkpoint is "
+                        "never run: remove the setting if you trust the rest"
+                    )
+
+
+def _check_num_blocks(config: PreTrainedConfig, tensors: TensorIndex, label: str) -> None:
+    """Refuses a config with more blocks than the checkpoint has tensors, before anything is made for each of them."""
+    num_blocks = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if num_blocks is not None and not (isinstance(num_blocks, int) and 1 <= num_blocks <= max(len(tensors), 1)):
+        raise CheckpointError(
+            f"{label} says num_hidden_layers {num_blocks!r}, its weights have {len(tensors)} tensors: config and "
+            "weights are of different checkpoints, fetch them again"
+        )

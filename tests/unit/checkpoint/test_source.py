@@ -279,3 +279,23 @@ def test_a_file_without_permission_is_named(single: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read \(Permission denied\)"):
         checkpoint.read(["lm_head.weight"])
+
+
+@pytest.mark.parametrize("setting", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_kernels_that_a_config_names_are_never_fetched(setting: str, single: Path, copy_of: Copy) -> None:
+    directory = copy_of(single)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), setting: "someone/kernels"}))
+    with pytest.raises(UnsupportedError, match=r"asks for the code 'someone/kernels' .* never run: remove the setting"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 3_000_000_000])
+def test_more_blocks_than_tensors_are_refused_before_they_are_made(
+    num_blocks: int, single: Path, copy_of: Copy
+) -> None:
+    directory = copy_of(single)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": num_blocks}))
+    with pytest.raises((CheckpointError, UnsupportedError), match=r"num_hidden_layers"):
+        Checkpoint.open(directory)
