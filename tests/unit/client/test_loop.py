@@ -1,0 +1,58 @@
+"""The client's loop thread: results, errors and interrupts come through, and its end leaves nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from swarm_plugins.client.loop import LoopThread
+from swarm_plugins.errors import TransportError
+
+
+async def answer() -> int:
+    return 7
+
+
+def test_results_come_through_and_close_is_final() -> None:
+    loop = LoopThread()
+    loop.start()
+    assert loop.run(answer()) == 7
+    loop.close()
+    loop.close()
+    with pytest.raises(TransportError, match="the connection to the swarm is closed; load the model again"):
+        loop.run(answer())
+
+
+def test_who_waits_when_the_loop_ends_waits_no_longer() -> None:
+    loop = LoopThread()
+    loop.start()
+    has_begun, has_cleaned_up = threading.Event(), threading.Event()
+    outcome: list[BaseException] = []
+
+    async def wait_for_ever() -> None:
+        try:
+            has_begun.set()
+            await asyncio.sleep(60)
+        finally:
+            # As a stream that is closed on the way out: more than one turn of the loop.
+            for _ in range(5):
+                await asyncio.sleep(0.01)
+            has_cleaned_up.set()
+
+    def use() -> None:
+        try:
+            loop.run(wait_for_ever())
+        except CancelledError as exc:
+            outcome.append(exc)
+
+    user = threading.Thread(target=use)
+    user.start()
+    assert has_begun.wait(5.0)
+    loop.close()
+    user.join(5.0)
+    assert not user.is_alive()
+    assert len(outcome) == 1
+    assert has_cleaned_up.is_set()
