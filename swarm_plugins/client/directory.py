@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.errors import MissingBlocksError, ProtocolError, SwarmError, TransportError
+from swarm_plugins.errors import MissingBlocksError, ProtocolError, RequestTimeoutError, SwarmError, TransportError
 from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.sample import spread_sample
 from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.records import check_server_info
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["SwarmView"]
@@ -93,7 +94,12 @@ class SwarmView:
             if not force and time.monotonic() - self._refreshed_at < self.config.refresh_s:
                 return
             self._announced = await self._ask_directory()
-            online = {peer: (info.start, info.end) for peer, info in self._announced.items() if info.state == "online"}
+            # Those that have just failed take nobody's place in the sample.
+            online = {
+                peer: (info.start, info.end)
+                for peer, info in self._announced.items()
+                if info.state == "online" and not self.bans.is_banned(peer)
+            }
             probed = await asyncio.gather(*(self._probe(peer) for peer in spread_sample(online, _MAX_PROBES)))
             self._entries = {entry.peer: entry for entry in probed if entry is not None}
             self._refreshed_at = time.monotonic()
@@ -112,11 +118,9 @@ class SwarmView:
 
     async def _probe(self, peer: str) -> ServerEntry | None:
         """Asks a server itself: the round trip is measured, and only its own word counts for what it serves."""
-        if self.bans.is_banned(peer):
-            return None
         started = time.perf_counter()
         try:
-            info = await self.peers.info(peer)
+            info = await self._ask(peer)
             self._check(info)
         except SwarmError as exc:
             self.ban(peer, exc)
@@ -132,7 +136,17 @@ class SwarmView:
             free_kv_tokens=info.free_kv_tokens,
         )
 
+    async def _ask(self, peer: str) -> ServerInfo:
+        # Everybody waits for the slowest, so the deadline holds for the connection too.
+        limit_s = self.config.info_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.peers.info(peer)
+        except TimeoutError as exc:
+            raise RequestTimeoutError(f"it has not said what it serves within {limit_s:g} s") from exc
+
     def _check(self, info: ServerInfo) -> None:
+        check_server_info(info)
         if info.version != self.version.key:
             raise ProtocolError(f"it announced version {self.version} but serves {info.version} ({info.model})")
         if info.num_blocks != self.num_blocks or not 0 <= info.start < info.end <= self.num_blocks:

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_plugins.errors import TransportError
+from swarm_plugins.errors import ProtocolError, TransportError
 from swarm_plugins.transport.messages import InfoRequest, ServerInfo
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.records import check_server_info
 
 __all__ = ["ModelStatus", "ServerStatus", "runs", "survey"]
 
@@ -87,7 +88,9 @@ async def _ask(
     if not isinstance(answer, ServerInfo) or answer.num_blocks != announced.num_blocks:
         # A server that still loads announces itself, but serves nothing yet: that is no fault.
         return ServerStatus(peer, announced, is_reachable=False)
-    if not 0 <= answer.start < answer.end <= answer.num_blocks:
+    try:
+        check_server_info(answer)
+    except ProtocolError:
         return ServerStatus(peer, announced, is_reachable=False)
     return ServerStatus(peer, answer, is_reachable=True)
 

@@ -1,0 +1,116 @@
+"""What lying servers say when asked what they serve, and servers that say nothing at all."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.routing import Demand
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import Message, ServerInfo
+from swarm_plugins.versions import ModelVersion
+
+VERSION = ModelVersion("tiny", "a" * 40)
+INFO = ServerInfo(
+    version=VERSION.key,
+    model="tiny",
+    num_blocks=4,
+    start=0,
+    end=4,
+    dtype="float32",
+    quantization="none",
+    throughput=1e3,
+)
+
+
+class InfoChannel:
+    def __init__(self, remote_peer: str, info: ServerInfo) -> None:
+        self.remote_peer = remote_peer
+        self.info = info
+
+    async def send(self, message: Message, *, codec: str = "none") -> None:
+        """Takes anything."""
+
+    async def receive(self, *, timeout_s: float) -> Message:
+        return self.info
+
+    async def close(self) -> None:
+        """Does nothing."""
+
+
+class Swarm:
+    """Directory and transport: everybody announces the whole model; who is in ``silent`` accepts no stream."""
+
+    def __init__(self, infos: dict[str, ServerInfo], silent: tuple[str, ...] = ()) -> None:
+        self.infos = infos
+        self.silent = silent
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        return dict.fromkeys([*self.silent, *self.infos], INFO)
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        if peer in self.silent:
+            await asyncio.sleep(timeout_s)
+        return InfoChannel(peer, self.infos[peer])  # type: ignore[return-value]
+
+
+def view_of(swarm: Swarm) -> SwarmView:
+    config = SwarmConfig(info_timeout_s=0.2, connect_timeout_s=20.0)
+    peers = Peers(swarm, config)  # type: ignore[arg-type]
+    return SwarmView(swarm, peers, config, version=VERSION, num_blocks=4)
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"decode_s": math.nan},
+        {"decode_s": -1.0},
+        {"throughput": math.inf},
+        {"throughput": math.nan},
+        {"max_batch_tokens": -5},
+        {"free_kv_tokens": 1 << 62},
+        {"model": "\x1b[2Jtiny"},
+    ],
+    ids=str,
+)
+def test_server_whose_claims_cannot_be_true_is_left_out(claim: dict[str, Any]) -> None:
+    async def body() -> None:
+        view = view_of(Swarm({"liar": msgspec.structs.replace(INFO, **claim), "honest": INFO}))
+        assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
+        assert view.bans.banned() == ["liar"]
+
+    asyncio.run(body())
+
+
+def test_server_that_cannot_be_reached_holds_nobody_up() -> None:
+    async def body() -> None:
+        view = view_of(Swarm({"honest": INFO}, silent=("dead",)))
+        started = time.monotonic()
+        assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
+        assert time.monotonic() - started < 2  # the time to connect alone would be 20 s
+
+    asyncio.run(body())
+
+
+def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.directory._MAX_PROBES", 4)
+
+    async def body() -> None:
+        infos = {f"liar{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(4)}
+        view = view_of(Swarm({**infos, "honest": INFO}))
+        for liar in infos:
+            view.bans.ban(liar)
+        # Were the banned in the sample, one of five would be left out at random.
+        for _ in range(20):
+            await view.refresh(force=True)
+            assert [entry.peer for entry in view._usable()] == ["honest"]
+
+    asyncio.run(body())
