@@ -6,15 +6,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # More pytest options: make test PYTEST_ARGS="tests/unit -k lora"
 PYTEST_ARGS ?=
+# More options of the demo: make demo DEMO_ARGS="--method prompt"
+DEMO_ARGS ?=
 # Several processes on few cores: one torch thread each.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo test lint format types docs build clean
+.PHONY: help venv demo demo-short test lint format types docs build clean
 
 help:
-	@echo "make demo    serve a small model on a local swarm, tune a LoRA through it, generate"
+	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
 	@echo "make test    the default test suite"
 	@echo "make lint | types | docs | build | format | clean"
 
@@ -34,7 +36,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/swarm demo $(DEMO_ARGS)
+
+# The same way in two minutes: few steps, little text.
+demo-short: $(STAMP)
+	$(BIN)/swarm demo --short --dir build/demo-short
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)

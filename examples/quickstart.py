@@ -1,7 +1,8 @@
 """The whole way in a few minutes: serve a model with two servers, tune a LoRA through them, generate, save.
 
-Run it with `make demo`, or `python examples/quickstart.py --help` for the options. Everything happens on this
-machine: two server processes hold the decoder layers of SmolLM2-135M-Instruct, and this process holds the rest.
+Run it with `python examples/quickstart.py`; `--help` shows the options, and `swarm demo` goes further. Everything
+happens on this machine: two server processes hold the decoder layers of SmolLM2-135M-Instruct, and this process holds
+the rest.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ import typer
 
 from swarm_plugins import __version__
 from swarm_plugins.cli import bench
+from swarm_plugins.cli.chat import chat
+from swarm_plugins.cli.demo import demo
+from swarm_plugins.cli.demo_model import demo_model
+from swarm_plugins.cli.fit import fit
 from swarm_plugins.cli.hub import hub
 from swarm_plugins.cli.push import push
 from swarm_plugins.cli.serve import serve
@@ -34,9 +38,13 @@ def _options(
 
 
 app.command()(serve)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
 app.command()(push)
 app.command()(hub)
 app.command()(status)
+app.command()(chat)
+app.command()(demo)
+app.command("demo-model")(demo_model)
 app.add_typer(bench.app, name="bench")
 
 

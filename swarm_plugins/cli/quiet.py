@@ -10,8 +10,7 @@ __all__ = ["quiet_libraries"]
 
 def quiet_libraries() -> None:
     """Keeps progress and results readable; faults are still told."""
-    for name in ("bitsandbytes", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     # Lightning's advice on workers of data loaders, logging intervals and checkpoint folders.
     warnings.filterwarnings("ignore", module="lightning")

@@ -1,8 +1,9 @@
-"""Reading models without a bar and advice each time."""
+"""Libraries without a bar and advice each time."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -10,10 +11,16 @@ from transformers.utils import logging as transformers_logging
 
 __all__ = ["quiet_loading"]
 
+_LIGHTNING = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keeps transformers and huggingface_hub to errors, for as long as the block runs."""
+    """Keeps transformers, huggingface_hub and Lightning to errors, for as long as the block runs."""
+    # Lightning sets its level when it is imported: before that is too early.
+    loggers = {one: one.level for one in map(logging.getLogger, _LIGHTNING)}
+    for one in loggers:
+        one.setLevel(logging.ERROR)
     level, had_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     had_hub_bars = not are_progress_bars_disabled()
     transformers_logging.set_verbosity_error()
@@ -22,6 +29,8 @@ def quiet_loading() -> Iterator[None]:
     try:
         yield
     finally:
+        for one, its_level in loggers.items():
+            one.setLevel(its_level)
         transformers_logging.set_verbosity(level)
         if had_bars:
             transformers_logging.enable_progress_bar()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from swarm_plugins.backbone import SwarmSettings, active_swarm
@@ -66,7 +68,7 @@ class TourSettings:
         cls, *, method: str, steps: int | None, is_short: bool, threads: int, model: Path | None = None
     ) -> TourSettings:
         """Returns the settings of the whole tour or of the short one."""
-        default, held_out, new_tokens = (4, 4, 8) if is_short else (30, 16, 32)
+        default, held_out, new_tokens = (4, 4, 8) if is_short else (24, 16, 32)
         chosen = default if steps is None else steps
         return cls(method=method, steps=chosen, held_out=held_out, new_tokens=new_tokens, threads=threads, model=model)
 
@@ -98,7 +100,7 @@ class Tour:
         self._started = time.monotonic()
         torch.set_num_threads(self.settings.threads)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with quiet_loading():
+        with quiet_loading(), self._alone():
             model = self._model()
             tokenizer = AutoTokenizer.from_pretrained(model)
             pieces = demo_pieces(tokenizer)
@@ -107,6 +109,19 @@ class Tour:
                 tuner, tag = self._on_swarm(model, tokenizer, pieces, hub)
                 self._back(model, tuner, pieces, hub, tag)
             return Figure.of(tuner.before), Figure.of(tuner.after), change(tuner.before, tuner.after)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Two tours in one folder would publish each other's versions."""
+        lock = FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as exc:
+            raise ConfigError(f"another demo runs in {self.folder}: wait for it, or give another --dir") from exc
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _model(self) -> Path:
         if self.settings.model is not None:
@@ -133,8 +148,10 @@ class Tour:
 
     def _tune(self, model: Path, pieces: Pieces, hub: LocalHub) -> tuple[DemoTuner, str]:
         settings = self.settings
-        self._say(f'3. {settings.steps} steps of {settings.method} with Trainer(strategy="swarm"), on addresses of US')
-        self._say(f"   presidents; measured on {len(pieces.held_out)} addresses that are not trained on")
+        self._say(
+            f'3. {settings.steps} steps of {settings.method} with Trainer(strategy="swarm"), on addresses of presidents'
+        )
+        self._say(f"   measured on {len(pieces.held_out)} addresses that it is not trained on")
         pl.seed_everything(0, verbose=False)
         tuner = DemoTuner(model, settings.method, pieces.held_out)
         publish = HubAdapterCallback(

@@ -128,4 +128,8 @@ def fit(tuner: DemoTuner, train: Tensor, *, steps: int, publish: HubAdapterCallb
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(tuner, data)
+    try:
+        trainer.fit(tuner, data)
+    except SystemExit:
+        # How Lightning answers Ctrl-C, once it has told its callbacks.
+        raise KeyboardInterrupt from None

@@ -26,6 +26,25 @@ TOP_K = 2
 """Experts of a token."""
 _LAYERS_PER_FILE = 5
 _ROWS_AT_ONCE = 8
+_KEPT = (
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "initializer_range",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "use_cache",
+    "vocab_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,27 +63,8 @@ class Variant:
 
 def mixtral_config(dense: LlamaConfig, variant: Variant) -> MixtralConfig:
     """Returns the config of the mixture: what the dense model is, but for its MLPs."""
-    kept = [
-        "attention_dropout",
-        "bos_token_id",
-        "eos_token_id",
-        "head_dim",
-        "hidden_act",
-        "hidden_size",
-        "initializer_range",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "pad_token_id",
-        "rms_norm_eps",
-        "rope_parameters",
-        "tie_word_embeddings",
-        "use_cache",
-        "vocab_size",
-    ]
     return MixtralConfig(
-        **{name: getattr(dense, name) for name in kept},
+        **{name: getattr(dense, name) for name in _KEPT},
         architectures=["MixtralForCausalLM"],
         dtype="float32",
         intermediate_size=variant.neurons,

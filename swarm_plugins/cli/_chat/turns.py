@@ -105,8 +105,12 @@ class Conversation:
     def _tokens(self) -> Tensor:
         if self.tokenizer.chat_template is None:
             text = "\n".join(turn["content"] for turn in [*self._system, *self.turns])
-            return torch.tensor([self.tokenizer(text)["input_ids"]])
+            return torch.tensor([self.tokenizer(text, verbose=False)["input_ids"]])
         tokens = self.tokenizer.apply_chat_template(
-            [*self._system, *self.turns], add_generation_prompt=True, return_dict=False
+            [*self._system, *self.turns],
+            add_generation_prompt=True,
+            return_dict=False,
+            # What is too long is told here, and not by the tokenizer.
+            tokenizer_kwargs={"verbose": False},
         )
         return torch.tensor([tokens])

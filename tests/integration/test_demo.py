@@ -1,0 +1,123 @@
+"""``swarm demo``: the whole way, and Ctrl-C on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm_plugins.testing.models import save_tiny
+
+START_S = 120.0
+END_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
+
+
+def demo(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "swarm_plugins", "demo", "--short", "--threads", "1", *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "0"}
+    environment.pop("SWARM_INITIAL_PEERS", None)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def run_to_end(timeout_s: float, *arguments: str) -> str:
+    process = demo(*arguments)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
+        process.wait(END_S)
+    assert process.returncode == 0, output[-4000:]
+    return output
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("method", ["lora", "prompt"])
+def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp_path: Path, method: str) -> None:
+    output = run_to_end(240, "--model", str(model), "--method", method, "--dir", str(tmp_path / "demo"))
+    assert len(re.findall(r"process \d+ serves blocks", output)) == 3
+    assert "published as me/sotu-adapter@v1" in output
+    after, here = (re.search(rf"held-out loss {word}: +(\S+ ± \S+)", output) for word in ("after", "here"))
+    assert after is not None
+    assert here is not None
+    assert after[1].rstrip(",") == here[1].rstrip(",")
+    [card] = (tmp_path / "demo" / "adapters").rglob("README.md")
+    assert "val_loss" in card.read_text()
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param("2. 3 servers", id="servers-start"),
+        pytest.param("3. 100 steps", id="training", marks=pytest.mark.slow),
+        pytest.param("1/100 [", id="amid-training"),
+        pytest.param("4. generate", id="generating", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_ends_the_servers_too(model: Path, tmp_path: Path, said: str) -> None:
+    steps = "100" if "100" in said else "2"
+    process = demo("--model", str(model), "--steps", steps, "--dir", str(tmp_path / "demo"))
+    try:
+        wait_until(process, said)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=END_S)
+        assert process.returncode == 130, output[-4000:]
+        assert "Traceback" not in output
+        _, left = psutil.wait_procs(children, timeout=END_S)
+        assert not left
+    finally:
+        process.kill()
+        process.wait(END_S)
+
+
+def wait_until(process: subprocess.Popen[str], said: str) -> None:
+    """Reads what the demo says until it says that."""
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+    heard, deadline = b"", time.monotonic() + START_S
+    while said.encode() not in heard:
+        assert time.monotonic() < deadline, heard[-2000:]
+        assert process.poll() is None, heard[-2000:]
+        try:
+            heard += os.read(process.stdout.fileno(), 65536)
+        except BlockingIOError:
+            time.sleep(0.02)
+    os.set_blocking(process.stdout.fileno(), True)
+
+
+def test_two_tours_in_one_folder_are_refused(tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    (tmp_path / "demo").mkdir()
+    with FileLock(tmp_path / "demo" / ".lock"):
+        process = demo("--model", str(tmp_path), "--dir", str(tmp_path / "demo"))
+        output, _ = process.communicate(timeout=START_S)
+    assert process.returncode == 1
+    assert "another demo runs in" in output
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.swarm
+@pytest.mark.timeout(900)
+def test_the_short_tour_lowers_the_loss_of_the_real_model(tmp_path: Path) -> None:
+    output = run_to_end(800, "--dir", str(tmp_path / "demo"))
+    change = re.search(r"change of each: +(-?[\d.]+) ± ([\d.]+)", output)
+    assert change is not None
+    assert float(change[1]) < -2 * float(change[2])
