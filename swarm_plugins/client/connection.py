@@ -8,7 +8,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -18,12 +17,12 @@ from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, ChainCall
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.loop import LoopThread
+from swarm_plugins.client.network import LastingNetwork, Network
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
 from swarm_plugins.client.splitting import run_in_row_chunks
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
-from swarm_plugins.transport.channel import Directory, Transport
 from swarm_plugins.transport.messages import CacheOp
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.versions import ModelVersion
@@ -31,10 +30,6 @@ from swarm_plugins.versions import ModelVersion
 __all__ = ["RemoteBlocks", "SwarmConnection", "connect"]
 
 log = logging.getLogger(__name__)
-
-
-class Network(Transport, Directory, Protocol):
-    """Opens channels and knows who serves what: a `SwarmNode`, or a stand-in for it."""
 
 
 class SwarmConnection:
@@ -186,15 +181,21 @@ def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnectio
     with _connections_lock:
         known = _connections.get(key)
         if known is None:
-            known = SwarmConnection(lambda: _start_node(key[0], config), config)
+            known = SwarmConnection(lambda: _open_lasting(key[0]), config)
             _connections[key] = known
         return known
 
 
-async def _start_node(initial_peers: tuple[str, ...], config: SwarmConfig) -> Network:
+async def _start_node(initial_peers: tuple[str, ...]) -> SwarmNode:
     node = SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True))
     await node.start()
     return node
+
+
+async def _open_lasting(initial_peers: tuple[str, ...]) -> Network:
+    network = LastingNetwork(lambda: _start_node(initial_peers))
+    await network.start()
+    return network
 
 
 @atexit.register

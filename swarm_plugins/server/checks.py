@@ -87,7 +87,12 @@ def check_finite(tensor: Tensor, name: str) -> None:
 def checked_output(tensor: Tensor, dtype: torch.dtype, name: str = "the output of the blocks") -> Tensor:
     """Returns a result as it goes over the wire: in the client's dtype, and finite there too."""
     answer = tensor.to("cpu", dtype)
-    check_finite(answer, name)
+    if has_non_finite(answer):
+        raise RequestError(
+            "not_finite_output",
+            f"{name} of shape {list(answer.shape)} holds NaN or infinity in {_name(dtype)}: use a wider dtype, "
+            "or another server",
+        )
     return answer
 
 

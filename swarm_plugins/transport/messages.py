@@ -47,7 +47,8 @@ FailureKind = Literal[
     "unknown_ticket",  # the kept forward is gone: send the inputs again
     "unknown_session",  # open a new session and replay
     "out_of_memory",  # a budget is full: try another server, or later
-    "not_finite",  # NaN or infinity came in or out
+    "not_finite",  # NaN or infinity came in: another server would refuse it too
+    "not_finite_output",  # NaN or infinity came out: a server of another dtype, or a healthy one, may do better
     "overloaded",  # too many streams or requests of this peer
     "internal",  # the server's own fault
 ]

@@ -363,6 +363,6 @@ def test_output_that_overflows_the_clients_dtype_is_refused(service: Service) ->
         await ask(channel, OPEN)
         answer = await ask(channel, SessionStep(hidden=torch.full((1, 1, WIDTH), 65504.0).half(), cached_tokens=0))
         assert isinstance(answer, Failure)  # 65504 + 18 rounds to infinity in float16
-        assert answer.kind == "not_finite"
+        assert answer.kind == "not_finite_output"
 
     play(service, scene)

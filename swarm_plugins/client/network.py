@@ -1,0 +1,77 @@
+"""The client's place in the network, taken again when its own libp2p daemon has died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.transport.channel import Channel, Directory, Transport
+from swarm_plugins.transport.messages import ServerInfo
+
+__all__ = ["LastingNetwork", "Network", "Node"]
+
+log = logging.getLogger(__name__)
+
+
+class Network(Transport, Directory, Protocol):
+    """Opens channels and knows who serves what."""
+
+
+class Node(Network, Protocol):
+    """A network that can die: a `SwarmNode`."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still reaches anybody."""
+        ...
+
+
+class LastingNetwork:
+    """A network whose node is started again when it has died, so that a killed daemon does not end a long run.
+
+    Args:
+        start_node: Starts a node.
+    """
+
+    def __init__(self, start_node: Callable[[], Awaitable[Node]]) -> None:
+        self._start_node = start_node
+        self._node: Node | None = None
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Starts the first node.
+
+        Raises:
+            TransportError: If it does not start or no initial peer answers.
+        """
+        await self._living()
+
+    async def _living(self) -> Node:
+        async with self._lock:
+            if self._node is not None and not self._node.is_alive:
+                log.warning("the libp2p daemon of this client has died; starting another one")
+                dead, self._node = self._node, None
+                with contextlib.suppress(SwarmError):
+                    await dead.close()
+            if self._node is None:
+                self._node = await self._start_node()
+            return self._node
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        """Opens a channel; see `Transport`."""
+        return await (await self._living()).open(peer, rpc, timeout_s=timeout_s)
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        """Returns the servers of a model version; see `Directory`."""
+        return await (await self._living()).servers(version, num_blocks)
+
+    async def close(self) -> None:
+        """Leaves the network. Idempotent."""
+        async with self._lock:
+            node, self._node = self._node, None
+            if node is not None:
+                await node.close()
