@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 __all__ = ["quiet_loading"]
 
-_LIGHTNING = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero")
+_LIGHTNING = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 
 
 @contextlib.contextmanager
