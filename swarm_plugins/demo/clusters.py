@@ -42,12 +42,8 @@ def router_of(states: Tensor, num_experts: int, *, top_k: int, generator: torch.
     # Rounding leaves a trace of the mean.
     centres = centres - (centres @ axis)[:, None] * axis
     weight = centres / (centred @ centres.T).std().clamp_min(1e-6)
-    bias = torch.zeros(num_experts)
     along = mean / mean.square().sum().clamp_min(1e-6)  # [D]
-    for step in range(_BIAS_ROUNDS):
-        load = uses(states, weight + bias[:, None] * along, top_k).sum(0) / (len(states) * top_k)  # [E]
-        bias -= _BIAS_STEP * (load * num_experts - 1) / (1 + step / 10)
-    router: Tensor = weight + bias[:, None] * along
+    router: Tensor = weight + _even_bias(states @ weight.T, states @ along, top_k)[:, None] * along
     return router
 
 
@@ -61,6 +57,16 @@ def load_entropy(used: Tensor) -> float:
     """Returns how evenly experts are used: 1 if equally, 0 if one does everything."""
     share = used.sum(0) / used.sum()
     return float(-(share * share.clamp_min(1e-12).log()).sum() / math.log(len(share)))
+
+
+def _even_bias(scores: Tensor, bias_scale: Tensor, top_k: int) -> Tensor:
+    """Returns the bias ``[E]`` with which ``scores + bias_scale * bias``, ``[N, E]``, use all experts about equally."""
+    bias = torch.zeros(scores.shape[1])
+    for step in range(_BIAS_ROUNDS):
+        picked = (scores + bias_scale[:, None] * bias).topk(top_k).indices  # [N, top_k]
+        load = torch.bincount(picked.flatten(), minlength=len(bias)) / picked.numel()  # [E]
+        bias -= _BIAS_STEP * (load * len(bias) - 1) / (1 + step / 10)
+    return bias
 
 
 def _centres(points: Tensor, num_centres: int, generator: torch.Generator) -> Tensor:
