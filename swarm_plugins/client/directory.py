@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.peers import Peers
@@ -51,19 +51,24 @@ class SwarmView:
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
+    async def chain(self, blocks: range, demand: Demand, *, without: Collection[str] = frozenset()) -> list[SpanChoice]:
         """Returns the best chain for some blocks.
+
+        Args:
+            blocks: Which blocks.
+            demand: What the chain is wanted for.
+            without: Peers to leave out of this one plan.
 
         Raises:
             MissingBlocksError: If some block has no living server.
         """
         await self.refresh(force=False)
-        chain = plan(self._usable(), blocks, demand)
+        chain = plan(self._usable(without), blocks, demand)
         if chain is None:
             await self.refresh(force=True)
-            chain = plan(self._usable(), blocks, demand)
+            chain = plan(self._usable(without), blocks, demand)
         if chain is None:
-            raise MissingBlocksError(self._missing_text(blocks))
+            raise MissingBlocksError(self._missing_text(blocks, without))
         return chain
 
     def max_batch_tokens(self, blocks: range) -> int | None:
@@ -155,12 +160,13 @@ class SwarmView:
                 f"the model has {self.num_blocks} blocks"
             )
 
-    def _usable(self) -> Sequence[ServerEntry]:
-        return [entry for entry in self._entries.values() if not self.bans.is_banned(entry.peer)]
+    def _usable(self, without: Collection[str] = frozenset()) -> Sequence[ServerEntry]:
+        entries = self._entries.values()
+        return [entry for entry in entries if entry.peer not in without and not self.bans.is_banned(entry.peer)]
 
-    def _missing_text(self, blocks: range) -> str:
-        missing = missing_blocks(self._usable(), blocks)
-        banned = sorted(self.bans.banned())
+    def _missing_text(self, blocks: range, without: Collection[str]) -> str:
+        missing = missing_blocks(self._usable(without), blocks)
+        banned = sorted({*self.bans.banned(), *without})
         return (
             f"no living server holds blocks {_ranges(missing)} of {self.version}"
             + (f" (left out after failures: {', '.join(banned)})" if banned else "")

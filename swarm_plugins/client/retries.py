@@ -31,15 +31,20 @@ class Retries:
         self.limit = limit
         self.failures = 0
         self.last: SwarmError | None = None
+        self.full: set[str] = set()
+        """Servers without room for this call; the next call may be smaller, so they are not banned."""
 
     def note(self, peer: str, error: SwarmError) -> None:
-        """Bans the peer, or raises the error if another server would not help or there were too many."""
+        """Leaves the peer out from now on, or raises the error if no other would help or there were too many."""
         self.failures += 1
         self.last = error
         if not is_worth_another_server(error) or self.failures > self.limit:
             raise error
         log.warning("server %s failed (failure %d, %d allowed): %s", peer, self.failures, self.limit, error)
-        self.view.ban(peer, error)
+        if isinstance(error, CapacityError):
+            self.full.add(peer)
+        else:
+            self.view.ban(peer, error)
 
     async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
         """Plans a chain; after a failure it waits a little for servers to come back.
@@ -50,7 +55,7 @@ class Retries:
         """
         while True:
             try:
-                return await self.view.chain(blocks, demand)
+                return await self.view.chain(blocks, demand, without=self.full)
             except MissingBlocksError as exc:
                 if isinstance(self.last, CapacityError):
                     # Nobody else has the blocks: that they are full is the true reason.
