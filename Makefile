@@ -42,6 +42,8 @@ demo: $(STAMP)
 demo-short: $(STAMP)
 	$(BIN)/swarm demo --short --dir build/demo-short
 
+# The real small model is made once (100 MB to fetch, a minute to convert) and kept.
+test: export SWARM_TEST_SMOLLM2 ?= 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
