@@ -11,6 +11,7 @@ from swarm_plugins.cli import bench
 from swarm_plugins.cli.chat import chat
 from swarm_plugins.cli.demo import demo
 from swarm_plugins.cli.demo_model import demo_model
+from swarm_plugins.cli.fit import fit
 from swarm_plugins.cli.hub import hub
 from swarm_plugins.cli.push import push
 from swarm_plugins.cli.serve import serve
@@ -37,6 +38,7 @@ def _options(
 
 
 app.command()(serve)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
 app.command()(push)
 app.command()(hub)
 app.command()(status)

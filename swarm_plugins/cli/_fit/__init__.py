@@ -1,0 +1,3 @@
+"""Behind ``swarm fit``."""
+
+from __future__ import annotations

@@ -1,0 +1,78 @@
+"""Reads a recipe with LightningCLI, and says in one sentence what is wrong with it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import warnings
+from typing import Any
+
+from jsonargparse import ArgumentError
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+
+from swarm_plugins.errors import ConfigError, SwarmError
+
+__all__ = ["first_swarm_error", "read_recipe"]
+
+_IN_CLASS = re.compile(r"Problem with given class_path '([\w.]+)': (.*?)(?= Expected a <class 'NoneType'>|$)")
+_REFUSED = re.compile(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'")
+
+
+def read_recipe(arguments: list[str]) -> LightningCLI:
+    """Returns trainer, model and data of a recipe.
+
+    Raises:
+        SwarmError: If a key or a value is wrong.
+    """
+    with warnings.catch_warnings():
+        # Typer has read the command line; what it left over is passed on.
+        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+        try:
+            return LightningCLI(
+                run=False,
+                args=arguments,
+                auto_configure_optimizers=False,
+                # A second run in the same folder is as good as the first.
+                save_config_kwargs={"overwrite": True},
+                parser_kwargs={"exit_on_error": False},
+            )
+        except SwarmError:
+            raise
+        except (ArgumentError, MisconfigurationException, TypeError, ValueError) as error:
+            found = first_swarm_error(error)
+            if found is not None:
+                raise found from None
+            raise ConfigError(f"the recipe cannot be read: {_sentence(error)}") from error
+
+
+def first_swarm_error(error: BaseException) -> SwarmError | None:
+    """Returns the error of this package behind one of another package, if there is one: it says what to do."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, SwarmError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _sentence(error: Exception) -> str:
+    """Returns the innermost of jsonargparse's nested messages, in one line, with what is allowed."""
+    text = " ".join(re.sub(r"^[\s-]+", "", line) for line in str(error).splitlines()).strip()
+    inner = _IN_CLASS.search(text)
+    if inner is not None:
+        text = f"{inner[1]}: {inner[2]}"
+    owner = _class(inner[1]) if inner is not None else Trainer if "'trainer'" in text else None
+    if owner is not None and "not accept" in text and _REFUSED.search(text):
+        return f"{text}; allowed are {', '.join(name for name in inspect.signature(owner).parameters)}"
+    return text
+
+
+def _class(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None

@@ -1,0 +1,44 @@
+"""``swarm fit``: trains what a recipe says."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarm_plugins.cli.errors import one_sentence_errors
+
+__all__ = ["fit"]
+
+
+def fit(
+    context: typer.Context,
+    config: Annotated[
+        list[Path],
+        typer.Option(help="Recipe (YAML) with trainer, model and data; repeat: later ones win.", show_default=False),
+    ],
+    local_swarm: Annotated[
+        int,
+        typer.Option(
+            metavar="SERVERS", help="Serve the recipe's model with this many servers on this machine meanwhile.", min=0
+        ),
+    ] = 0,
+    ckpt_path: Annotated[Path | None, typer.Option(help="Checkpoint of an earlier run to go on from.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads of each server of --local-swarm.", min=1)] = 1,
+) -> None:
+    """Trains by a recipe, through Lightning.
+
+    Any key of the recipe can be given as an option after the others, such as --trainer.max_epochs 2 or --model.base
+    DIR; --print_config shows all of them. The swarm is that of the recipe (strategy.init_args.initial_peers), else of
+    the environment variable SWARM_INITIAL_PEERS, else of --local-swarm.
+    """
+    # Said at import, or at every step, by libraries that a recipe does not use directly.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    from swarm_plugins.cli._fit.run import run_recipe
+
+    with one_sentence_errors("fit"):
+        run_recipe(config, context.args, num_servers=local_swarm, threads=threads, ckpt_path=ckpt_path)

@@ -1,0 +1,85 @@
+"""Sequence classification with soft prompts and a head: the module of ``recipes/prompt_classification.yaml``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import Tensor
+
+from swarm_plugins.backbone import AutoSwarmModelForSequenceClassification
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.recipes.adapter import adapter_config
+from swarm_plugins.recipes.language import AdapterTuner
+
+__all__ = ["PromptClassifier"]
+
+
+class PromptClassifier(AdapterTuner):
+    """Trains a classifier: an adapter (soft prompts by default) and a head over a model on the swarm.
+
+    It logs ``val_accuracy`` and, to compare, ``val_majority``: the accuracy of always answering the class that is most
+    frequent in training.
+
+    Args:
+        base: Directory of the base model, or its id on the Hub.
+        adapter: PEFT's settings. None: prompt tuning with 16 virtual tokens.
+        learning_rate: Step size of AdamW.
+        weight_decay: Weight decay of AdamW.
+        revision: Branch, tag or commit of the base model on the Hub.
+        output: Folder that prompts and head are written to at the end. None: they stay in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        adapter: dict[str, Any] | None = None,
+        learning_rate: float = 3e-3,
+        weight_decay: float = 0.0,
+        revision: str | None = None,
+        output: str | None = None,
+    ) -> None:
+        settings = adapter or {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 16}
+        super().__init__(base, settings, learning_rate, weight_decay, revision, output)
+        self._adapter = adapter_config(settings, task_type="SEQ_CLS")
+
+    def configure_model(self) -> None:
+        """Loads the base model with a new head for the classes of the data.
+
+        Raises:
+            ConfigError: If the data has no classes.
+        """
+        if self.model is not None:
+            return
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # there if the run has one
+        labels = list(getattr(data, "labels", ()))
+        if not labels:
+            raise ConfigError("the data names no classes: use swarm_plugins.recipes.LabelledData, or set .labels")
+        base = AutoSwarmModelForSequenceClassification.from_pretrained(
+            self.base,
+            revision=self.revision,
+            num_labels=len(labels),
+            id2label=dict(enumerate(labels)),
+            label2id={label: index for index, label in enumerate(labels)},
+            pad_token_id=data.tokenizer.pad_token_id,
+        )
+        self.model = get_peft_model(base, self._adapter)
+
+    def forward(self, **batch: Tensor) -> Any:
+        """Returns HF's output of the model, with the loss if there are labels."""
+        if self.model is None:
+            raise RuntimeError("the model is loaded in configure_model, which a Trainer calls")
+        return self.model(**batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Logs loss and accuracy of a held-out batch."""
+        output = self(**batch)
+        hits = (output.logits.argmax(-1) == batch["labels"]).float()  # [B]
+        self.log("val_loss", output.loss, batch_size=len(hits))
+        self.log("val_accuracy", hits.mean(), prog_bar=True, batch_size=len(hits))
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs what always answering the most frequent class would reach."""
+        share = float(self.trainer.datamodule.majority_share)  # type: ignore[attr-defined]
+        self.log("val_majority", torch.tensor(share), prog_bar=True)

@@ -1,0 +1,80 @@
+"""Language modelling with an adapter: the module of ``recipes/lora_sotu.yaml``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.recipes.adapter import adapter_config
+
+__all__ = ["AdapterTuner"]
+
+
+class AdapterTuner(pl.LightningModule):
+    """Trains an adapter of a causal language model whose blocks run on a swarm.
+
+    Args:
+        base: Directory of the base model, or its id on the Hub.
+        adapter: PEFT's settings: ``peft_type`` (LORA, IA3, PROMPT_TUNING, P_TUNING, PREFIX_TUNING) and those of its
+            config.
+        learning_rate: Step size of AdamW.
+        weight_decay: Weight decay of AdamW.
+        revision: Branch, tag or commit of the base model on the Hub.
+        output: Folder that the adapter is written to at the end. None: it stays in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        adapter: dict[str, Any],
+        learning_rate: float = 1e-3,
+        weight_decay: float = 0.0,
+        revision: str | None = None,
+        output: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.revision = revision
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.output = output
+        self._adapter = adapter_config(adapter, task_type="CAUSAL_LM")
+        self.model: PeftModel | None = None
+
+    def configure_model(self) -> None:
+        """Loads the base model through the strategy's swarm and wraps it; called again, it does nothing."""
+        if self.model is None:
+            base = AutoSwarmModelForCausalLM.from_pretrained(self.base, revision=self.revision)
+            self.model = get_peft_model(base, self._adapter)
+
+    def forward(self, **batch: Tensor) -> Any:
+        """Returns HF's output of the model, with the loss if there are labels."""
+        if self.model is None:
+            raise RuntimeError("the model is loaded in configure_model, which a Trainer calls")
+        return self.model(**batch, use_cache=False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Returns the loss of a batch."""
+        loss: Tensor = self(**batch).loss
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Logs the loss of a held-out batch."""
+        self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Returns AdamW over what is trainable."""
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
+
+    def on_fit_end(self) -> None:
+        """Writes the adapter, in PEFT's format."""
+        if self.output is not None and self.model is not None:
+            # "auto" would ask the Hub for the base model's vocabulary size.
+            self.model.save_pretrained(self.output, save_embedding_layers=False)

