@@ -125,7 +125,8 @@ class Exchange(BaseHTTPRequestHandler):
                 self.close_connection = True
             chosen.answer(self)
         elif chosen.is_write:
-            self.close_connection = True
+            # What the refused request brings along is not the next request.
+            self.body()
 
     def _is_allowed(self, chosen: Route, authorization: str | None) -> bool:
         if authorization and self.user is None:

@@ -89,7 +89,7 @@ def test_another_set_of_tensors_has_another(
 @pytest.fixture
 def large(single: Path, copy_of: Copy) -> Path:
     """A checkpoint with a tensor of 8 MB, of which only spots are read."""
-    directory = copy_of(single)
+    directory = edit_config(copy_of(single), num_hidden_layers=1)
     tensors = {"model.layers.0.big": torch.randn(2048, 1024, generator=torch.Generator().manual_seed(0))}
     save_file(tensors, directory / "model.safetensors")
     return directory
