@@ -110,7 +110,9 @@ class TextData(_RecipeData):
         )
 
     def _prepare(self, rows: Dataset) -> Tensor:
-        tokens = [token for row in self.tokenizer(list(rows["text"]))["input_ids"] for token in (*row, self._end)]
+        # Not verbose: documents may be longer than the model takes, pieces are not.
+        encoded = self.tokenizer(list(rows["text"]), verbose=False)["input_ids"]
+        tokens = [token for row in encoded for token in (*row, self._end)]
         num_pieces = len(tokens) // self.length
         if num_pieces == 0:
             raise ConfigError(
