@@ -1,0 +1,108 @@
+"""What is refused when a Trainer or Fabric is made, before anything is joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.fabric.plugins.precision as fabric_precision
+import lightning.pytorch.plugins.precision as trainer_precision
+import pytest
+import torch
+
+from swarm_plugins import FabricSwarmStrategy, SwarmConfig, SwarmStrategy
+from swarm_plugins.errors import ConfigError, UnsupportedError
+
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/QmPeer"
+STRATEGIES = [pytest.param(SwarmStrategy, id="trainer"), pytest.param(FabricSwarmStrategy, id="fabric")]
+
+
+def set_precision(strategy: Any, name: str) -> None:
+    if isinstance(strategy, SwarmStrategy):
+        strategy.precision_plugin = (
+            trainer_precision.MixedPrecision(name, "cpu")  # type: ignore[arg-type]
+            if "mixed" in name
+            else trainer_precision.HalfPrecision(name)  # type: ignore[arg-type]
+        )
+    else:
+        strategy.precision = (
+            fabric_precision.MixedPrecision(name, "cpu")  # type: ignore[arg-type]
+            if "mixed" in name
+            else fabric_precision.HalfPrecision(name)  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+def test_making_one_joins_nothing_and_keeps_the_options(cls: Any) -> None:
+    strategy = cls([PEER], swarm=SwarmConfig(max_retries=1))
+    assert strategy.initial_peers == [PEER]
+    assert strategy.swarm.max_retries == 1
+    assert strategy.settings is None
+    assert strategy.parallel_devices is None
+    assert strategy.root_device == torch.device("cpu")
+    assert not strategy.is_distributed
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+def test_it_takes_the_device_that_the_accelerator_gives(cls: Any) -> None:
+    strategy = cls()
+    strategy.parallel_devices = [torch.device("meta")]
+    assert strategy.root_device == torch.device("meta")
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+def test_several_devices_are_refused_with_their_number(cls: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"devices=3.*pass devices=1"):
+        cls().parallel_devices = [torch.device("cpu")] * 3
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+@pytest.mark.parametrize("attribute", ["num_nodes", "_num_nodes"])
+def test_several_machines_are_refused_with_their_number(cls: Any, attribute: str) -> None:
+    strategy = cls([PEER])
+    setattr(strategy, attribute, 2)
+    with pytest.raises(UnsupportedError, match=r"num_nodes=2.*pass num_nodes=1"):
+        strategy.join()
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+@pytest.mark.parametrize("name", ["bf16-mixed", "bf16-true"])
+def test_bfloat16_is_taken(cls: Any, name: str) -> None:
+    strategy = cls()
+    set_precision(strategy, name)
+    plugin = strategy.precision_plugin if cls is SwarmStrategy else strategy.precision
+    assert plugin.precision == name
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+def test_half_precision_is_refused_with_what_works(cls: Any) -> None:
+    with pytest.raises(ConfigError, match=r"precision '16-true'.*'32-true' or 'bf16-mixed' or 'bf16-true'"):
+        set_precision(cls(), "16-true")
+
+
+def test_bitsandbytes_is_refused_although_it_calls_itself_32_true() -> None:
+    class BitsandbytesPrecision:
+        precision = "32-true"
+
+    with pytest.raises(ConfigError, match=r"BitsandbytesPrecision.*swarm serve --quantization"):
+        SwarmStrategy().precision_plugin = BitsandbytesPrecision()
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+def test_a_malformed_address_is_named(cls: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'nowhere' is no address"):
+        cls(["nowhere"]).join()
+
+
+@pytest.mark.parametrize("cls", STRATEGIES)
+def test_without_addresses_the_model_has_to_name_them(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
+    strategy = cls()
+    strategy.join()
+    assert strategy.settings is None
+    with strategy.loading():
+        pass
+
+
+def test_without_a_module_there_is_no_state() -> None:
+    with pytest.raises(RuntimeError, match="no module yet"):
+        SwarmStrategy().lightning_module_state_dict()
