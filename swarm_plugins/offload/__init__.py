@@ -1,0 +1,7 @@
+"""Experts on SSD and in RAM, a bounded set in fast memory: for generation and for training, without any server."""
+
+from __future__ import annotations
+
+from swarm_plugins.offload.config import OffloadConfig
+
+__all__ = ["OffloadConfig"]

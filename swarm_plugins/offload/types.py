@@ -1,0 +1,181 @@
+"""What the parts of offloading agree on: where an expert lies, what its bytes mean, and how they are lent out.
+
+```text
+ExpertStore     which bytes of which files are an expert          (sources of a checkpoint, or a quantized store)
+ExpertFormat    stored bytes -> bytes to compute with -> products (plain, int8, int4, ...)
+ExpertCache     the experts in memory, bounded in bytes           (tiers, eviction, reading ahead)
+```
+
+An expert is one contiguous buffer that holds all its tensors: one read, one copy to the device, one thing to evict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BufferLayout",
+    "ExpertCache",
+    "ExpertFormat",
+    "ExpertKey",
+    "ExpertStore",
+    "FileRange",
+    "TensorSpec",
+]
+
+# Rows of a cache line, and enough for every vector instruction.
+_ALIGNMENT = 64
+
+
+class ExpertKey(NamedTuple):
+    """One expert of the model."""
+
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of a file, and where they go in an expert's buffer."""
+
+    path: Path
+    start: int
+    num_bytes: int
+    offset: int
+    """First byte in the buffer."""
+    tensor: str
+    """Name in the file, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of an expert, within the expert's buffer."""
+
+    name: str
+    """Name of the fused parameter it is a slice of, such as ``gate_up_proj``."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Without the dimension of the experts."""
+    offset: int
+    """First byte in the buffer."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """How the tensors of an expert lie in its buffer."""
+
+    tensors: tuple[TensorSpec, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> BufferLayout:
+        """Lays tensors out one after the other, each aligned.
+
+        Args:
+            tensors: Name, type and shape of each.
+        """
+        specs: list[TensorSpec] = []
+        end = 0
+        for name, dtype, shape in tensors:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            specs.append(TensorSpec(name, dtype, shape, start))
+            end = start + specs[-1].num_bytes
+        return cls(tuple(specs), end)
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Returns the tensors in a buffer, without copying.
+
+        Args:
+            buffer: ``[num_bytes]`` of uint8, aligned to 64 bytes.
+        """
+        return {
+            spec.name: buffer[spec.offset : spec.offset + spec.num_bytes].view(spec.dtype).reshape(spec.shape)
+            for spec in self.tensors
+        }
+
+
+class ExpertStore(Protocol):
+    """Where all experts lie. Thread-safe: it only answers questions."""
+
+    @property
+    def num_experts(self) -> Mapping[int, int]:
+        """Number of experts of each layer that has any."""
+        ...
+
+    def stored_layout(self, layer: int) -> BufferLayout:
+        """Returns how an expert of a layer lies in its buffer after reading."""
+        ...
+
+    def ranges(self, key: ExpertKey) -> Sequence[FileRange]:
+        """Returns the bytes that make up an expert's stored buffer."""
+        ...
+
+
+class ExpertFormat(Protocol):
+    """What the stored bytes of one layer's experts mean, and how to multiply with them."""
+
+    @property
+    def stored(self) -> BufferLayout:
+        """As read from disk and kept in RAM."""
+        ...
+
+    @property
+    def computed(self) -> BufferLayout:
+        """As kept in fast memory; the same object as `stored` if nothing is converted."""
+        ...
+
+    def convert(self, stored: Tensor, computed: Tensor) -> None:
+        """Fills a buffer to compute with from a stored one (both uint8); called on reader threads."""
+        ...
+
+    def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
+        """Multiplies rows by an expert's weight, without its bias.
+
+        Args:
+            tensors: Views of a computed buffer.
+            name: Name of the fused parameter.
+            rows: ``[T, in]``; gradients flow to it.
+
+        Returns:
+            ``[T, out]``, in the type of the rows.
+        """
+        ...
+
+
+class ExpertCache(Protocol):
+    """The experts that are in memory, never more than the budgets allow."""
+
+    def borrow(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Yields each of the experts once, those at hand first, the others as they arrive.
+
+        What is yielded stays untouched until the next one is asked for or the iterator is closed; so more experts
+        than fit can be borrowed in one call.
+
+        Args:
+            layer: Index of the layer.
+            experts: Distinct indices.
+
+        Raises:
+            CheckpointError: If an expert cannot be read: names file and tensor.
+        """
+        ...
+
+    def guess(self, layer: int, experts: Sequence[int]) -> None:
+        """Says which experts a later layer will probably need, best guess first; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Ends the reader threads and frees the memory."""
+        ...
