@@ -79,8 +79,14 @@ async def open_channel(
         raise RequestTimeoutError(
             f"peer {peer} has not answered within {timeout_s:g} s: it is down, behind a firewall, or overloaded"
         ) from exc
+    except TransportError:
+        # An OSError too, but what the daemon said of the peer; the daemon itself is well.
+        raise
     except (OSError, asyncio.IncompleteReadError) as exc:
-        raise TransportError(f"no stream to peer {peer}: the libp2p daemon does not answer ({exc})") from exc
+        raise TransportError(
+            f"no stream to peer {peer}: this machine's own libp2p daemon does not answer ({exc}); "
+            "it has died or is shutting down"
+        ) from exc
 
 
 async def _request_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, protocol: str) -> None:

@@ -7,18 +7,23 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
 
 from swarm_plugins.errors import TransportError
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, SessionStep
-from swarm_plugins.transport.p2p_channel import Acceptor, P2PChannel
+from swarm_plugins.transport.p2p_channel import Acceptor, P2PChannel, open_channel
 from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
 from swarm_plugins.transport.wire import encode
+
+PEER_ID = "12D3KooWGRUfnLkV7dVvRbEy3Wp3PZXYGJXhYZPFMeSKzYxkbYpT"
 
 
 class _Peer:
@@ -195,5 +200,40 @@ def test_close_cancels_all_handlers() -> None:
             await acceptor.close()
             assert acceptor.num_streams == 0
             assert await channel.receive(timeout_s=5.0) is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        pytest.param(
+            p2pd_pb2.Response(type=p2pd_pb2.Response.ERROR, error=p2pd_pb2.ErrorResponse(msg="no addresses")),
+            rf"^peer {PEER_ID} cannot be reached for /x: no addresses$",
+            id="peer",
+        ),
+        pytest.param(None, r"own libp2p daemon does not answer", id="daemon"),
+    ],
+)
+def test_an_unreachable_peer_is_told_from_a_dead_daemon(
+    reply: p2pd_pb2.Response | None, text: str, tmp_path: Path
+) -> None:
+    async def daemon(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if reply is not None:
+            await read_pbmsg_safe(reader, p2pd_pb2.Request())
+            await write_pbmsg(writer, reply)
+        writer.close()
+
+    async def main() -> None:
+        path = str(tmp_path / "daemon")
+        server = await asyncio.start_unix_server(daemon, path)
+        try:
+            with pytest.raises(TransportError, match=text):
+                await open_channel(
+                    path, PEER_ID, "/x", timeout_s=5.0, limits=DEFAULT_LIMITS, budget=ReceiveBudget(1 << 20)
+                )
+        finally:
+            server.close()
+            await server.wait_closed()
 
     asyncio.run(main())
