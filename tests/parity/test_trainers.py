@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import lm_eval
 import pytest
 import torch
+import trl
 from adapter_cases import lora, trained
 from datasets import Dataset
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from peft import PeftModel, get_peft_model
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, PreTrainedModel, Trainer, TrainingArguments
 
@@ -116,7 +120,6 @@ def test_trainer_with_dropout_is_reproducible(pair, tmp_path: Path) -> None:
 @few_families
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_sft_trainer_with_router_loss(pair, checkpointing: bool, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
     tokenizer = AutoTokenizer.from_pretrained(pair.directory)
     found = []
     for load, place in ((pair.load_local, "local"), (pair.load_remote, "remote")):
@@ -176,10 +179,6 @@ def write_tasks(folder: Path) -> list[str]:
 
 @few_families
 def test_lm_eval(pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     names = write_tasks(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(pair.directory)
