@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -10,7 +12,17 @@ from swarm_plugins.errors import ProtocolError
 from swarm_plugins.routing import SpanChoice
 from swarm_plugins.transport.messages import ForwardResponse, SessionStepResponse
 
-__all__ = ["check_outputs", "check_tensor"]
+__all__ = ["check_outputs", "check_same_routers", "check_tensor"]
+
+
+class _WithRouters(Protocol):
+    """An answer that may hold router logits."""
+
+    @property
+    def router_logits(self) -> Sequence[Tensor]: ...
+
+    @property
+    def router_blocks(self) -> Sequence[int]: ...
 
 
 def check_tensor(got: Tensor | None, like: Tensor, peer: str, what: str) -> None:
@@ -56,6 +68,24 @@ def check_outputs(
                 f"server {span.peer} returned router logits of shape {tuple(logits.shape)}, due was [{tokens}, experts]"
             )
         _check_finite(logits, span.peer, "router logits")
+
+
+def check_same_routers(parts: Sequence[_WithRouters], who: str) -> None:
+    """Checks that the answers to the parts of one input have router logits of the same blocks and numbers of experts.
+
+    Raises:
+        ProtocolError: If they differ: they could not be joined.
+    """
+    found = [
+        [(block, logits.shape[-1]) for block, logits in zip(part.router_blocks, part.router_logits, strict=True)]
+        for part in parts
+    ]
+    for other in found[1:]:
+        if other != found[0]:
+            raise ProtocolError(
+                f"{who} returned router logits of (block, experts) {found[0][:8]} for one part of an input and "
+                f"{other[:8]} for another: they must be the same"
+            )
 
 
 def _check_finite(tensor: Tensor, peer: str, what: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarm_plugins.client.adapters import DigestCache
 from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
-from swarm_plugins.client.checks import check_outputs
+from swarm_plugins.client.checks import check_outputs, check_same_routers
 from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.history import History, SentStep
 from swarm_plugins.client.peers import Peers, check_answer, num_tokens
@@ -198,7 +198,9 @@ class ClientSession:
         whole = _as_sent(inputs, current.history.length)
         cached = current.history.length
         starts = range(0, inputs.hidden.shape[1], chunk)
-        return _joined([await self._send(current, _chunk(whole, inputs, s, s + chunk, cached)) for s in starts])
+        answers = [await self._send(current, _chunk(whole, inputs, s, s + chunk, cached)) for s in starts]
+        check_same_routers(answers, f"server {current.span.peer}")
+        return _joined(answers)
 
     async def _open(self, current: _SpanSession, *, batch_size: int, fork_of: str | None = None) -> None:
         span, config = current.span, self.peers.config

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
+from swarm_plugins.client.checks import check_same_routers
 
 __all__ = ["run_in_row_chunks"]
 
@@ -21,12 +22,16 @@ def run_in_row_chunks(
         inputs: The whole batch, ``[B, S, D]``.
         max_tokens: Largest ``B * S`` at once. None: no limit. A single row is never cut: the server refuses it.
         run: Runs one part.
+
+    Raises:
+        ProtocolError: If the parts' router logits cannot be joined: some server lies about them.
     """
     batch, length = inputs.hidden.shape[:2]
     rows = batch if max_tokens is None else max(1, max_tokens // max(length, 1))
     if rows >= batch:
         return run(inputs)
     parts = [run(_rows(inputs, slice(start, min(start + rows, batch)), start)) for start in range(0, batch, rows)]
+    check_same_routers(parts, "the swarm")
     return BlockOutputs(
         hidden=torch.cat([part.hidden for part in parts]),
         hidden_states=[torch.cat(states) for states in _by_block([part.hidden_states for part in parts])],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -83,3 +86,34 @@ def test_changes_of_the_prefix_outlive_a_failed_first_step(run_in_swarm: Callabl
 
     run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
     assert [tensor.flatten().tolist() for tensor in server.opened[0].prefix] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Callable[..., Any]) -> None:
+    class Router(Adder):
+        def __init__(self, widths: tuple[int, ...]) -> None:
+            super().__init__()
+            self.widths = itertools.cycle(widths)
+
+        def __call__(self, message: Message) -> Message:
+            answer = super().__call__(message)
+            if not isinstance(answer, SessionStepResponse):
+                return answer
+            logits = torch.zeros(answer.hidden.shape[1], next(self.widths))
+            return msgspec.structs.replace(answer, router_logits=(logits,), router_blocks=(0,))
+
+    liar, honest = Router((4, 8)), Router((4,))
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        await view.refresh(force=False)
+        for peer, info in view.infos.items():
+            view.infos[peer] = msgspec.structs.replace(info, max_batch_tokens=300)
+        view.bans.ban("honest")
+        session = ClientSession(peers, view, DigestCache(), blocks=range(1))
+        await session.step(new_tokens())
+        view.bans.forgive("honest")
+        outputs = await session.step(replace(new_tokens(600), collect_router=True))
+        assert outputs.router_logits[0].shape == (600, 4)
+        assert view.bans.banned() == ["liar"]
+        await session.close()
+
+    run_in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), honest)}, use, num_blocks=1)

@@ -7,6 +7,7 @@ import torch
 
 from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
 from swarm_plugins.client.splitting import run_in_row_chunks
+from swarm_plugins.errors import ProtocolError
 
 
 def run(inputs: BlockInputs) -> BlockOutputs:
@@ -36,3 +37,14 @@ def test_parts_joined_equal_the_whole(max_tokens: int | None, calls: int) -> Non
     assert torch.equal(parts.hidden_states[0], whole.hidden_states[0])
     assert torch.equal(parts.router_logits[0], whole.router_logits[0])
     assert parts.router_blocks == [3]
+
+
+def test_parts_with_routers_that_differ_are_refused_by_name() -> None:
+    widths = iter((4, 8))
+
+    def lying(inputs: BlockInputs) -> BlockOutputs:
+        logits = torch.zeros(inputs.hidden.shape[0] * 3, next(widths))
+        return BlockOutputs(hidden=inputs.hidden, router_logits=[logits], router_blocks=[3])
+
+    with pytest.raises(ProtocolError, match=r"\[\(3, 4\)\] for one part .* \[\(3, 8\)\] for another"):
+        run_in_row_chunks(BlockInputs(hidden=torch.zeros(2, 3, 4), collect_router=True), 3, lying)
