@@ -29,6 +29,9 @@ class SwarmConfig:
     max_retries: int = 8
     """Failed requests (of one forward, backward or session step) after which the call raises."""
 
+    min_batch_tokens: int = 256
+    """Servers that take fewer tokens than this at once are used only for blocks that nobody else holds."""
+
     codec: Literal["none", "float16", "int8"] = "none"
     """How hidden states and their gradients are packed on the wire; ``none`` keeps every bit."""
 
@@ -41,6 +44,8 @@ class SwarmConfig:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
         if self.max_retries < 0:
             raise ConfigError(f"max_retries must be 0 or more, got {self.max_retries}")
+        if self.min_batch_tokens < 1:
+            raise ConfigError(f"min_batch_tokens must be at least 1, got {self.min_batch_tokens}")
         if self.codec not in ("none", "float16", "int8"):
             raise ConfigError(f"unknown codec {self.codec!r}; known: none, float16, int8")
         if self.allowed_peers is not None and not self.allowed_peers:

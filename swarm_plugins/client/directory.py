@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 _MAX_PROBES = 64
 """Servers asked for their state in one refresh; of a larger swarm a sample that holds every block."""
+_MAX_INFOS = 1024
+"""Servers whose own word is remembered; above this those that have left are forgotten."""
 
 
 class SwarmView:
@@ -46,6 +48,7 @@ class SwarmView:
         self.num_blocks = num_blocks
         self.bans = BanList()
         self.infos: dict[str, ServerInfo] = {}
+        """What servers said of themselves when they were asked last."""
         self._announced: dict[str, ServerInfo] = {}
         self._entries: dict[str, ServerEntry] = {}
         self._refreshed_at = float("-inf")
@@ -63,26 +66,37 @@ class SwarmView:
             MissingBlocksError: If some block has no living server.
         """
         await self.refresh(force=False)
-        chain = plan(self._usable(without), blocks, demand)
+        chain = self._plan(blocks, demand, without)
         if chain is None:
             await self.refresh(force=True)
-            chain = plan(self._usable(without), blocks, demand)
+            chain = self._plan(blocks, demand, without)
         if chain is None:
             raise MissingBlocksError(self._missing_text(blocks, without))
         return chain
 
+    def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
+        usable = self._usable(without)
+        roomy = [entry for entry in usable if not self._is_small(entry.peer)]
+        chain = plan(roomy, blocks, demand)
+        return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand)
+
+    def _is_small(self, peer: str) -> bool:
+        """Returns whether a server takes so little at once that everybody's batches would be cut to crumbs for it."""
+        return 0 < self._max_tokens_of(peer) < self.config.min_batch_tokens
+
+    def _max_tokens_of(self, peer: str) -> int:
+        info = self.infos.get(peer)
+        return 0 if info is None else info.max_batch_tokens
+
     def max_batch_tokens(self, blocks: range) -> int | None:
-        """Returns the largest request (rows times tokens) that every known server of some blocks takes."""
-        limits = [
-            info.max_batch_tokens
-            # A copy: the loop's thread may be renewing the picture.
-            for peer, info in list(self.infos.items())
-            if peer in self._entries
-            and info.start < blocks.stop
-            and info.end > blocks.start
-            and info.max_batch_tokens > 0
-        ]
-        return min(limits, default=None)
+        """Returns the largest request (rows times tokens) that every server takes that a plan may have; None: any."""
+        # The loop's thread may be renewing the picture; it replaces the table as a whole.
+        entries = [entry for entry in self._entries.values() if entry.start < blocks.stop and entry.end > blocks.start]
+        roomy = [entry for entry in entries if not self._is_small(entry.peer)]
+        if missing_blocks(roomy, blocks):
+            roomy = entries
+        limits = [self._max_tokens_of(entry.peer) for entry in roomy]
+        return min((limit for limit in limits if limit > 0), default=None)
 
     def ban(self, peer: str, error: BaseException) -> None:
         """Leaves a peer out of the next plans for a while."""
@@ -107,7 +121,14 @@ class SwarmView:
             }
             probed = await asyncio.gather(*(self._probe(peer) for peer in spread_sample(online, _MAX_PROBES)))
             self._entries = {entry.peer: entry for entry in probed if entry is not None}
+            self._forget_departed()
             self._refreshed_at = time.monotonic()
+
+    def _forget_departed(self) -> None:
+        for peer in [peer for peer in self.infos if peer not in self._announced]:
+            if len(self.infos) <= _MAX_INFOS:
+                return
+            del self.infos[peer]
 
     async def _ask_directory(self) -> dict[str, ServerInfo]:
         try:

@@ -114,3 +114,40 @@ def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest
             assert [entry.peer for entry in view._usable()] == ["honest"]
 
     asyncio.run(body())
+
+
+def test_a_server_that_takes_crumbs_cuts_nobodys_batches() -> None:
+    async def body() -> None:
+        crumbs = msgspec.structs.replace(INFO, max_batch_tokens=1)
+        view = view_of(Swarm({"crumbs": crumbs, "roomy": msgspec.structs.replace(INFO, max_batch_tokens=4096)}))
+        for _ in range(5):
+            await view.refresh(force=True)
+            assert [span.peer for span in await view.chain(range(4), Demand())] == ["roomy"]
+            assert view.max_batch_tokens(range(4)) == 4096
+        # Its blocks are still used where nobody else has them.
+        assert [span.peer for span in await view.chain(range(4), Demand(), without={"roomy"})] == ["crumbs"]
+
+    asyncio.run(body())
+
+
+def test_batches_are_cut_for_a_small_server_that_nobody_can_replace() -> None:
+    async def body() -> None:
+        view = view_of(Swarm({"small": msgspec.structs.replace(INFO, max_batch_tokens=8)}))
+        assert [span.peer for span in await view.chain(range(4), Demand())] == ["small"]
+        assert view.max_batch_tokens(range(4)) == 8
+
+    asyncio.run(body())
+
+
+def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.directory._MAX_INFOS", 2)
+
+    async def body() -> None:
+        swarm = Swarm({})
+        view = view_of(swarm)
+        for number in range(5):
+            swarm.infos = {f"server{number}": INFO}
+            await view.refresh(force=True)
+        assert list(view.infos) == ["server3", "server4"]
+
+    asyncio.run(body())
