@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm_plugins.client.adapters import AdapterPart, AdapterSelection, DigestCache
 from swarm_plugins.client.checks import check_outputs, check_tensor
 from swarm_plugins.client.directory import SwarmView
-from swarm_plugins.client.failures import TicketLostError
+from swarm_plugins.client.failures import RefusedError, TicketLostError
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.retries import Retries
 from swarm_plugins.errors import ProtocolError, SwarmError
@@ -96,7 +96,9 @@ class ChainCall:
             SwarmError: If a server refuses the request, or too many servers failed.
         """
         self._first = blocks.start
-        runs = await self._forward_blocks(blocks, self.inputs.hidden)
+        retries = Retries(self.view, self.peers.config.max_retries)
+        runs = await self._forward_blocks(blocks, self.inputs.hidden, retries)
+        retries.succeeded()
         if self.keep:
             self._runs = runs
         outputs = BlockOutputs(hidden=runs[-1].response.hidden)
@@ -108,8 +110,7 @@ class ChainCall:
             outputs.router_blocks.extend(run.response.router_blocks)
         return outputs
 
-    async def _forward_blocks(self, blocks: range, hidden: Tensor) -> list[_SpanRun]:
-        retries = Retries(self.view, self.peers.config.max_retries)
+    async def _forward_blocks(self, blocks: range, hidden: Tensor, retries: Retries) -> list[_SpanRun]:
         demand = Demand(tokens=hidden.shape[0] * hidden.shape[1])
         queue = deque(await retries.chain(blocks, demand))
         runs: list[_SpanRun] = []
@@ -119,7 +120,11 @@ class ChainCall:
                 runs.append(await self._forward_span(span, hidden))
             except SwarmError as exc:
                 retries.note(span.peer, exc)
-                queue = deque(await retries.chain(range(span.start, blocks.stop), demand))
+                if isinstance(exc, RefusedError):
+                    # Only these blocks: nobody else may hold the others, and the server may do well with them.
+                    queue.extendleft(reversed(await retries.chain(range(span.start, span.end), demand)))
+                else:
+                    queue = deque(await retries.chain(range(span.start, blocks.stop), demand))
                 continue
             hidden = runs[-1].response.hidden
         return runs
@@ -194,11 +199,13 @@ class ChainCall:
                     pending.append(_without_ticket(run))
                 else:
                     retries.note(run.span.peer, exc)
-                    pending.extend(await self._forward_blocks(range(run.span.start, run.span.end), run.hidden))
+                    blocks = range(run.span.start, run.span.end)
+                    pending.extend(await self._forward_blocks(blocks, run.hidden, retries))
                 continue
             grad = answer.grad_hidden
             if self.inputs.collect_hidden and run.span.start > self._first and grad is not None:
                 grad = grad + grads.hidden_states[run.span.start - self._first - 1]
+        retries.succeeded()
         # Graphs on servers serve one backward; another one starts from the inputs.
         self._runs = [_without_ticket(run) for run in self._runs]
         return [grad if needs_hidden else None, *collected.adapters, *collected.prefix]

@@ -20,7 +20,7 @@ _MAX_MESSAGE_CHARS = 1000
 
 
 class RefusedError(RemoteError):
-    """The server refuses the request itself: another server would refuse it too."""
+    """The server refuses the request itself: another server would refuse it too, if this one says the truth."""
 
 
 class TicketLostError(RemoteError):

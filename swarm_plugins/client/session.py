@@ -154,6 +154,7 @@ class ClientSession:
                 outputs.hidden_states.append(response.hidden)
             outputs.router_logits.extend(response.router_logits)
             outputs.router_blocks.extend(response.router_blocks)
+        retries.succeeded()
         return outputs
 
     async def _plan(self, blocks: range, inputs: BlockInputs, history: History, retries: Retries) -> list[_SpanSession]:

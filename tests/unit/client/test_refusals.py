@@ -1,0 +1,144 @@
+"""A server that finds fault with a request: one other is asked, then it is believed; a liar is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_plugins.client.adapters import DigestCache
+from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, ChainCall
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.failures import RefusedError
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.session import ClientSession
+from swarm_plugins.transport.messages import (
+    BackwardRequest,
+    BackwardResponse,
+    Failure,
+    FailureKind,
+    ForwardRequest,
+    ForwardResponse,
+    Message,
+    SessionOpen,
+    SessionOpened,
+    SessionStep,
+    SessionStepResponse,
+)
+
+INPUTS = BlockInputs(hidden=torch.ones(1, 2, 4))
+refusals = pytest.mark.parametrize("kind", ["bad_request", "not_finite"])
+
+
+class Server:
+    """Adds one for each request of its blocks, or refuses messages of some kinds."""
+
+    def __init__(self, refuses: tuple[type[Message], ...] = (), kind: FailureKind = "bad_request") -> None:
+        self.refuses = refuses
+        self.kind = kind
+        self.num_asked = 0
+
+    def __call__(self, message: Message) -> Message:
+        self.num_asked += 1
+        if isinstance(message, self.refuses):
+            return Failure(kind=self.kind, message="that is wrong")
+        if isinstance(message, ForwardRequest):
+            return ForwardResponse(hidden=message.hidden + message.end - message.start)
+        if isinstance(message, BackwardRequest):
+            return BackwardResponse(grad_hidden=message.grad_hidden)
+        if isinstance(message, SessionOpen):
+            return SessionOpened(session="s", max_tokens=1000)
+        assert isinstance(message, SessionStep)
+        return SessionStepResponse(hidden=message.hidden + 1)
+
+
+def call(peers: Peers, view: SwarmView) -> ChainCall:
+    return ChainCall(peers, view, DigestCache(), INPUTS, keep=True)
+
+
+async def with_liar_first(view: SwarmView, run: Callable[[], Any]) -> Any:
+    """Runs with a plan that has the liar in it, and the honest server to fall back on."""
+    await view.refresh(force=False)
+    view._entries["liar"] = replace(view._entries["liar"], round_trip_s=0.0)
+    return await run()
+
+
+@refusals
+def test_a_forward_that_another_server_carries_out_counts_against_the_liar(
+    run_in_swarm: Callable[..., Any], kind: FailureKind
+) -> None:
+    async def use(peers: Peers, view: SwarmView) -> None:
+        outputs = await with_liar_first(view, lambda: call(peers, view).forward(range(2)))
+        assert outputs.hidden.eq(3).all()
+        assert view.bans.banned() == ["liar"]
+
+    liar, honest = Server((ForwardRequest,), kind), Server()
+    run_in_swarm({"liar": ((0, 2), liar), "honest": ((0, 2), honest)}, use, num_blocks=2)
+    assert liar.num_asked == 1
+
+
+def test_the_rest_of_the_chain_stays_as_planned(run_in_swarm: Callable[..., Any]) -> None:
+    async def use(peers: Peers, view: SwarmView) -> None:
+        outputs = await with_liar_first(view, lambda: call(peers, view).forward(range(2)))
+        assert outputs.hidden.eq(3).all()
+
+    last = Server()
+    servers = {"liar": ((0, 1), Server((ForwardRequest,))), "honest": ((0, 1), Server()), "last": ((1, 2), last)}
+    run_in_swarm(servers, use, num_blocks=2)
+    assert last.num_asked == 1
+
+
+def test_a_backward_that_another_server_carries_out_counts_against_the_liar(run_in_swarm: Callable[..., Any]) -> None:
+    async def use(peers: Peers, view: SwarmView) -> None:
+        chain = call(peers, view)
+        await with_liar_first(view, lambda: chain.forward(range(1)))
+        grads = BlockOutputs(hidden=torch.full((1, 2, 4), 5.0))
+        found = (await chain.backward(grads, needs_hidden=True, needs=()))[0]
+        assert found is not None
+        assert found.eq(5).all()
+        assert view.bans.banned() == ["liar"]
+
+    servers = {"liar": ((0, 1), Server((BackwardRequest,))), "honest": ((0, 1), Server())}
+    run_in_swarm(servers, use, num_blocks=1)
+
+
+def test_a_session_that_another_server_carries_on_counts_against_the_liar(run_in_swarm: Callable[..., Any]) -> None:
+    liar = Server()
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        session = ClientSession(peers, view, DigestCache(), blocks=range(1))
+        await with_liar_first(view, lambda: session.step(INPUTS))
+        liar.refuses = (SessionStep,)
+        outputs = await session.step(INPUTS)
+        assert outputs.hidden.eq(2).all()
+        assert view.bans.banned() == ["liar"]
+        await session.close()
+
+    run_in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), Server())}, use, num_blocks=1)
+
+
+@refusals
+def test_two_servers_that_refuse_are_believed(run_in_swarm: Callable[..., Any], kind: FailureKind) -> None:
+    servers = {name: Server((ForwardRequest,), kind) for name in "abc"}
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        with pytest.raises(RefusedError, match="that is wrong"):
+            await call(peers, view).forward(range(1))
+        assert view.bans.banned() == []
+
+    run_in_swarm({name: ((0, 1), server) for name, server in servers.items()}, use, num_blocks=1)
+    assert sum(server.num_asked for server in servers.values()) == 2
+
+
+def test_the_only_server_is_believed_at_once(run_in_swarm: Callable[..., Any]) -> None:
+    server = Server((ForwardRequest,))
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        with pytest.raises(RefusedError, match="that is wrong"):
+            await call(peers, view).forward(range(1))
+
+    run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
+    assert server.num_asked == 1
