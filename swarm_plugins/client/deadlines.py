@@ -28,7 +28,7 @@ class Deadlines:
         self._token_s: dict[tuple[str, str], float] = {}
 
     def timeout_s(self, peer: str, rpc: str, tokens: int) -> float:
-        """Returns how long to wait for the answer to a request of ``tokens`` tokens."""
+        """Returns how long to wait for the answer to a request of ``tokens`` tokens (or other units)."""
         pace = self._token_s.get((peer, rpc))
         return self.longest_s if pace is None else min(_FACTOR * pace * tokens + _SLACK_S, self.longest_s)
 

@@ -34,6 +34,8 @@ M = TypeVar("M", bound=Message)
 _MAX_IDLE_CHANNELS = 4
 """Open streams kept for each peer and rpc; more are closed after use."""
 _MAX_UPLOADS_REMEMBERED = 4096
+_UPLOAD_UNIT_BYTES = 4096
+"""What counts as one token where the pace of uploads is learnt."""
 
 
 class ShippedAdapter:
@@ -175,9 +177,13 @@ class Peers:
     async def _upload_exact(self, peer: str, upload: AdapterUpload) -> None:
         # Adapters travel uncompressed whatever the codec: the digest is of the exact bytes.
         channel = await self.transport.open(peer, "rpc_adapter", timeout_s=self.config.connect_timeout_s)
+        size = sum(tensor.nbytes for tensor in upload.tensors) // _UPLOAD_UNIT_BYTES + 1
         try:
+            started = time.perf_counter()
             await channel.send(upload)
-            check_answer(await channel.receive(timeout_s=self.config.request_timeout_s), AdapterStored, peer)
+            answer = await channel.receive(timeout_s=self.deadlines.timeout_s(peer, "rpc_adapter", size))
+            check_answer(answer, AdapterStored, peer)
+            self.deadlines.observe(peer, "rpc_adapter", size, time.perf_counter() - started)
         finally:
             await channel.close()
 

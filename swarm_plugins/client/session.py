@@ -21,7 +21,7 @@ from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.history import History, SentStep
 from swarm_plugins.client.peers import Peers, check_answer, num_tokens
 from swarm_plugins.client.retries import Retries
-from swarm_plugins.errors import SessionLostError, SwarmError, UnknownAdapterError
+from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
 from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
@@ -48,6 +48,8 @@ class _SpanSession:
         self.history = history
         self.channel: Channel | None = None
         self.name = ""
+        self.room = (0, 0)
+        """Rows it was opened with, and tokens that the server then said it holds in each."""
         self.unsent_ops: list[CacheOp] = []
         """Changes that the history has seen and the server has not."""
 
@@ -66,6 +68,21 @@ class _SpanSession:
         """Takes back what was sent after the first ``length`` tokens."""
         if self.history.length > length:
             self.apply([CacheOp(kind="crop", indices=(length,))])
+
+    def check_room(self, rows: int, new_tokens: int) -> None:
+        """Raises before the parts of a long input are sent one by one, if the server has said they are too many.
+
+        Raises:
+            CapacityError: If there is no room.
+        """
+        rows_then, limit = self.room
+        length = self.history.length + new_tokens
+        # With other rows since then, what it said is no longer about this batch.
+        if rows == rows_then and length > limit:
+            raise CapacityError(
+                f"server {self.span.peer} holds {limit} tokens per row at most in a session of {rows} rows, {length} "
+                "are needed: shorten the prompt, use fewer rows, or serve with more room"
+            )
 
     async def close(self) -> None:
         channel, self.channel = self.channel, None
@@ -191,6 +208,8 @@ class ClientSession:
         """Runs new tokens on one span, cut along the sequence where the server allows fewer at once."""
         if current.channel is None:
             await self._open(current, batch_size=inputs.hidden.shape[0])
+        if inputs.hidden.shape[1] > 1:
+            current.check_room(*inputs.hidden.shape[:2])
         info = self.view.infos.get(current.span.peer)
         limit = info.max_batch_tokens if info is not None and info.max_batch_tokens > 0 else inputs.hidden.numel()
         chunk = max(1, limit // inputs.hidden.shape[0])
@@ -215,9 +234,14 @@ class ClientSession:
             fork_of=fork_of,
             prefix=() if fork_of else current.history.prefix,
         )
+        # What has to be copied takes time: the prefix, or all tokens of the session to fork.
+        tokens = max(1, batch_size * current.history.length) if request.prefix or fork_of else 1
+        deadlines, started = self.peers.deadlines, time.perf_counter()
         await current.channel.send(request)
-        answer = await current.channel.receive(timeout_s=config.request_timeout_s)
-        current.name = check_answer(answer, SessionOpened, span.peer).session
+        answer = await current.channel.receive(timeout_s=deadlines.timeout_s(span.peer, "open session", tokens))
+        opened = check_answer(answer, SessionOpened, span.peer)
+        deadlines.observe(span.peer, "open session", tokens, time.perf_counter() - started)
+        current.name, current.room = opened.session, (batch_size, opened.max_tokens)
 
     async def _send(self, current: _SpanSession, inputs: BlockInputs) -> SessionStepResponse:
         span = current.span

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
 from swarm_plugins.client import connect
-from swarm_plugins.errors import CapacityError, RemoteError
+from swarm_plugins.errors import CapacityError
 from swarm_plugins.local_swarm import LocalServer
 from swarm_plugins.testing.models import save_tiny
 
@@ -72,7 +72,7 @@ def narrow(model: Path) -> Iterator[LocalSwarm]:
 
 
 def test_a_prompt_longer_than_the_server_allows_is_one_typed_error(model: Path, narrow: LocalSwarm) -> None:
-    refused = pytest.raises(RemoteError, match=r"tokens per row, this server allows \d+: shorten the prompt")
+    refused = pytest.raises(CapacityError, match=r"holds 96 tokens per row at most .* 100 are needed: shorten")
     with client(model, narrow) as remote, refused:
         remote.generate(torch.randint(3, 100, (1, 100)), max_new_tokens=1)
 

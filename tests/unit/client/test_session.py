@@ -11,13 +11,16 @@ import msgspec
 import pytest
 import torch
 
+from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.client.adapters import DigestCache
 from swarm_plugins.client.chain_call import BlockInputs
 from swarm_plugins.client.directory import SwarmView
-from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.peers import Peers, ShippedAdapter
 from swarm_plugins.client.session import ClientSession
-from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.errors import CapacityError, MissingBlocksError
 from swarm_plugins.transport.messages import (
+    AdapterStored,
+    AdapterUpload,
     CacheOp,
     Failure,
     Message,
@@ -117,3 +120,44 @@ def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Calla
         await session.close()
 
     run_in_swarm({"liar": ((0, 1), liar), "honest": ((0, 1), honest)}, use, num_blocks=1)
+
+
+def test_a_prompt_that_the_server_said_it_cannot_hold_is_not_sent(run_in_swarm: Callable[..., Any]) -> None:
+    steps: list[Message] = []
+
+    def small(message: Message) -> Message:
+        if isinstance(message, SessionOpen):
+            return SessionOpened(session="s", max_tokens=9)
+        steps.append(message)
+        assert isinstance(message, SessionStep)
+        return SessionStepResponse(hidden=message.hidden + 1)
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        session = ClientSession(peers, view, DigestCache(), blocks=range(1))
+        await session.step(new_tokens(6))
+        with pytest.raises(CapacityError, match=r"a holds 9 tokens per row at most .* 10 are needed"):
+            await session.step(new_tokens(4))
+        assert len(steps) == 1
+        await session.close()
+
+    run_in_swarm({"a": ((0, 1), small)}, use, num_blocks=1)
+
+
+@pytest.mark.parametrize("message", [SessionOpen, AdapterUpload])
+def test_a_server_that_hangs_is_not_waited_for_longer_than_it_used_to_take(
+    run_in_swarm: Callable[..., Any], message: type[Message]
+) -> None:
+    async def use(peers: Peers, view: SwarmView) -> None:
+        weight = torch.zeros(2, 2)
+        await peers.upload("a", [ShippedAdapter("d", AdapterSpec(modules=()), (weight,))])
+        session = ClientSession(peers, view, DigestCache(), blocks=range(1))
+        await session.step(new_tokens(6))
+        rpc = "open session" if message is SessionOpen else "rpc_adapter"
+        assert peers.deadlines.timeout_s("a", rpc, 1) < peers.deadlines.longest_s
+        await session.close()
+
+    def answer(message: Message) -> Message:
+        return AdapterStored(digest=message.digest) if isinstance(message, AdapterUpload) else server(message)
+
+    server = Adder()
+    run_in_swarm({"a": ((0, 1), answer)}, use, num_blocks=1)
