@@ -22,6 +22,8 @@ from peft import LoraConfig, get_peft_model
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.recipes import TextData
 
+HELD_OUT_BATCHES = 16
+
 
 def parse() -> argparse.Namespace:
     """Reads the options."""
@@ -39,7 +41,7 @@ def parse() -> argparse.Namespace:
 def held_out_loss(fabric: Fabric, model: Any, batches: Any) -> float:
     """Returns the mean loss on documents that are not trained on."""
     with torch.no_grad():
-        losses = [model(**batch, use_cache=False).loss for batch in batches]
+        losses = [model(**batch, use_cache=False).loss for batch in itertools.islice(batches, HELD_OUT_BATCHES)]
     return float(torch.stack(losses).mean())
 
 
@@ -68,7 +70,6 @@ def main() -> None:
     if options.resume:
         fabric.load(checkpoint, state)  # refuses one that was trained on another version of the base
     fabric.print(f"step {state['step']}: held-out loss {held_out_loss(fabric, tuned, held_out):.4f}")
-    endless = itertools.chain.from_iterable(itertools.repeat(train))
     endless = itertools.chain.from_iterable(itertools.repeat(train))
     for batch in itertools.islice(endless, max(0, options.steps - state["step"])):
         loss = tuned(**batch, use_cache=False).loss

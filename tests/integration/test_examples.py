@@ -1,0 +1,129 @@
+"""Each example, and the recipe for Fabric, run as a user runs them: by their own options, in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from swarm_plugins import LocalSwarm
+from swarm_plugins.testing.models import save_tiny
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = ROOT / "examples" / "data" / "gettysburg.txt"
+FABRIC = Path(sys.executable).with_name("fabric")
+END_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
+
+
+@pytest.fixture(scope="module")
+def peers(model: Path) -> Iterator[Mapping[str, str]]:
+    with LocalSwarm(model, num_servers=2) as swarm:
+        yield {"SWARM_INITIAL_PEERS": " ".join(swarm.initial_peers)}
+
+
+def run(folder: Path, *command: str | Path, environment: Mapping[str, str]) -> str:
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=END_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def example(name: str) -> tuple[str, Path]:
+    return sys.executable, ROOT / "examples" / name
+
+
+def numbers(pattern: str, said: str) -> list[float]:
+    return [float(number) for number in re.findall(pattern, said)]
+
+
+def tensor_names(adapter: Path) -> set[str]:
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def test_the_plain_loop_lowers_the_loss_and_saves_an_adapter(
+    model: Path, peers: Mapping[str, str], tmp_path: Path
+) -> None:
+    losses = numbers(r"loss ([\d.]+)", run(tmp_path, *example("plain_loop.py"), model, environment=peers))
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert all("lora_" in name for name in tensor_names(tmp_path / "runs" / "plain_loop"))
+
+
+def test_the_trainer_of_transformers_saves_checkpoints_of_the_adapter_alone(
+    model: Path, peers: Mapping[str, str], tmp_path: Path
+) -> None:
+    said = run(tmp_path, *example("transformers_trainer.py"), model, environment=peers)
+    assert numbers(r"'train_loss': ([\d.]+)", said)
+    for step in (3, 6):
+        checkpoint = tmp_path / "runs" / "transformers_trainer" / f"checkpoint-{step}"
+        assert all("lora_" in name for name in tensor_names(checkpoint))
+        assert not list(checkpoint.glob("model*.safetensors"))
+
+
+def test_sft_of_trl_trains(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    said = run(tmp_path, *example("trl_sft.py"), model, environment=peers)
+    assert numbers(r"'train_loss': ([\d.]+)", said)
+
+
+def test_the_notebook_serves_trains_and_generates(model: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("notebook_style.py"), model, environment={})
+    assert "Four score and seven years ago" in said
+
+
+def test_the_quickstart_goes_the_whole_way(model: Path, tmp_path: Path) -> None:
+    said = run(tmp_path, *example("quickstart.py"), "--model", model, "--steps", "6", environment={})
+    [before] = numbers(r"([\d.]+) before", said)
+    [after] = numbers(r"([\d.]+) after", said)
+    assert after < before
+    assert tensor_names(tmp_path / "build" / "quickstart-adapter")
+
+
+def test_fabric_run_knows_the_strategy_and_resumes(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    options = ["--base", model, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
+    command = [FABRIC, "run", "--strategy", "swarm", ROOT / "recipes" / "fabric_lora.py", *options]
+    first = run(tmp_path, *command, "--steps", "10", environment=peers)
+    before, after = numbers(r"held-out loss ([\d.]+)", first)
+    assert after < before
+    saved = torch.load(tmp_path / "out" / "last.ckpt", weights_only=True)
+    assert saved["step"] == 10
+    assert saved["model"]
+    assert all("lora_" in name for name in saved["model"])
+
+    second = run(tmp_path, *command, "--steps", "12", "--resume", environment=peers)
+    assert "step 12" in second
+    # It goes on from where the first ended, in the very numbers.
+    assert numbers(r"held-out loss ([\d.]+)", second)[0] == after
+
+
+def test_fabric_run_without_a_swarm_says_how_to_name_one(model: Path, tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "fabric_lora.py"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "SWARM_INITIAL_PEERS": ""}
+    command = [FABRIC, "run", "--strategy", "swarm", recipe, "--base", model, "--dataset", TEXT]
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=END_S, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "SWARM_INITIAL_PEERS" in done.stderr
