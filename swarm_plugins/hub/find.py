@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
@@ -136,8 +137,13 @@ def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAda
 def _read(api: HfApi, repo_id: str, commit: str, name: str) -> bytes | None:
     with translated_errors(f"read {name} of {repo_id}"):
         try:
+            # Of what is in the cache it costs no request. Anybody may publish anything: the size is asked first.
+            seen = hf_hub_download(repo_id, name, revision=commit, endpoint=api.endpoint, token=api.token, dry_run=True)
+            if seen.file_size is None or seen.file_size > MAX_JSON_BYTES:
+                raise CheckpointError(
+                    f"{name} has {seen.file_size or 'an unknown number of'} bytes, {MAX_JSON_BYTES} are allowed"
+                )
             path = hf_hub_download(repo_id, name, revision=commit, endpoint=api.endpoint, token=api.token)
         except EntryNotFoundError:
             return None
-        with open(path, "rb") as stream:
-            return stream.read(MAX_JSON_BYTES)
+        return Path(path).read_bytes()

@@ -22,12 +22,13 @@ from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_diges
 from swarm_plugins.blocks.adapters import check_adapter
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.blocks.types import LoadedAdapter
-from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 
 __all__ = ["preload_adapter"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
+_MAX_WEIGHTS_BYTES = 8 << 30
 _MAX_KEY_CHARS = 512
 # The first number in a name is the block's: later ones are of experts.
 _NAME = re.compile(r"(?:.+?\.)?\w+\.(?P<block>\d{1,6})\.(?P<module>.+)\.(?P<part>lora_A|lora_B|ia3_l)(?:\.weight)?")
@@ -44,6 +45,7 @@ def preload_adapter(name: str, span: Span) -> LoadedAdapter:
 
     Raises:
         CheckpointError: If files are missing or damaged.
+        CapacityError: If a file is larger than any adapter.
         UnsupportedError: If it is of a kind that servers cannot apply.
         ConfigError: If it does not fit the span, or has nothing on it.
     """
@@ -96,12 +98,24 @@ def _files(name: str) -> tuple[Path, Path]:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(f"adapter {name!r} is neither a directory nor REPO or REPO@TAG on the Hub")
     try:
-        config, weights = (Path(hf_hub_download(repo, file, revision=tag or None)) for file in (_CONFIG, _WEIGHTS))
+        config, weights = (_fetched(repo, file, tag or None) for file in (_CONFIG, _WEIGHTS))
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
         raise CheckpointError(f"adapter {name} is not on the Hub, or is not public: {_first_line(error)}") from error
     except (HfHubHTTPError, OSError) as error:
         raise CheckpointError(f"adapter {name} cannot be fetched from the Hub: {_first_line(error)}") from error
     return config, weights
+
+
+def _fetched(repo: str, file: str, revision: str | None) -> Path:
+    seen = hf_hub_download(repo, file, revision=revision, dry_run=True)
+    limit = _MAX_CONFIG_BYTES if file == _CONFIG else _MAX_WEIGHTS_BYTES
+    if seen.file_size is None or seen.file_size > limit:
+        raise CapacityError(
+            f"{file} of adapter {repo} has {seen.file_size or 'an unknown number of'} bytes, at most {limit} are "
+            "allowed for an adapter"
+        )
+    # The same commit, even if somebody pushes meanwhile.
+    return Path(hf_hub_download(repo, file, revision=seen.commit_hash))
 
 
 def _first_line(error: Exception) -> str:

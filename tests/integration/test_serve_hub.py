@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import hf_hub_download
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from swarm_plugins.errors import TransportError
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import CapacityError, TransportError
 from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.testing.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
@@ -87,3 +92,19 @@ def test_hub_that_is_down_is_one_sentence(hub: LocalHub) -> None:
     assert last.startswith("swarm serve: ")
     assert MODEL in last
     assert "Traceback" not in done.stderr
+
+
+def test_weights_too_large_for_an_adapter_are_not_downloaded(
+    hub: LocalHub, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+    hub.add(ADAPTER, tmp_path / "lora")
+    hub.forget()
+    monkeypatch.setattr("swarm_plugins.server.preload._MAX_WEIGHTS_BYTES", 100)
+    here = functools.partial(hf_hub_download, endpoint=hub.endpoint, cache_dir=tmp_path / "hf")
+    monkeypatch.setattr("swarm_plugins.server.preload.hf_hub_download", here)
+    span = load_span(Checkpoint.open(str(directory)), range(1))
+    with pytest.raises(CapacityError, match=r"adapter_model.safetensors of adapter .* at most 100 are allowed"):
+        preload_adapter(ADAPTER, span)
+    assert hub.bytes_served(ADAPTER, "adapter_model.safetensors") == 0

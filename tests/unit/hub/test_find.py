@@ -79,6 +79,17 @@ def test_what_cannot_be_understood_is_left_out(hub: LocalHub, caplog: pytest.Log
     assert "bob/broken" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["swarm.json", "adapter_config.json"])
+def test_a_strangers_huge_file_is_not_downloaded(hub: LocalHub, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    card = b"---\nbase_model: org/base\nbase_model_relation: adapter\n---\n"
+    hub.add("bob/huge", {"README.md": card, name: b" " * ((1 << 20) + 1)})
+    hub.forget()
+    with caplog.at_level(logging.WARNING):
+        assert found(hub, "org/base") == []
+    assert f"{name} has 1048577 bytes, 1048576 are allowed" in caplog.text
+    assert hub.bytes_served("bob/huge", name) == 0
+
+
 def test_an_impossible_base_and_a_hub_that_refuses_are_named(hub: LocalHub) -> None:
     with pytest.raises(ConfigError, match=r"cannot be the name of a repository"):
         find_adapters("/no/such/dir", endpoint=hub.endpoint)
