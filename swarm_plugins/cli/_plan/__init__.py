@@ -1,0 +1,1 @@
+"""What ``swarm plan`` is made of."""

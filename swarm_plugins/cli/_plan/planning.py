@@ -1,0 +1,104 @@
+"""Looks at a model and at this machine, and makes the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.forecast import Speeds
+from swarm_plugins.offload.measure import disk_rate, link_rate, step_seconds
+from swarm_plugins.offload.model_sizes import meta_model, model_sizes
+from swarm_plugins.offload.plan import OffloadPlan, make_plan
+
+__all__ = ["Planned", "free_bytes", "plan_model"]
+
+# A middling NVMe disk; said to be a guess wherever it is used.
+_ASSUMED_DISK_BYTES_PER_S = 1_000_000_000.0
+# What is free now is not free to the last byte.
+_USABLE_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, and where its numbers come from."""
+
+    name: str
+    plan: OffloadPlan
+    device: str
+    disk_source: str
+    """``measured``, ``given`` or ``assumed``."""
+
+
+def plan_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    memory_bytes: int | None = None,
+    ram_bytes: int | None = None,
+    context_tokens: int = 2048,
+    disk_bytes_per_s: float | None = None,
+    device: str = "cpu",
+) -> Planned:
+    """Makes the plan; of the model, only the config and the headers of its files are read.
+
+    Args:
+        name: Directory, or id on the Hub.
+        revision: On the Hub.
+        memory_bytes: Fast memory in all. None: most of what is free on the device.
+        ram_bytes: Pinned RAM for a CUDA device. None: most of what is free.
+        context_tokens: Length that the attention cache is sized for.
+        disk_bytes_per_s: None: measured where the model lies here, assumed otherwise.
+        device: Where to compute.
+
+    Raises:
+        CapacityError: If the model does not fit even so.
+        UnsupportedError: If it has no experts that can be offloaded.
+    """
+    target = _device(device)
+    checkpoint = Checkpoint.open(name, revision=revision)
+    sizes = model_sizes(checkpoint, context_tokens=context_tokens)
+    rate, source = _disk(checkpoint, sizes.largest_expert_bytes, disk_bytes_per_s)
+    speeds = Speeds(
+        disk_bytes_per_s=rate,
+        step_s=step_seconds(meta_model(checkpoint.config, sizes.dtype), device=target),
+        link_bytes_per_s=link_rate(target),
+    )
+    plan = make_plan(
+        sizes,
+        speeds,
+        memory_bytes=free_bytes(target) if memory_bytes is None else memory_bytes,
+        ram_bytes=free_bytes(torch.device("cpu")) if ram_bytes is None else ram_bytes,
+    )
+    return Planned(name=checkpoint.name, plan=plan, device=str(target), disk_source=source)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Returns most of what is free on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _USABLE_SHARE)
+    return int(psutil.virtual_memory().available * _USABLE_SHARE)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise ConfigError(f"--device {name!r} is none that torch knows: give cpu or cuda") from exc
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {name}: torch finds no CUDA device here; leave the option out")
+    return device
+
+
+def _disk(checkpoint: Checkpoint, block_bytes: int, given: float | None) -> tuple[float, str]:
+    if given is not None:
+        return given, "given"
+    if checkpoint.directory is None:
+        return _ASSUMED_DISK_BYTES_PER_S, "assumed"
+    files = {info.file for info in checkpoint.tensors.values()}
+    paths = [Path(checkpoint.directory) / file for file in sorted(files)]
+    return disk_rate(paths, block_bytes=block_bytes), "measured"

@@ -1,0 +1,1 @@
+"""What ``swarm run`` is made of."""

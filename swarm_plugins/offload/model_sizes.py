@@ -1,0 +1,194 @@
+"""How large the parts of a mixture-of-experts model are, found without any weights.
+
+The model is built on the meta device and run there: what its experts, its attention cache and its routers look like
+is read off HF's own modules, so no family needs a table of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from swarm_plugins.checkpoint import Checkpoint, find_layers
+from swarm_plugins.errors import UnsupportedError
+
+__all__ = ["ExpertLayer", "ModelSizes", "experts_modules", "meta_model", "model_sizes", "stored_dtype"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """One decoder layer that has experts."""
+
+    layer: int
+    num_experts: int
+    expert_bytes: int
+    """Of one expert, as the checkpoint has it."""
+    experts_per_token: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all experts of the layer."""
+        return self.num_experts * self.expert_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What has to be stored somewhere."""
+
+    layers: tuple[ExpertLayer, ...]
+    """Those with experts."""
+    num_layers: int
+    dtype: torch.dtype
+    """That most of the checkpoint's bytes have."""
+    other_bytes: int
+    """Of everything that is no expert: always in fast memory."""
+    context_tokens: int
+    cache_bytes: int
+    """Of the attention cache after ``context_tokens``."""
+    activation_bytes: int
+    """An estimate of what a forward over ``context_tokens`` needs beside weights and cache."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all experts."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def largest_expert_bytes(self) -> int:
+        """Of the largest expert."""
+        return max(layer.expert_bytes for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the experts that one token is computed with."""
+        return sum(layer.experts_per_token * layer.expert_bytes for layer in self.layers)
+
+    @property
+    def cache_bytes_per_token(self) -> float:
+        """Mean growth of the attention cache."""
+        return self.cache_bytes / self.context_tokens
+
+
+def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelSizes:
+    """Measures a model by its config and the headers of its files.
+
+    Args:
+        checkpoint: The model; no weight of it is read.
+        context_tokens: Length that the attention cache is sized for.
+
+    Raises:
+        UnsupportedError: If the model has no experts that can be offloaded, or cannot be built without weights.
+    """
+    dtype = stored_dtype(checkpoint)
+    model = meta_model(checkpoint.config, dtype)
+    experts = experts_modules(model)
+    if not experts:
+        raise UnsupportedError(
+            f"{checkpoint.name} ({type(model).__name__}) has no experts that transformers runs through its experts "
+            "interface: only mixture-of-experts models can be offloaded; load a dense one with transformers itself"
+        )
+    picked, cache_bytes = _dry_run(model, experts, context_tokens, checkpoint.name)
+    layers = tuple(_expert_layer(layer, module, picked[layer], dtype) for layer, module in experts.items())
+    in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
+    other = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in in_experts)
+    return ModelSizes(
+        layers=layers,
+        num_layers=len(find_layers(model)),
+        dtype=dtype,
+        other_bytes=other,
+        context_tokens=context_tokens,
+        cache_bytes=cache_bytes,
+        activation_bytes=_activation_bytes(checkpoint.config, max(layer.experts_per_token for layer in layers), dtype),
+    )
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Returns the type that most bytes of a checkpoint have.
+
+    Raises:
+        UnsupportedError: If it is none to compute with: the checkpoint is packed in a format of its own.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for info in checkpoint.tensors.values():
+        sizes[info.dtype] += info.num_bytes
+    dtype = sizes.most_common(1)[0][0]
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedError(
+            f"most weights of {checkpoint.name} are stored as {dtype}; supported are float32, float16 and bfloat16: "
+            "use a checkpoint that is not packed"
+        )
+    return dtype
+
+
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model without storage."""
+    build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model = build(config, dtype=dtype)
+    model.eval()
+    return model
+
+
+def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Returns, by index of the layer, the modules that hold all experts of a layer."""
+    found: dict[int, nn.Module] = {}
+    for index, layer in enumerate(find_layers(model)):
+        for module in layer.modules():
+            # Set by transformers' `use_experts_implementation` on whatever goes through its experts interface.
+            if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
+                found[index] = module
+    return found
+
+
+def _expert_layer(layer: int, module: nn.Module, picked: int, dtype: torch.dtype) -> ExpertLayer:
+    parameters = list(module.parameters())
+    num_experts = parameters[0].shape[0]
+    numel = sum(math.prod(parameter.shape[1:]) for parameter in parameters)
+    return ExpertLayer(layer, num_experts, numel * dtype.itemsize, picked)
+
+
+def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) -> tuple[dict[int, int], int]:
+    """Runs the model on the meta device: experts that each layer picks for a token, bytes of the cache."""
+    picked: dict[int, int] = {}
+
+    def stand_in(layer: int) -> Callable[..., Tensor]:
+        def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            picked[layer] = top_k_index.shape[-1]
+            return torch.empty_like(hidden)
+
+        return forward
+
+    for layer, module in experts.items():
+        module.forward = stand_in(layer)
+    try:
+        with torch.no_grad():
+            ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+            output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as exc:
+        raise UnsupportedError(f"{name} ({type(model).__name__}) cannot be sized without its weights: {exc}") from exc
+    finally:
+        for module in experts.values():
+            del module.forward
+    return picked, _cache_bytes(output.past_key_values)
+
+
+def _cache_bytes(cache: Any) -> int:
+    """Adds up the tensors that the layers of a cache hold, whatever they are called."""
+    held = {id(value): value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)}
+    return sum(value.nbytes for value in held.values())
+
+
+def _activation_bytes(config: PreTrainedConfig, experts_per_token: int, dtype: torch.dtype) -> int:
+    """An estimate for a prefill in one piece: a handful of hidden states, and one layer's products of the experts."""
+    text = config.get_text_config(decoder=True)
+    tokens = 512  # what a piece of a prefill is taken to be
+    width = int(text.hidden_size)
+    rows = tokens * width * (8 + 4 * experts_per_token)
+    return rows * dtype.itemsize + int(text.vocab_size) * 4 * 2
