@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.blocks.dropout import adapter_dropout_mask
-from swarm_plugins.blocks.experts import EXPERT_PARAMETERS, is_fused_experts
 from swarm_plugins.blocks.quantize import ExpertWeights
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
 
 __all__ = ["AdapterLimits", "adapter_dropout_mask", "check_adapter"]
 

@@ -16,10 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from swarm_plugins.adapter_spec import AdapterModule
 from swarm_plugins.blocks.dropout import adapter_dropout_mask
-from swarm_plugins.blocks.experts import ExpertDelta, adapted_experts_forward
+from swarm_plugins.blocks.experts import adapted_experts_forward
 from swarm_plugins.blocks.rows import TokenRows
 from swarm_plugins.blocks.types import AdapterUse, LoadedAdapter
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.moe import ExpertDelta
 
 __all__ = ["adapter_patches"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarm_plugins.blocks.experts import EXPERT_PARAMETERS, Routing, is_fused_experts
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.moe import EXPERT_PARAMETERS, Routing, combine, expert_mlp, is_fused_experts
 
 __all__ = ["QUANTIZATIONS", "ExpertWeights", "check_quantization", "quantize_block"]
 
@@ -122,21 +122,13 @@ def run_quantized(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """Runs experts from quantized weights, as transformers' grouped implementation does from plain ones."""
     routing = Routing(top_k_index, module.num_experts)
     _, counts = routing.rows_of(None)
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    up = getattr(module, first).product(hidden_states[routing.tokens], counts)  # [T * k, width]
-    if module.has_bias:
-        up = up + getattr(module, f"{first}_bias")[routing.experts]
-    up = module._apply_gate(up) if module.has_gate else module.act_fn(up)
-    down = module.down_proj.product(up, counts)  # [T * k, D]
-    if module.has_bias:
-        down = down + module.down_proj_bias[routing.experts]
-    if module.has_post_expert_norm:
-        down = module.post_expert_norm(down)
-    weighted = down * top_k_weights.reshape(-1)[routing.order].unsqueeze(-1)
-    unsorted = torch.empty_like(routing.order)
-    unsorted[routing.order] = torch.arange(routing.order.shape[0], device=routing.order.device)
-    summed: Tensor = weighted[unsorted].reshape(*top_k_index.shape, -1).sum(dim=1)  # [T, D]
-    return summed.to(hidden_states.dtype)
+
+    def product(name: str, rows: Tensor) -> Tensor:
+        result: Tensor = getattr(module, name).product(rows, counts)  # [T * k, out]
+        return result + getattr(module, f"{name}_bias")[routing.experts] if module.has_bias else result
+
+    down = expert_mlp(module, hidden_states[routing.tokens], product)  # [T * k, D]
+    return combine(module, down, top_k_weights, routing, hidden_states)
 
 
 def _quantize_experts(module: nn.Module, kind: str) -> None:

@@ -1,0 +1,58 @@
+"""What lies around the products of fused experts, as transformers' grouped implementation has it.
+
+Where the weights are (quantized, offloaded) is the caller's: it brings the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from swarm_plugins.moe.routing import Routing
+
+__all__ = ["Product", "combine", "expert_mlp"]
+
+Product = Callable[[str, Tensor], Tensor]
+"""Multiplies rows by the weight of a name, with all that is added to it (bias, adapters)."""
+
+
+def expert_mlp(module: Any, rows: Tensor, product: Product) -> Tensor:
+    """Runs rows through an expert, or through all of them if the product tells rows apart.
+
+    Args:
+        module: A family's experts; the flags of transformers' experts registry are honoured.
+        rows: ``[N, D]``.
+        product: Called for ``gate_up_proj`` (``up_proj`` without a gate) and ``down_proj``.
+
+    Returns:
+        ``[N, D]``.
+    """
+    if module.has_gate:
+        inner = module._apply_gate(product("gate_up_proj", rows))
+    else:
+        inner = module.act_fn(product("up_proj", rows))
+    return product("down_proj", inner)
+
+
+def combine(module: Any, down: Tensor, top_k_weights: Tensor, routing: Routing | None, like: Tensor) -> Tensor:
+    """Weighs the experts' results and sums them for each token.
+
+    Args:
+        module: A family's experts.
+        down: Results, ``[T * k, D]``.
+        top_k_weights: ``[T, k]``.
+        routing: How the results are sorted; None: in the order of the weights.
+        like: A tensor of the type to return.
+
+    Returns:
+        ``[T, D]``.
+    """
+    if module.has_post_expert_norm:
+        down = module.post_expert_norm(down)
+    if routing is not None:
+        down = routing.unsort(down)
+    weighted = down * top_k_weights.reshape(-1, 1)
+    summed: Tensor = weighted.reshape(*top_k_weights.shape, -1).sum(dim=1)  # [T, D]
+    return summed.to(like.dtype)

@@ -1,0 +1,64 @@
+"""Low-rank adapters on fused expert parameters, applied to the tokens of each expert.
+
+PEFT's layouts: ``A`` is ``[rank * E, in]`` with the expert outermost, ``B`` is ``[out, rank * E]`` with the expert
+innermost. The delta is two low-rank products; ``B A`` is never formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarm_plugins.moe.routing import Routing
+
+__all__ = ["ExpertDelta"]
+
+
+@dataclass(frozen=True)
+class ExpertDelta:
+    """A low-rank product on one fused parameter."""
+
+    parameter: str
+    num_experts: int
+    factor_a: Tensor
+    """``[rank * E, in]``."""
+    factor_b: Tensor
+    """``[out, rank * E]``."""
+    scaling: float
+    index: Callable[[int], Tensor | None]
+    """Returns which of so many tokens it applies to, None for all."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Returns views with a dimension for the experts: ``A [E, rank, in]`` and ``B [out, rank, E]``."""
+        factor_a = self.factor_a.reshape(self.num_experts, -1, self.factor_a.shape[1])
+        factor_b = self.factor_b.reshape(self.factor_b.shape[0], -1, self.num_experts)
+        return factor_a, factor_b
+
+    def add(self, hidden: Tensor, result: Tensor, routing: Routing) -> Tensor:
+        """Adds the product to the rows of an expert-sorted result.
+
+        Args:
+            hidden: Input of the experts' product, ``[T * k, in]``, sorted by expert.
+            result: Its output, ``[T * k, out]``.
+            routing: Which token and expert each row belongs to.
+        """
+        # Unbound once: slicing an expert at a time would make a full-size gradient for each.
+        factor_a, factor_b = self.factors()
+        factors_a = factor_a.to(hidden.dtype).unbind(0)
+        factors_b = factor_b.to(hidden.dtype).unbind(2)
+        index, counts = routing.rows_of(self.index(routing.num_tokens))
+        if index is not None:
+            hidden = hidden[index]
+        pieces = [
+            functional.linear(functional.linear(rows, factors_a[expert]), factors_b[expert])
+            for expert, rows in enumerate(hidden.split(counts))
+            if rows.shape[0]
+        ]
+        if not pieces:
+            return result
+        delta = torch.cat(pieces) * self.scaling
+        return result + delta if index is None else result.index_add(0, index, delta)
