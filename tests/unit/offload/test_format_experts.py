@@ -1,0 +1,76 @@
+"""Experts in few bits: buffers of all an expert's tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarm_plugins.offload.formats.experts import QuantizedFormat, QuantizingFormat
+from swarm_plugins.offload.types import BufferLayout
+
+CPU = torch.device("cpu")
+PLAIN = BufferLayout.of(
+    [
+        ("gate_up_proj", torch.float32, (128, 70)),
+        ("gate_up_proj_bias", torch.float32, (128,)),
+        ("down_proj", torch.bfloat16, (70, 64)),
+    ]
+)
+
+
+def expert(layout: BufferLayout) -> tuple[Tensor, dict[str, Tensor]]:
+    buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    views = layout.views(buffer)
+    for one in views.values():
+        one.copy_(torch.randn(one.shape))
+    return buffer, views
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_an_expert_quantized_beforehand_or_as_it_is_read_multiplies_alike(bits: int) -> None:
+    plain, tensors = expert(PLAIN)
+    ready, reading = QuantizedFormat(PLAIN, bits, CPU), QuantizingFormat(PLAIN, bits, CPU)
+    assert reading.stored is PLAIN
+    stored = torch.zeros(ready.stored.num_bytes, dtype=torch.uint8)
+    for name, view in ready.stored.views(stored).items():
+        view.copy_(ready.quantize(tensors, is_fitted=False)[name])
+    buffers = []
+    for one, source in ((ready, stored), (reading, plain)):
+        buffer = torch.zeros(one.computed.num_bytes, dtype=torch.uint8)
+        one.convert(source, buffer)
+        buffers.append(buffer)
+    assert torch.equal(*buffers)
+    views = ready.computed.views(buffers[0])
+    assert torch.equal(views["gate_up_proj_bias"], tensors["gate_up_proj_bias"])
+    rows = torch.randn(3, 70)
+    expected = functional.linear(rows, tensors["gate_up_proj"])
+    # The widest error of a width, 2 bits rounded to the nearest; a wrong tensor is off by 1.4.
+    assert float((ready.linear(views, "gate_up_proj", rows) - expected).norm() / expected.norm()) < 0.45
+
+
+def test_nothing_is_converted_where_the_disk_holds_what_is_multiplied_with() -> None:
+    for bits in (8, 4):
+        ready = QuantizedFormat(PLAIN, bits, torch.device("cuda"))
+        assert ready.computed is ready.stored
+
+
+def test_transposed_weights_are_turned() -> None:
+    _, tensors = expert(PLAIN)
+    lying = BufferLayout.of([(one.name, one.dtype, one.shape[::-1]) for one in PLAIN.tensors])
+    buffer = torch.zeros(lying.num_bytes, dtype=torch.uint8)
+    for name, view in lying.views(buffer).items():
+        view.copy_(tensors[name].T if tensors[name].dim() == 2 else tensors[name])
+    turned, straight = QuantizingFormat(lying, 8, CPU, is_transposed=True), QuantizedFormat(PLAIN, 8, CPU)
+    found = torch.zeros(turned.computed.num_bytes, dtype=torch.uint8)
+    turned.convert(buffer, found)
+    expected = torch.zeros_like(found)
+    straight.convert_tensors(straight.quantize(tensors, is_fitted=False), expected)
+    assert torch.equal(found, expected)
+
+
+def test_few_bits_are_small() -> None:
+    plain = BufferLayout.of([("up_proj", torch.float32, (512, 512)), ("down_proj", torch.float32, (512, 512))])
+    sizes = [QuantizedFormat(plain, bits, CPU).stored.num_bytes / plain.num_bytes for bits in (8, 4, 3, 2)]
+    assert sizes == pytest.approx([8 / 32, 4.5 / 32, 3.5 / 32, 3 / 32], rel=0.01)

@@ -1,0 +1,193 @@
+"""Weights in few bits: how far they are from the weight, and that every way to multiply agrees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from swarm_plugins.offload.formats import grouped
+from swarm_plugins.offload.formats.experts import matrix_format
+from swarm_plugins.offload.formats.grouped import GroupedMatrix
+from swarm_plugins.offload.formats.matrices import MatrixFormat, multiply
+from swarm_plugins.offload.formats.nibbles import fold, from_tiles, to_tiles, unfold
+
+CPU = torch.device("cpu")
+# Of normally distributed weights; rounding to the nearest 4-bit grid of 64 gives 0.09, 3 bits 0.19, 2 bits of 32 0.39.
+FITTED_ERROR = {8: 0.01, 4: 0.088, 3: 0.175, 2: 0.31}
+ROUNDED_ERROR = {8: 0.01, 4: 0.095, 3: 0.2, 2: 0.41}
+# The 4-bit product rounds activations and results to bfloat16: 8 binary digits each.
+BFLOAT16 = 5e-3
+SHAPES = [(1, 1), (3, 70), (64, 64), (65, 31), (192, 160)]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def computed(matrix: MatrixFormat, weight: Tensor, *, is_fitted: bool = True) -> dict[str, Tensor]:
+    parts = {part.name: torch.empty(part.shape, dtype=part.dtype) for part in matrix.computed}
+    matrix.convert(matrix.quantize(weight, is_fitted=is_fitted), parts)
+    return parts
+
+
+@pytest.mark.parametrize("is_fitted", [False, True], ids=["rounded", "fitted"])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_errors_are_those_of_the_width(bits: int, is_fitted: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(192, 256) * 0.05
+    matrix = matrix_format((192, 256), bits, CPU)
+    found = matrix.widen(computed(matrix, weight, is_fitted=is_fitted), torch.float32)
+    limit = (FITTED_ERROR if is_fitted else ROUNDED_ERROR)[bits]
+    assert limit / 2 < relative(found, weight) < limit
+
+
+@pytest.mark.parametrize(("bits", "bits_kept"), [(8, 8.125), (4, 4.5), (3, 3.5), (2, 3.0)])
+def test_a_weight_takes_what_the_docs_say(bits: int, bits_kept: float) -> None:
+    matrix = matrix_format((256, 256), bits, CPU)
+    assert sum(part.dtype.itemsize * torch.Size(part.shape).numel() for part in matrix.stored) * 8 == bits_kept * 65536
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_products_are_those_of_the_widened_weight(bits: int, shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    weight, rows = torch.randn(shape), torch.randn(5, shape[1])
+    matrix = matrix_format(shape, bits, CPU)
+    parts = computed(matrix, weight)
+    expected = functional.linear(rows, matrix.widen(parts, torch.float32))
+    # 16 bits of activations with 8-bit weights.
+    assert relative(matrix.product(parts, rows), expected) < (1e-4 if bits == 8 else BFLOAT16)
+    assert matrix.product(parts, rows[:0]).shape == (0, shape[0])
+    assert matrix.product(parts, rows.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_stored_and_converted_parts_are_the_same_weight(bits: int, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    here, elsewhere = GroupedMatrix(shape, bits), GroupedMatrix(shape, bits, is_for_cpu=False)
+    stored = here.quantize(weight, is_fitted=True)
+    assert {name: (one.dtype, tuple(one.shape)) for name, one in stored.items()} == {
+        part.name: (part.dtype, part.shape) for part in here.stored
+    }
+    wide = elsewhere.widen(stored, torch.float32)
+    assert torch.equal(here.widen(computed(here, weight), torch.float32), wide)
+    rows = torch.randn(3, shape[1])
+    assert torch.equal(elsewhere.product(stored, rows), functional.linear(rows, wide))
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_a_cpu_with_another_order_of_codes_computes_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, rows = torch.randn(70, 96), torch.randn(3, 96)
+    matrix = GroupedMatrix((70, 96), bits)
+    parts = computed(matrix, weight)
+    expected, wide = matrix.product(parts, rows), matrix.widen(parts, torch.float32)
+    monkeypatch.setattr(grouped, "is_native_order", lambda: False)
+    assert matrix.is_converted
+    parts = computed(matrix, weight)
+    assert torch.equal(matrix.product(parts, rows), expected)
+    # It is widened by a product with bfloat16 results.
+    torch.testing.assert_close(matrix.widen(parts, torch.float32), wide, rtol=BFLOAT16, atol=1e-6)
+
+
+def test_a_row_of_8_bits_does_not_depend_on_the_rows_beside_it() -> None:
+    matrix = matrix_format((64, 96), 8, CPU)
+    parts = computed(matrix, torch.randn(64, 96))
+    rows = torch.randn(9, 96)
+    together = matrix.product(parts, rows)
+    for index in range(9):
+        assert torch.equal(matrix.product(parts, rows[index : index + 1]), together[index : index + 1])
+
+
+def test_outliers_in_activations_cost_8_bit_products_no_digits() -> None:
+    torch.manual_seed(3)
+    matrix = matrix_format((64, 96), 8, CPU)
+    parts = computed(matrix, torch.randn(64, 96))
+    rows = torch.randn(2, 96)
+    rows[:, 5] = 100.0
+    expected = functional.linear(rows, matrix.widen(parts, torch.float32))
+    assert relative(matrix.product(parts, rows), expected) < 1e-4
+
+
+def test_without_integer_dot_products_8_bits_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = matrix_format((64, 96), 8, CPU)
+    parts = computed(matrix, torch.randn(64, 96))
+    rows = torch.randn(2, 96)
+    expected = matrix.product(parts, rows)
+    monkeypatch.setattr("swarm_plugins.offload.formats.int8._HAS_DOT_PRODUCTS", False)
+    assert relative(matrix.product(parts, rows), expected) < 1e-4
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_gradients_of_rows_are_those_of_the_widened_weight_and_nothing_wide_is_kept(bits: int) -> None:
+    matrix = matrix_format((70, 96), bits, CPU)
+    parts = computed(matrix, torch.randn(70, 96))
+    rows = torch.randn(4, 96, requires_grad=True)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.numel()) or one, lambda one: one):
+        result = multiply(matrix, parts, rows)
+    assert sum(kept) == 0
+    grad = torch.randn(4, 70)
+    result.backward(grad)
+    assert rows.grad is not None
+    assert relative(rows.grad, grad @ matrix.widen(parts, torch.float32)) < 1e-6
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize(
+    "weight",
+    [
+        pytest.param(torch.zeros(3, 70), id="zero"),
+        pytest.param(torch.full((3, 70), 0.7), id="constant"),
+        pytest.param(torch.full((3, 70), -1e-30), id="tiny"),
+        pytest.param(torch.full((3, 70), 1e30), id="huge"),
+        pytest.param(torch.tensor([[0.0] * 69 + [5.0]]).repeat(3, 1), id="one-outlier"),
+        pytest.param(torch.linspace(5.0, 6.0, 210).reshape(3, 70), id="far-from-zero"),
+    ],
+)
+def test_degenerate_weights_stay_near_themselves(bits: int, weight: Tensor) -> None:
+    matrix = matrix_format((3, 70), bits, CPU)
+    found = matrix.widen(computed(matrix, weight), torch.float32)
+    # A group far from zero loses the digits that bfloat16 cannot hold.
+    assert float((found - weight).abs().max()) <= 0.01 * float(weight.abs().max())
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    bits=st.sampled_from([8, 4, 3, 2]),
+    shape=st.tuples(st.integers(1, 130), st.integers(1, 130)),
+    seed=st.integers(0, 1000),
+    size=st.floats(1e-6, 1e6),
+)
+def test_no_weight_is_further_off_than_the_step_of_its_group(
+    bits: int, shape: tuple[int, int], seed: int, size: float
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
+    matrix = matrix_format(shape, bits, CPU)
+    found = matrix.widen(computed(matrix, weight, is_fitted=False), torch.float32)
+    columns = shape[1] if bits == 8 else grouped.GROUP_SIZES[bits]
+    for start in range(0, shape[1], columns):
+        group = weight[:, start : start + columns]
+        step = group.abs().amax(1) / 127 if bits == 8 else (group.amax(1) - group.amin(1)) / ((1 << bits) - 1)
+        # Half a step, and what scale and offset lose as bfloat16.
+        allowed = step * 0.51 + group.abs().amax(1) * 0.04
+        assert bool(((found[:, start : start + columns] - group).abs() <= allowed.unsqueeze(1)).all())
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    bits=st.sampled_from([4, 3, 2]),
+    tiles=st.integers(1, 3),
+    columns=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+)
+def test_codes_come_back_from_tiles_and_folds(bits: int, tiles: int, columns: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(1 << bits, (64 * tiles, columns), generator=generator, dtype=torch.uint8)
+    folded = fold(to_tiles(codes), bits)
+    assert folded.numel() * 8 == codes.numel() * bits
+    assert torch.equal(from_tiles(unfold(folded, bits)), codes)
