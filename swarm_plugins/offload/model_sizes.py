@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.moe import is_fused_experts
 
 __all__ = ["ExpertLayer", "ModelSizes", "experts_modules", "meta_model", "model_sizes", "stored_dtype"]
 
@@ -141,8 +142,7 @@ def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     for index, layer in enumerate(find_layers(model)):
         for module in layer.modules():
-            # Set by transformers' `use_experts_implementation` on whatever goes through its experts interface.
-            if hasattr(module, "is_concatenated") and hasattr(module, "has_gate"):
+            if is_fused_experts(module):
                 found[index] = module
     return found
 
