@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from swarm_plugins.offload.formats.int8 import Int8Matrix
 from swarm_plugins.offload.formats.matrices import MatrixFormat, Part, multiply
 from swarm_plugins.offload.types import BufferLayout
 
-__all__ = ["QuantizedFormat", "QuantizingFormat", "matrix_format", "untransposed"]
+__all__ = ["QuantizedFormat", "QuantizingFormat", "matrix_format", "turn", "turned"]
 
 
 def matrix_format(shape: tuple[int, int], bits: int, device: torch.device) -> MatrixFormat:
@@ -97,20 +97,18 @@ class QuantizingFormat:
         plain: The tensors as they are read.
         bits: 8, 4, 3 or 2.
         device: Where they are multiplied with.
-        is_transposed: Whether weights lie as ``[in, out]``.
+        transposed: Names of the weights that lie as ``[in, out]``.
     """
 
-    def __init__(self, plain: BufferLayout, bits: int, device: torch.device, *, is_transposed: bool = False) -> None:
+    def __init__(self, plain: BufferLayout, bits: int, device: torch.device, transposed: Collection[str] = ()) -> None:
         self.stored = plain
-        self._is_transposed = is_transposed
-        self._format = QuantizedFormat(untransposed(plain) if is_transposed else plain, bits, device)
+        self._transposed = frozenset(transposed)
+        self._format = QuantizedFormat(turned(plain, transposed), bits, device)
         self.computed = self._format.computed
 
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         """Quantizes an expert."""
-        tensors = self.stored.views(stored)
-        if self._is_transposed:
-            tensors = {name: one.T if one.dim() == 2 else one for name, one in tensors.items()}
+        tensors = turn(self.stored.views(stored), self._transposed)
         self._format.convert_tensors(self._format.quantize(tensors, is_fitted=False), computed)
 
     def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
@@ -118,11 +116,16 @@ class QuantizingFormat:
         return self._format.linear(tensors, name, rows)
 
 
-def untransposed(layout: BufferLayout) -> BufferLayout:
-    """Returns the layout with weights ``[in, out]`` as ``[out, in]``."""
+def turned(layout: BufferLayout, transposed: Collection[str]) -> BufferLayout:
+    """Returns the layout with the weights of these names as ``[out, in]``."""
     return BufferLayout.of(
-        [(spec.name, spec.dtype, spec.shape[::-1] if len(spec.shape) == 2 else spec.shape) for spec in layout.tensors]
+        [(one.name, one.dtype, one.shape[::-1] if one.name in transposed else one.shape) for one in layout.tensors]
     )
+
+
+def turn(tensors: Mapping[str, Tensor], transposed: Collection[str]) -> dict[str, Tensor]:
+    """Returns the tensors with the weights of these names as ``[out, in]``."""
+    return {name: one.T if name in transposed else one for name, one in tensors.items()}
 
 
 def _named(name: str, parts: tuple[Part, ...]) -> list[Part]:

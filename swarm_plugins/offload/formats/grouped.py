@@ -34,9 +34,8 @@ _CHUNK_WEIGHTS = 1 << 20
 class GroupedMatrix:
     """A weight as codes of few bits, and scale and offset for each group of columns.
 
-    Rows and columns are padded to multiples of 64. On the CPU 3 and 2 bits become 4 before they are multiplied with,
-    and activations are rounded to bfloat16, as torch's product wants it. Elsewhere the weight is widened for each
-    product.
+    Rows and columns are padded to multiples of 64. On the CPU 3 and 2 bits become 4 for each product, and activations
+    are rounded to bfloat16, as torch's product wants it. Elsewhere the weight is widened for each product.
 
     Args:
         shape: Rows and columns of the weight.
@@ -55,13 +54,13 @@ class GroupedMatrix:
 
     @property
     def computed(self) -> tuple[Part, ...]:
-        """Codes of 4 bits on the CPU."""
-        return self._parts(4) if self.is_for_cpu else self.stored
+        """The same, unless this CPU's product takes codes in an order of its own: then 4 bits in that order."""
+        return self._parts(4) if self.is_converted else self.stored
 
     @property
     def is_converted(self) -> bool:
-        """Whether this CPU wants other codes than those on disk."""
-        return self.is_for_cpu and (self.bits != 4 or not is_native_order())
+        """Whether this CPU wants its codes in another order than that of the disk."""
+        return self.is_for_cpu and not is_native_order()
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
         """Returns codes and scales."""
@@ -73,10 +72,11 @@ class GroupedMatrix:
         return {"codes": torch.cat(codes), "scales": torch.cat(scales, dim=1)}
 
     def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
-        """Makes 4 bits of fewer, in the order of this CPU."""
-        tiles = unfold(stored["codes"], self.bits, computed["codes"])
-        if self.is_for_cpu and not is_native_order():
-            tiles.copy_(torch._convert_weight_to_int4pack_for_cpu(from_tiles(tiles).int(), 1).view_as(tiles))
+        """Copies, or puts codes in the order of this CPU."""
+        codes = stored["codes"]
+        if self.is_converted:
+            codes = torch._convert_weight_to_int4pack_for_cpu(from_tiles(unfold(codes, self.bits)).int(), 1)
+        computed["codes"].copy_(codes.view_as(computed["codes"]))
         computed["scales"].copy_(stored["scales"])
 
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
@@ -87,11 +87,11 @@ class GroupedMatrix:
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Returns the weight ``[out, in]``."""
-        if self.is_for_cpu and not is_native_order():
+        if self.is_converted:
             # Nobody but the product knows the order of this CPU's codes.
             identity = torch.eye(self.shape[1], dtype=torch.bfloat16)
             return self._cpu_product(parts, identity).T.to(dtype)
-        tiles = parts["codes"] if self.is_for_cpu else unfold(parts["codes"], self.bits)
+        tiles = unfold(parts["codes"], self.bits)
         rows, columns = self.shape
         codes = from_tiles(tiles)[:rows].reshape(rows, -1, GROUP_SIZES[self.bits])  # [out, groups, size]
         steps = codes.to(torch.int8) - _CODE_OF_OFFSET
@@ -102,7 +102,7 @@ class GroupedMatrix:
         rows, columns = self._padded_shape
         groups = columns // GROUP_SIZES[self.bits]
         return (
-            Part("codes", torch.uint8, (rows // TILE_ROWS, columns, folded_bytes(bits))),
+            Part("codes", torch.uint8, (rows // TILE_ROWS, folded_bytes(columns, bits))),
             Part("scales", torch.bfloat16, (groups, rows, 2)),
         )
 
@@ -130,8 +130,9 @@ class GroupedMatrix:
     def _cpu_product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         height, width = self._padded_shape
         inputs = functional.pad(rows.to(torch.bfloat16), (0, width - rows.shape[1])).contiguous()
+        tiles = parts["codes"] if self.is_converted else unfold(parts["codes"], self.bits)
         product = torch._weight_int4pack_mm_for_cpu(
-            inputs, parts["codes"].view(height, width // 2), GROUP_SIZES[self.bits], parts["scales"]
+            inputs, tiles.view(height, width // 2), GROUP_SIZES[self.bits], parts["scales"]
         )
         return product[:, : self.shape[0]]
 

@@ -51,7 +51,7 @@ def test_an_expert_quantized_beforehand_or_as_it_is_read_multiplies_alike(bits: 
 
 
 def test_nothing_is_converted_where_the_disk_holds_what_is_multiplied_with() -> None:
-    for bits in (8, 4):
+    for bits in (8, 4, 3, 2):
         ready = QuantizedFormat(PLAIN, bits, torch.device("cuda"))
         assert ready.computed is ready.stored
 
@@ -62,7 +62,7 @@ def test_transposed_weights_are_turned() -> None:
     buffer = torch.zeros(lying.num_bytes, dtype=torch.uint8)
     for name, view in lying.views(buffer).items():
         view.copy_(tensors[name].T if tensors[name].dim() == 2 else tensors[name])
-    turned, straight = QuantizingFormat(lying, 8, CPU, is_transposed=True), QuantizedFormat(PLAIN, 8, CPU)
+    turned, straight = QuantizingFormat(lying, 8, CPU, {"gate_up_proj", "down_proj"}), QuantizedFormat(PLAIN, 8, CPU)
     found = torch.zeros(turned.computed.num_bytes, dtype=torch.uint8)
     turned.convert(buffer, found)
     expected = torch.zeros_like(found)
