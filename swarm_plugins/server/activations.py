@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -83,7 +83,9 @@ class _Kept(Generic[T]):
 
 
 class ActivationStore(Generic[T]):
-    """Keeps values by unguessable ticket; least recently stored go first. Safe to use from several threads.
+    """Keeps values by unguessable ticket; when it is full, the oldest of the peer that holds most goes first.
+
+    So a peer can only push out its own, or those of peers that hold more. Safe to use from several threads.
 
     Args:
         budget_bytes: Bytes of all kept graphs; 0 keeps none.
@@ -117,7 +119,7 @@ class ActivationStore(Generic[T]):
         with self._lock:
             self._drop_expired(time.monotonic())
             while self._used_bytes + num_bytes > self.budget_bytes:
-                self._drop(next(iter(self._kept)))
+                self._drop(self._oldest_of_greediest(peer, num_bytes))
             self._kept[ticket] = _Kept(peer, value, num_bytes, time.monotonic() + self.ttl_s)
             self._used_bytes += num_bytes
         return ticket
@@ -140,6 +142,15 @@ class ActivationStore(Generic[T]):
         with self._lock:
             self._kept.clear()
             self._used_bytes = 0
+
+    def _oldest_of_greediest(self, peer: str, num_bytes: int) -> str:
+        """Returns the ticket to give up so that ``peer`` can keep so many bytes more."""
+        held = Counter({peer: num_bytes})
+        for kept in self._kept.values():
+            held[kept.peer] += kept.num_bytes
+        owners = {kept.peer for kept in self._kept.values()}
+        greediest = max(owners, key=lambda owner: held[owner])
+        return next(ticket for ticket, kept in self._kept.items() if kept.peer == greediest)
 
     def _drop_expired(self, now: float) -> None:
         for ticket in [ticket for ticket, kept in self._kept.items() if kept.expires <= now]:

@@ -111,7 +111,7 @@ def choose_pack(waiting: Sequence[PartialStep], max_tokens: int) -> list[tuple[P
     Short steps (decode) first, in their order; what room they leave goes to the prefills, cut to fit.
 
     Args:
-        waiting: All waiting steps, oldest first.
+        waiting: All waiting steps, in the order in which it is their turn.
         max_tokens: Tokens (rows times length) of one pack. The first step runs with at least one token per row, so
             that a step wider than the pack still makes progress.
 

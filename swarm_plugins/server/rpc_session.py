@@ -94,7 +94,9 @@ class _Stream:
         make = self._maker(request, blocks)
         made: list[SessionCache] = []
         try:
-            await service.scheduler.call(lambda: made.append(make()), timeout_s=service.limits.request_timeout_s)
+            await service.scheduler.call(
+                lambda: made.append(make()), timeout_s=service.limits.request_timeout_s, peer=self._peer
+            )
         except BaseException:
             service.scheduler.post(lambda: _close_all(made))
             raise
@@ -134,6 +136,7 @@ class _Stream:
                 inputs,
                 timeout_s=service.limits.request_timeout_s,
                 prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
+                peer=self._peer,
             )
         return _response(outputs, request)
 

@@ -41,7 +41,7 @@ async def forward_handler(service: Service, channel: Channel) -> None:
         timeout_s = service.limits.request_timeout_s
         with _checked_inputs(service, request) as inputs:
             outputs, ticket = await service.scheduler.train(
-                lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s
+                lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s, peer=peer
             )
         return _response(outputs, ticket, request.hidden.dtype), request.reply_codec
 
@@ -66,7 +66,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
                         "the graph of this forward is not kept here (any more): send the forward request along",
                     )
                 kept = stack.enter_context(_checked_inputs(service, request.forward))
-            found = await _backward(service, kept, request)
+            found = await _backward(service, peer, kept, request)
         return _gradient_response(found, dtype), request.reply_codec
 
     await answer_requests(channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s)
@@ -128,7 +128,7 @@ def _check_gradients(service: Service, request: BackwardRequest) -> None:
         check_finite(tensor, "a gradient")
 
 
-async def _backward(service: Service, kept: KeptForward | SpanInputs, request: BackwardRequest) -> Gradients:
+async def _backward(service: Service, peer: str, kept: KeptForward | SpanInputs, request: BackwardRequest) -> Gradients:
     device = service.device
 
     def run() -> Gradients:
@@ -148,7 +148,7 @@ async def _backward(service: Service, kept: KeptForward | SpanInputs, request: B
             prefix=tuple(tensor.cpu() for tensor in found.prefix),
         )
 
-    return await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s)
+    return await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s, peer=peer)
 
 
 def _gradient_response(found: Gradients, dtype: torch.dtype) -> BackwardResponse:

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -28,6 +28,7 @@ from swarm_plugins.server.devices import inputs_to, outputs_to_cpu
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.pack import choose_pack
 from swarm_plugins.server.rhythm import Rhythm
+from swarm_plugins.server.turns import Turns
 from swarm_plugins.server.work import Call, Step, Work
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerRunner"]
@@ -59,11 +60,16 @@ class SchedulerConfig:
     max_waiting_trainings: int = 32
     """Forward and backward requests that may wait."""
 
+    max_peer_share: float = 0.5
+    """Share of the waiting requests, of either kind, that may be one peer's."""
+
     def __post_init__(self) -> None:
         """Checks the bounds."""
         for name in ("max_pack_tokens", "max_waiting_steps", "max_waiting_trainings"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.max_peer_share <= 1:
+            raise ConfigError(f"max_peer_share must be above 0 and at most 1, got {self.max_peer_share}")
 
 
 class AbandonedError(Exception):
@@ -95,6 +101,8 @@ class Scheduler:
         self._current_training: Call | None = None
         self._packs_since_training = 0
         self._num_submitted = {"step": 0, "training": 0}
+        self._num_of_peer: Counter[tuple[str, str]] = Counter()
+        self._step_turns, self._training_turns = Turns(), Turns()
         self._busy = BusyMeter()
         self._rhythm = Rhythm()
         self._thread: threading.Thread | None = None
@@ -129,13 +137,13 @@ class Scheduler:
             log.warning("the compute thread is still busy after %.0f s; it is left to end with the process", timeout_s)
         self._thread = None
 
-    async def call(self, function: Callable[[], T], *, timeout_s: float) -> T:
+    async def call(self, function: Callable[[], T], *, timeout_s: float, peer: str = "") -> T:
         """Runs a short function, such as a cache operation, before any waiting step.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: T = await self._submit(Call(function, is_training=False), "step", timeout_s)
+        result: T = await self._submit(Call(function, is_training=False, peer=peer), "step", timeout_s)
         return result
 
     def post(self, function: Callable[[], object]) -> None:
@@ -144,17 +152,17 @@ class Scheduler:
         item.future.add_done_callback(_log_outcome)
         self._inbox.put(item)
 
-    async def train(self, function: Callable[[], T], *, timeout_s: float) -> T:
-        """Runs a training forward or backward; steps run between its blocks.
+    async def train(self, function: Callable[[], T], *, timeout_s: float, peer: str = "") -> T:
+        """Runs a training forward or backward; steps run between its blocks, and peers take turns.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: T = await self._submit(Call(function, is_training=True), "training", timeout_s)
+        result: T = await self._submit(Call(function, is_training=True, peer=peer), "training", timeout_s)
         return result
 
     async def step(
-        self, inputs: StepInputs, *, timeout_s: float, prepare: Callable[[], None] | None = None
+        self, inputs: StepInputs, *, timeout_s: float, prepare: Callable[[], None] | None = None, peer: str = ""
     ) -> SpanOutputs:
         """Runs the new tokens of one session, packed with those of others.
 
@@ -162,11 +170,12 @@ class Scheduler:
             inputs: The step. Its cache may have other work in the queue only if that does not touch it.
             timeout_s: Longest wait for the result.
             prepare: Runs on the compute thread right before the step: the cache operations that come with it.
+            peer: Who asks; peers take turns when not all waiting steps fit in one forward.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: SpanOutputs = await self._submit(Step(inputs, prepare), "step", timeout_s)
+        result: SpanOutputs = await self._submit(Step(inputs, prepare, peer), "step", timeout_s)
         return result
 
     async def _submit(self, item: Work, kind: str, timeout_s: float) -> Any:
@@ -179,7 +188,16 @@ class Scheduler:
                 f"{self._num_submitted[kind]} {kind} requests wait at this server, which is its limit: "
                 "try another server, or later",
             )
+        of_peer = (kind, item.peer)
+        most = max(1, int(limit * self.config.max_peer_share))
+        if item.peer and self._num_of_peer[of_peer] >= most:
+            raise RequestError(
+                "overloaded",
+                f"{self._num_of_peer[of_peer]} {kind} requests of this client wait here, {most} are allowed: "
+                "wait for their answers, or use more servers",
+            )
         self._num_submitted[kind] += 1
+        self._num_of_peer[of_peer] += 1
         self._inbox.put(item)
         try:
             async with asyncio.timeout(timeout_s):
@@ -192,6 +210,9 @@ class Scheduler:
             # Cancelled (the client is gone) or too late: dropped before it runs, or between two blocks.
             item.abandoned = True
             self._num_submitted[kind] -= 1
+            self._num_of_peer[of_peer] -= 1
+            if not self._num_of_peer[of_peer]:
+                del self._num_of_peer[of_peer]
 
     # -- the compute thread -------------------------------------------------------------------------------------------
 
@@ -203,12 +224,12 @@ class Scheduler:
             started = time.monotonic()
             self._busy.begin(started)
             if self._trainings and self._packs_since_training >= _PACKS_BEFORE_TRAINING:
-                self._run_training(self._trainings.popleft())
+                self._run_training(self._next_training())
             elif self._calls or self._steps:
                 self._packs_since_training += bool(self._trainings)
                 self._run_urgent()
             elif self._trainings:
-                self._run_training(self._trainings.popleft())
+                self._run_training(self._next_training())
             self._busy.end(time.monotonic())
         self._fail_waiting()
 
@@ -244,6 +265,12 @@ class Scheduler:
             self._rhythm.arrived(id(item.part.inputs.cache), item.arrived)
         elif isinstance(item, Call):
             (self._trainings if item.is_training else self._calls).append(item)
+
+    def _next_training(self) -> Call:
+        item = self._training_turns.order(self._trainings)[0]
+        self._trainings.remove(item)
+        self._training_turns.had({item.peer})
+        return item
 
     def _run_training(self, item: Call) -> None:
         self._packs_since_training = 0
@@ -291,7 +318,11 @@ class Scheduler:
             self._steps = [step for step in self._steps if self._is_ready(step)]
             by_part = {id(step.part): step for step in self._steps}
             groups: dict[range, list[tuple[Step, int]]] = {}
-            for part, num_tokens in choose_pack([step.part for step in self._steps], self.chunk_tokens):
+            in_turn = [step.part for step in self._step_turns.order(self._steps)]
+            chosen = choose_pack(in_turn, self.chunk_tokens)
+            if len(chosen) < len(in_turn):
+                self._step_turns.had({by_part[id(part)].peer for part, _ in chosen})
+            for part, num_tokens in chosen:
                 groups.setdefault(part.inputs.blocks, []).append((by_part[id(part)], num_tokens))
             for group in groups.values():
                 self._run_group(group)

@@ -17,11 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class Work:
-    """Work that someone on an event loop awaits."""
+    """Work that someone on an event loop awaits.
 
-    __slots__ = ("abandoned", "future", "loop")
+    Args:
+        peer: Who asks for it; empty for the server itself.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("abandoned", "future", "loop", "peer")
+
+    def __init__(self, peer: str = "") -> None:
+        self.peer = peer
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
         self.abandoned = False
@@ -47,8 +52,8 @@ class Call(Work):
 
     __slots__ = ("function", "is_training")
 
-    def __init__(self, function: Callable[[], Any], *, is_training: bool) -> None:
-        super().__init__()
+    def __init__(self, function: Callable[[], Any], *, is_training: bool, peer: str = "") -> None:
+        super().__init__(peer)
         self.function = function
         self.is_training = is_training
 
@@ -58,8 +63,8 @@ class Step(Work):
 
     __slots__ = ("arrived", "part", "prepare")
 
-    def __init__(self, inputs: StepInputs, prepare: Callable[[], None] | None) -> None:
-        super().__init__()
+    def __init__(self, inputs: StepInputs, prepare: Callable[[], None] | None, peer: str = "") -> None:
+        super().__init__(peer)
         self.arrived = time.monotonic()
         self.part = PartialStep(inputs)
         self.prepare = prepare

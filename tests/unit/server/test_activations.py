@@ -76,3 +76,21 @@ def test_expired_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_negative_budget_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 or more bytes, got -1"):
         ActivationStore(-1)
+
+
+def test_a_flood_of_one_peer_pushes_out_only_its_own() -> None:
+    store = ActivationStore[str](100)
+    victim = store.put("victim", "v", 40)
+    flood = [store.put("flood", str(number), 10) for number in range(50)]
+    assert victim is not None
+    assert store.take("victim", victim) == "v"
+    assert [store.take("flood", ticket) for ticket in flood if ticket][-6:] == ["44", "45", "46", "47", "48", "49"]
+
+
+def test_a_newcomer_gets_room_from_the_peer_that_holds_most() -> None:
+    store = ActivationStore[str](100)
+    first = [store.put("first", str(number), 25) for number in range(4)]
+    newcomer = store.put("newcomer", "n", 50)
+    assert newcomer is not None
+    assert [store.take("first", ticket) for ticket in first if ticket] == [None, None, "2", "3"]
+    assert store.take("newcomer", newcomer) == "n"

@@ -187,6 +187,64 @@ def test_full_queue_is_refused_with_its_limit(runner: FakeRunner, scheduler: Sch
     asyncio.run(scene())
 
 
+def test_one_peer_cannot_fill_the_queue(runner: FakeRunner, scheduler: Scheduler) -> None:
+    async def scene() -> None:
+        runner.gate = threading.Event()
+        tasks = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="flood")) for _ in range(8)]
+        await asyncio.sleep(0.02)
+        with pytest.raises(RequestError, match="8 step requests of this client wait here, 8 are allowed") as caught:
+            await scheduler.step(step_of(runner), timeout_s=5, peer="flood")
+        assert caught.value.kind == "overloaded"
+        tasks.append(asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="other")))
+        await asyncio.sleep(0.02)
+        runner.gate.set()
+        await asyncio.gather(*tasks)
+        await scheduler.step(step_of(runner), timeout_s=5, peer="flood")
+
+    asyncio.run(scene())
+
+
+def test_wide_steps_of_one_peer_do_not_keep_another_waiting(runner: FakeRunner, scheduler: Scheduler) -> None:
+    async def scene() -> None:
+        runner.gate = threading.Event()
+        wide = [
+            asyncio.create_task(scheduler.step(step_of(runner, batch_size=64), timeout_s=5, peer="flood"))
+            for _ in range(6)
+        ]
+        await asyncio.sleep(0.02)
+        other = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="other"))
+        await asyncio.sleep(0.02)
+        runner.gate.set()
+        await asyncio.gather(other, *wide)
+
+    asyncio.run(scene())
+    # The first ran when the others came; each of them fills a forward.
+    assert runner.packs.index([(1, 1)]) <= 2
+
+
+def test_trainings_of_peers_take_turns(runner: FakeRunner, scheduler: Scheduler) -> None:
+    ran: list[str] = []
+
+    async def scene() -> None:
+        start = threading.Event()
+
+        def train(peer: str) -> asyncio.Task[None]:
+            return asyncio.create_task(scheduler.train(lambda: ran.append(peer), timeout_s=5, peer=peer))
+
+        blocked = asyncio.create_task(scheduler.train(lambda: start.wait(5.0), timeout_s=5))
+        await asyncio.sleep(0.02)
+        # Two of the four that may wait are the most for one peer.
+        tasks = [train("flood"), train("flood")]
+        await asyncio.sleep(0.02)
+        tasks.append(train("other"))
+        await asyncio.sleep(0.02)
+        start.set()
+        await asyncio.gather(blocked, *tasks)
+
+    asyncio.run(scene())
+    assert ran == ["flood", "other", "flood"]
+
+
 def test_cache_operations_run_right_before_their_step(runner: FakeRunner, scheduler: Scheduler) -> None:
     step = step_of(runner)
     step.cache.length = 10  # type: ignore[misc]
