@@ -10,20 +10,25 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
 from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.layers import BlockList, Passing
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.checkpoint import Checkpoint, block_tensors, find_layers, layer_list_name, layer_prefix
+from swarm_plugins.checkpoint import (
+    Checkpoint,
+    block_tensors,
+    find_layers,
+    layer_list_name,
+    layer_prefix,
+    model_from_tensors,
+)
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 
 __all__ = ["DEFAULT_KV_BYTES", "load_span"]
@@ -75,7 +80,8 @@ def load_span(
     model: PreTrainedModel | None = None
     for group in _groups(checkpoint, path, blocks):
         tensors = _read(checkpoint, base_class, path, group, progress)
-        part = _load(_cut_class(base_class, path, group), config, tensors, wanted, checkpoint.name)
+        part = model_from_tensors(_cut_class(base_class, path, group), config, tensors, wanted, checkpoint.name)
+        part.requires_grad_(False)
         nn.Module.to(part, device)
         if quantization != "none":
             for block in group:
@@ -204,52 +210,3 @@ def _cut(model: nn.Module, path: str, blocks: range) -> None:
         # really pass unchanged.
         if name != top and next(child.parameters(), None) is not None:
             setattr(model, name, nn.Identity())
-
-
-def _load(
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype,
-    name: str,
-) -> PreTrainedModel:
-    try:
-        with _quiet():
-            loaded: Any = model_class.from_pretrained(
-                None,
-                config=config,
-                state_dict=tensors,
-                dtype=dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except RuntimeError as exc:
-        raise CheckpointError(f"{name} has tensors that do not fit its config: {exc}") from exc
-    model: PreTrainedModel = loaded[0]
-    info: dict[str, Any] = loaded[1]
-    wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
-    if wrong:
-        raise CheckpointError(f"{name} has {len(wrong)} tensors of a wrong shape, such as {wrong[0]}: not its config")
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{name} lacks {len(missing)} tensors of its blocks, such as {missing[0]}: fetch it again"
-        )
-    model.train(False)
-    model.requires_grad_(False)
-    return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences HF's bar, which shows the conversion of tensors in memory, and its report: errors here say the same."""
-    was_enabled = hf_logging.is_progress_bar_enabled()
-    level = hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if was_enabled:
-            hf_logging.enable_progress_bar()

@@ -7,6 +7,7 @@ by byte range; the functions beside it say which tensors are whose.
 from __future__ import annotations
 
 from swarm_plugins.checkpoint.headers import TensorInfo
+from swarm_plugins.checkpoint.loading import model_from_tensors
 from swarm_plugins.checkpoint.partition import block_tensors, client_tensors, find_layers, layer_list_name, layer_prefix
 from swarm_plugins.checkpoint.source import Checkpoint
 
@@ -18,4 +19,5 @@ __all__ = [
     "find_layers",
     "layer_list_name",
     "layer_prefix",
+    "model_from_tensors",
 ]

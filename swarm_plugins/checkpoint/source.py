@@ -141,6 +141,17 @@ class Checkpoint:
             self._fill(infos, buffers, bar.update)
         return {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}
 
+    def file_path(self, file: str) -> Path:
+        """Returns where a file lies here, downloading the whole of it to the Hub's cache first if need be.
+
+        Args:
+            file: Its name, relative to the root of the checkpoint.
+
+        Raises:
+            CheckpointError: If it cannot be fetched.
+        """
+        return self._files.path(file)
+
     def generation_config(self) -> GenerationConfig | None:
         """Returns the model's defaults for generation, or None if it brings none.
 
