@@ -3,6 +3,7 @@
 ```text
 AutoSwarmModelForCausalLM ...   HF's own model class, its decoder layers on other people's servers
 SwarmConfig                     deadlines, retries and codec of a client
+load_offloaded, OffloadConfig   HF's own model class, its experts on disk and a bounded set of them in memory
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
 HubAdapterCallback, HubAdapterTrainerCallback   publish adapters while they are trained
 find_adapters, load_adapter     published adapters of a base, checked against its version
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from swarm_plugins.client import SwarmConfig
     from swarm_plugins.hub import find_adapters
     from swarm_plugins.local_swarm import LocalSwarm
+    from swarm_plugins.offload import OffloadConfig, load_offloaded
     from swarm_plugins.strategy.unified import FabricSwarmStrategy, SwarmStrategy
 
 __all__ = [
@@ -44,12 +46,14 @@ __all__ = [
     "HubAdapterCallback",
     "HubAdapterTrainerCallback",
     "LocalSwarm",
+    "OffloadConfig",
     "SwarmConfig",
     "SwarmError",
     "SwarmStrategy",
     "__version__",
     "find_adapters",
     "load_adapter",
+    "load_offloaded",
 ]
 
 __version__ = "0.1.0"
@@ -62,10 +66,12 @@ _HOMES = {
     "HubAdapterCallback": "swarm_plugins.callbacks.for_lightning",
     "HubAdapterTrainerCallback": "swarm_plugins.callbacks.for_transformers",
     "LocalSwarm": "swarm_plugins.local_swarm",
+    "OffloadConfig": "swarm_plugins.offload",
     "SwarmConfig": "swarm_plugins.client",
     "SwarmStrategy": "swarm_plugins.strategy.unified",
     "find_adapters": "swarm_plugins.hub",
     "load_adapter": "swarm_plugins.callbacks.loading",
+    "load_offloaded": "swarm_plugins.offload",
 }
 
 

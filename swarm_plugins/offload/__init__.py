@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.load import load_offloaded
 
-__all__ = ["OffloadConfig"]
+__all__ = ["OffloadConfig", "load_offloaded"]
