@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.routing import SpanChoice
+from swarm_plugins.transport.codec import has_non_finite
 from swarm_plugins.transport.messages import ForwardResponse, SessionStepResponse
 
 __all__ = ["check_outputs", "check_same_routers", "check_tensor"]
@@ -89,5 +90,5 @@ def check_same_routers(parts: Sequence[_WithRouters], who: str) -> None:
 
 
 def _check_finite(tensor: Tensor, peer: str, what: str) -> None:
-    if not bool(tensor.isfinite().all()):
+    if has_non_finite(tensor):
         raise ProtocolError(f"server {peer} returned NaN or infinity in {what}")

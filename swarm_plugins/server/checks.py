@@ -128,7 +128,7 @@ def check_positions(positions: Tensor | None, batch_size: int, length: int) -> N
             "bad_request",
             f"position_ids have shape {list(positions.shape)}, allowed are [1, {length}] and [{batch_size}, {length}]",
         )
-    lowest, highest = int(positions.min()), int(positions.max())
+    lowest, highest = (int(bound) for bound in torch.aminmax(positions))
     if lowest < 0 or highest > _MAX_POSITION:
         raise RequestError(
             "bad_request", f"position_ids run from {lowest} to {highest}: 0 to {_MAX_POSITION} are allowed"

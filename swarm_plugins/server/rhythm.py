@@ -63,18 +63,18 @@ class Rhythm:
 
     def wait_s(self, waiting: Collection[Hashable], now: float) -> float:
         """Returns how long to wait for sessions that are about to come; 0 if it does not pay."""
-        limit_s = _CAUTION * self._fixed_s()
-        if limit_s <= 0:
+        due = [
+            session.answered + session.gap_s * _MARGIN + _MIN_MARGIN_S - now
+            for name, session in self._sessions.items()
+            if not session.is_running and session.gap_s is not None and session.gap_s <= _MAX_GAP_S
+            if name not in waiting
+        ]
+        # Overdue: it has ended, or thinks; the rest need not wait for it.
+        due = [due_s for due_s in due if due_s > 0]
+        if not due:
             return 0.0
-        longest_s = 0.0
-        for name, session in self._sessions.items():
-            if session.is_running or session.gap_s is None or session.gap_s > _MAX_GAP_S or name in waiting:
-                continue
-            due_s = session.answered + session.gap_s * _MARGIN + _MIN_MARGIN_S - now
-            # Overdue: it has ended, or thinks; the rest need not wait for it.
-            if 0 < due_s < limit_s:
-                longest_s = max(longest_s, due_s)
-        return longest_s
+        limit_s = _CAUTION * self._fixed_s()
+        return max((due_s for due_s in due if due_s < limit_s), default=0.0)
 
     def _fixed_s(self) -> float:
         """Returns ``a``: what a forward costs however few rows it has."""

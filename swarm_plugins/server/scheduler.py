@@ -198,15 +198,14 @@ class Scheduler:
             )
         self._num_submitted[kind] += 1
         self._num_of_peer[of_peer] += 1
+        # Cheaper than asyncio.timeout; and all set before the item is handed over, because from then on the compute
+        # thread waits for this thread to let go of the interpreter.
+        timer = item.loop.call_later(timeout_s, item.expire, timeout_s)
         self._inbox.put(item)
         try:
-            async with asyncio.timeout(timeout_s):
-                return await item.future
-        except TimeoutError:
-            raise RequestError(
-                "overloaded", f"no result within {timeout_s:g} s: this server is too busy, ask another one"
-            ) from None
+            return await item.future
         finally:
+            timer.cancel()
             # Cancelled (the client is gone) or too late: dropped before it runs, or between two blocks.
             item.abandoned = True
             self._num_submitted[kind] -= 1
@@ -363,8 +362,9 @@ class Scheduler:
         for step, _ in group:
             if step.part.is_complete:
                 self._steps.remove(step)
-                step.finish(step.part.result())
+                # First: once its result is handed over, the event loop wants the interpreter.
                 self._rhythm.answered(id(step.part.inputs.cache), ended)
+                step.finish(step.part.result())
 
     def _fail(self, step: Step, error: Exception) -> None:
         self._steps.remove(step)

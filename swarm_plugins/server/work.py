@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swarm_plugins.blocks.types import StepInputs
+from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.pack import PartialStep
 
 __all__ = ["Call", "Step", "Work"]
@@ -37,6 +38,11 @@ class Work:
             self.loop.call_soon_threadsafe(self._settle, result, error)
         except RuntimeError:  # the loop has been closed: nobody waits any more
             log.debug("a result came after the event loop was closed")
+
+    def expire(self, timeout_s: float) -> None:
+        """Ends the wait; called on the event loop."""
+        text = f"no result within {timeout_s:g} s: this server is too busy, ask another one"
+        self._settle(None, RequestError("overloaded", text))
 
     def _settle(self, result: object, error: BaseException | None) -> None:
         if self.future.done():

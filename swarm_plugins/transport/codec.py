@@ -82,7 +82,7 @@ def has_non_finite(tensor: Tensor) -> bool:
         return False
     # One pass and no temporary: a finite sum proves that all terms are finite. Finite terms can overflow the sum,
     # so the exact (slower) test decides when it is not.
-    if bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32))):
+    if math.isfinite(tensor.detach().sum(dtype=torch.float32).item()):
         return False
     return not bool(torch.isfinite(tensor.detach()).all())
 
