@@ -21,7 +21,7 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="bench",
-    help="Measure a swarm on this machine against the same model run locally, one thread a side.",
+    help="Measure a swarm, or offloading, on this machine against the same model run locally, one thread a side.",
     no_args_is_help=True,
 )
 
@@ -94,11 +94,55 @@ def sessions(
     _measure("sessions", model, json, run)
 
 
-def _measure(what: str, model: Path, json: Path | None, run: Callable[[Report, Progress], None]) -> None:
+@app.command()
+def offload(
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of a mixture of experts: config.json and safetensors files.")
+    ] = None,
+    random_model: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SCALE",
+            help="Instead of --model, one of OLMoE-1B-7B's shape with random weights: 1 for all 16 layers (13.8 GB).",
+        ),
+    ] = None,
+    fast: Annotated[str, typer.Option(help="Share of the bytes of all experts that may be in memory.")] = "25%",
+    without: Annotated[
+        list[str] | None, typer.Option(help="Arm to leave out: resident or accelerate; may be given several times.")
+    ] = None,
+    new_tokens: NewTokens = 32,
+    rounds: Rounds = 5,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw which experts the tokens use, to this file.", dir_okay=False)
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Tokens per second with offloaded experts, against all in memory and accelerate's disk offload, under a limit."""
+    _quiet_start()
+    with one_sentence_errors("bench offload"):
+        from swarm_plugins.cli._bench.offload_command import run_offload
+
+        run_offload(
+            model,
+            random_scale=random_model,
+            fast=fast,
+            without=without or [],
+            new_tokens=new_tokens,
+            rounds=rounds,
+            plot=plot,
+            json=json,
+        )
+
+
+def _quiet_start() -> None:
     # Read when torch is loaded, so before that; one thread a side keeps the two from competing for cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     # Says at import that a kernel of its own is missing, which nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def _measure(what: str, model: Path, json: Path | None, run: Callable[[Report, Progress], None]) -> None:
+    _quiet_start()
     from rich.console import Console
     from rich.progress import Progress
 

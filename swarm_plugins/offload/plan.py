@@ -86,7 +86,8 @@ def make_plan(
     fast = min(room, sizes.expert_bytes)
     has_link = speeds.link_bytes_per_s is not None
     config = OffloadConfig(
-        fast_bytes=fast,
+        # All of the room: the cache takes no more than the experts need, each of them padded a little.
+        fast_bytes=room,
         ram_bytes=min(ram_bytes, sizes.expert_bytes - fast) if has_link else None,
         prefetch=False if fast >= sizes.expert_bytes else "auto",
         num_readers=num_readers,

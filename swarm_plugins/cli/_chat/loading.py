@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.cli._chat.tokenizer import load_tokenizer
 from swarm_plugins.errors import ConfigError
 
 __all__ = ["LoadedModel", "load_for_chat", "split_tag"]
@@ -42,10 +43,7 @@ def load_for_chat(
             "or set SWARM_INITIAL_PEERS"
         )
     model: Any = AutoSwarmModelForCausalLM.from_pretrained(name, revision=revision, initial_peers=peers)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name!r} has no tokenizer that can be loaded; a conversation needs one") from error
+    tokenizer = load_tokenizer(name, revision)
     if adapter is not None:
         repo, tag = split_tag(adapter)
         model = load_adapter(model, repo, tag, endpoint=endpoint)

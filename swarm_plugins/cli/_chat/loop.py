@@ -12,8 +12,13 @@ from swarm_plugins.errors import ConfigError
 __all__ = ["talk"]
 
 
-def talk(conversation: Conversation) -> None:
-    """Talks until /exit, the end of the input, or Ctrl-C while nothing is being answered."""
+def talk(conversation: Conversation, command: str = "chat") -> None:
+    """Talks until /exit, the end of the input, or Ctrl-C while nothing is being answered.
+
+    Args:
+        conversation: Who is talked with.
+        command: Name for messages.
+    """
     is_terminal = sys.stdin.isatty()
     while True:
         line = _read(is_terminal)
@@ -22,7 +27,7 @@ def talk(conversation: Conversation) -> None:
         if line == "/new":
             conversation.forget()
         elif line:
-            _answer(conversation, line)
+            _answer(conversation, line, command)
 
 
 def _read(is_terminal: bool) -> str | None:
@@ -36,12 +41,12 @@ def _read(is_terminal: bool) -> str | None:
         return None
 
 
-def _answer(conversation: Conversation, line: str) -> None:
+def _answer(conversation: Conversation, line: str, command: str) -> None:
     try:
         conversation.answer(line, _write)
     except ConfigError as error:
         # Too long for the model, say: the conversation goes on.
-        typer.echo(f"swarm chat: {error}", err=True)
+        typer.echo(f"swarm {command}: {error}", err=True)
     except KeyboardInterrupt:
         typer.echo(" ...")
     else:
