@@ -1,0 +1,135 @@
+"""How much memory experts may take when the user does not say."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import torch
+
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.config import OffloadConfig
+
+__all__ = ["choose_fast_bytes", "choose_ram_bytes", "free_host_bytes", "least_bytes"]
+
+# Kept for activations, KV caches and the rest of the machine.
+_RESERVE_BYTES = 512 << 20
+_RESERVE_SHARE = 0.15
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def least_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int], num_readers: int) -> int:
+    """Returns the smallest budget: an expert for each reader to fill and one to compute with, at most all.
+
+    Args:
+        expert_bytes: Size of an expert of each layer.
+        num_experts: Experts of each layer.
+        num_readers: Reads at the same time.
+    """
+    largest = max(expert_bytes.values(), default=0)
+    return min((num_readers + 1) * largest, all_bytes(expert_bytes, num_experts))
+
+
+def all_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
+    """Returns the bytes of all experts."""
+    return sum(size * num_experts[layer] for layer, size in expert_bytes.items())
+
+
+def choose_fast_bytes(
+    config: OffloadConfig, expert_bytes: Mapping[int, int], num_experts: Mapping[int, int], device: torch.device
+) -> int:
+    """Returns the budget of fast memory: what the user said or what is free, and no more than all experts need.
+
+    Args:
+        config: What the user said.
+        expert_bytes: Size of an expert of each layer, as computed with.
+        num_experts: Experts of each layer.
+        device: Where they are computed with.
+
+    Raises:
+        CapacityError: If it is less than is needed to compute at all.
+    """
+    total = all_bytes(expert_bytes, num_experts)
+    least = least_bytes(expert_bytes, num_experts, config.num_readers)
+    if config.fast_bytes is not None:
+        budget, source = config.fast_bytes, f"fast_bytes is {config.fast_bytes}"
+    else:
+        free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+        budget = _less_reserve(free)
+        source = f"{free} bytes are free, of which {budget} can be used for experts"
+    if budget < least:
+        raise CapacityError(
+            f"{source}, but at least {least} bytes are needed: one expert of "
+            f"{max(expert_bytes.values(), default=0)} bytes to compute with, and one for each of "
+            f"{config.num_readers} readers; raise fast_bytes, lower num_readers, or take a lower expert_bits"
+        )
+    return min(budget, total)
+
+
+def choose_ram_bytes(config: OffloadConfig, stored_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
+    """Returns the budget of pinned RAM for a CUDA device: what the user said or half of what is free.
+
+    Args:
+        config: What the user said.
+        stored_bytes: Size of an expert of each layer, as stored.
+        num_experts: Experts of each layer.
+    """
+    # Pages that cannot be swapped or dropped: half is for everything else that runs here.
+    budget = config.ram_bytes if config.ram_bytes is not None else _less_reserve(free_host_bytes()) // 2
+    return min(budget, all_bytes(stored_bytes, num_experts))
+
+
+def free_host_bytes() -> int:
+    """Returns the RAM that this process can still take: of the machine, its control group and its own limits."""
+    return max(0, min(psutil.virtual_memory().available, *_process_limits(), *_group_limits()))
+
+
+def _less_reserve(free: int) -> int:
+    return max(0, free - max(_RESERVE_BYTES, int(free * _RESERVE_SHARE)))
+
+
+def _process_limits() -> Iterator[int]:
+    memory = psutil.Process().memory_info()
+    for name, used in (("RLIMIT_AS", memory.vms), ("RLIMIT_DATA", getattr(memory, "data", memory.rss))):
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit != resource.RLIM_INFINITY:
+            yield limit - used
+
+
+def _group_limits(root: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Yields what each enclosing control group leaves (both versions of them; page cache counts as free)."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = base / name.lstrip("/")
+        while group.is_relative_to(base):
+            limit, used = (_number(group / each) for each in names)
+            if limit is not None and used is not None:
+                yield limit - used + _file_pages(group / "memory.stat")
+            group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _file_pages(path: Path) -> int:
+    try:
+        pairs = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    # Only what can be dropped at once.
+    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", "0")))

@@ -1,0 +1,101 @@
+"""Buffers for experts within a byte budget: taken when first needed, then reused."""
+
+from __future__ import annotations
+
+import mmap
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.errors import CapacityError
+
+__all__ = ["BufferPool", "device_buffer", "host_buffer", "pinned_buffer"]
+
+# Smaller buffers do not get a mapping of their own, which would cost at least a page.
+_MIN_MAPPED_BYTES = 1 << 16
+
+
+def host_buffer(num_bytes: int) -> Tensor:
+    """Returns ``[num_bytes]`` of uint8, aligned to 64 bytes, in memory that goes back to the system when dropped.
+
+    Raises:
+        OSError: If there is no memory.
+    """
+    if num_bytes < _MIN_MAPPED_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Weights are streamed through once a token: fewer page-table walks.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def pinned_buffer(num_bytes: int) -> Tensor:
+    """Returns ``[num_bytes]`` of uint8 in page-locked memory, from which a CUDA device copies asynchronously."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def device_buffer(device: torch.device) -> Callable[[int], Tensor]:
+    """Returns an allocator of ``[num_bytes]`` of uint8 on a device."""
+    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+class BufferPool:
+    """Buffers of several sizes within one budget. Not thread-safe: its owner locks.
+
+    Args:
+        limit_bytes: Most bytes that all buffers, free ones too, may have together.
+        allocate: Makes a buffer.
+        name: What the budget is called, for messages.
+    """
+
+    def __init__(self, limit_bytes: int, allocate: Callable[[int], Tensor], name: str) -> None:
+        self.limit_bytes = limit_bytes
+        self.allocated_bytes = 0
+        self._allocate = allocate
+        self._name = name
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns a buffer; its content is arbitrary.
+
+        Args:
+            num_bytes: Its size.
+
+        Raises:
+            CapacityError: If it would exceed the budget, or the system has no memory left.
+        """
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        self._shrink(self.limit_bytes - num_bytes)
+        if self.allocated_bytes + num_bytes > self.limit_bytes:
+            raise CapacityError(
+                f"a buffer of {num_bytes} bytes does not fit: {self.allocated_bytes} of {self.limit_bytes} bytes "
+                f"({self._name}) are in use"
+            )
+        try:
+            buffer = self._allocate(num_bytes)
+        except (OSError, RuntimeError) as error:
+            raise CapacityError(
+                f"no memory for another expert of {num_bytes} bytes, with {self.allocated_bytes} of {self.limit_bytes} "
+                f"bytes ({self._name}) taken: {error}; lower {self._name}"
+            ) from error
+        self.allocated_bytes += num_bytes
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back for reuse."""
+        self._free[buffer.numel()].append(buffer)
+
+    def clear(self) -> None:
+        """Drops all free buffers."""
+        self._shrink(0)
+
+    def _shrink(self, goal_bytes: int) -> None:
+        # Sizes differ between layers: free buffers of another size make room.
+        for num_bytes, buffers in self._free.items():
+            while buffers and self.allocated_bytes > goal_bytes:
+                buffers.pop()
+                self.allocated_bytes -= num_bytes

@@ -1,0 +1,273 @@
+"""The experts that are in fast memory: lent out layer by layer, read when missing, evicted by the policy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
+from swarm_plugins.offload.budget import choose_fast_bytes
+from swarm_plugins.offload.buffers import BufferPool, host_buffer
+from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.counters import Counters
+from swarm_plugins.offload.guesses import Guesses
+from swarm_plugins.offload.loaders import DiskLoader, Loader
+from swarm_plugins.offload.policy import Residency
+from swarm_plugins.offload.read_queue import ReadQueue
+from swarm_plugins.offload.slots import Slot, Slots
+from swarm_plugins.offload.stats import OffloadStats
+from swarm_plugins.offload.types import ExpertFormat, ExpertKey, ExpertStore
+
+__all__ = ["BoundedCache", "make_cache"]
+
+
+def make_cache(
+    store: ExpertStore, formats: Mapping[int, ExpertFormat], config: OffloadConfig, device: torch.device
+) -> BoundedCache:
+    """Returns a cache of a store's experts; nothing is read or allocated yet.
+
+    Args:
+        store: Says where the bytes are.
+        formats: What they mean, for each layer of the store.
+        config: Budgets and habits.
+        device: Where the experts are computed with.
+
+    Raises:
+        CapacityError: If the budget is too small to compute with.
+    """
+    computed = {layer: formats[layer].computed.num_bytes for layer in store.num_experts}
+    fast_bytes = choose_fast_bytes(config, computed, store.num_experts, device)
+    return BoundedCache(
+        store, formats, config, DiskLoader(store, formats), BufferPool(fast_bytes, host_buffer, "fast_bytes")
+    )
+
+
+class BoundedCache:
+    """Lends experts out of a bounded memory; an `ExpertCache`. Thread-safe.
+
+    Args:
+        store: Says where the bytes are.
+        formats: What they mean, by layer.
+        config: Budgets and habits.
+        loader: Where an expert comes from that is not in fast memory.
+        pool: The fast memory.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        formats: Mapping[int, ExpertFormat],
+        config: OffloadConfig,
+        loader: Loader,
+        pool: BufferPool,
+    ) -> None:
+        self.config = config
+        self.num_experts = dict(store.num_experts)
+        layouts = {layer: formats[layer].computed for layer in self.num_experts}
+        sizes = {layer: layout.num_bytes for layer, layout in layouts.items()}
+        self._store = store
+        self._loader = loader
+        # Re-entrant: a collected generator gives back what it holds in whichever thread the collector runs.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._policy = Residency(self.num_experts, sizes, pool.limit_bytes, config.pinned_share)
+        self._queue = ReadQueue(config.num_readers)
+        self._slots = Slots(self._policy, pool, layouts, loader, self._queue, self._changed)
+        self._guesses = Guesses(self._slots)
+        self._counters = Counters(self.num_experts)
+        self._is_closed = False
+
+    def borrow(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Yields each of the experts once, those at hand first, the others as they arrive.
+
+        What is yielded stays untouched until the next one is asked for or the iterator is closed.
+
+        Args:
+            layer: Index of the layer.
+            experts: Distinct indices.
+
+        Raises:
+            CheckpointError: If an expert cannot be read, or not in time: names file and tensor.
+            CapacityError: If others hold all the memory, or the system has none left for the budget.
+            SwarmError: If the cache is closed.
+        """
+        begin_s = time.perf_counter()
+        ready: deque[Slot] = deque()
+        missing: deque[int] = deque()
+        with self._lock:
+            self._check_open()
+            self._guesses.settle(layer, experts, self._counters)
+            slots = self._slots.of(layer)
+            for expert in experts:
+                slot = slots.get(expert)
+                if slot is not None and slot.is_ready:
+                    self._policy.hold(slot.key)
+                    ready.append(slot)
+                else:
+                    missing.append(expert)
+            self._policy.use(layer, experts)
+            self._counters.use(layer, experts, len(missing), begin_s)
+            loan = _Loan(layer, ready, missing)
+            self._ask(loan)
+        try:
+            while ready or loan.waiting or missing:
+                if not ready:
+                    self._await(loan)
+                slot = ready[0]
+                if slot.event is not None:
+                    _wait_on_stream(slot)
+                yield slot.key.expert, slot.views
+                loan.used.append(ready.popleft())
+                if missing:
+                    self._go_on(loan)
+        finally:
+            with self._lock:
+                for slot in (*loan.used, *ready, *loan.waiting):
+                    self._slots.release(slot)
+                self._counters.last_s = time.perf_counter()
+
+    def guess(self, layer: int, experts: Sequence[int]) -> None:
+        """Says which experts a later layer will probably need, best guess first; returns at once.
+
+        Reading starts when the next layer that asks has everything on its way.
+
+        Args:
+            layer: Index of the later layer.
+            experts: Distinct indices.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._guesses.plan(layer, experts)
+
+    def stats(self) -> OffloadStats:
+        """Returns what happened since the last reset."""
+        with self._lock:
+            return self._counters.stats(self._slots.bytes_read)
+
+    def reset_stats(self) -> None:
+        """Counts from zero again; what is in memory stays."""
+        with self._lock:
+            self._counters.reset()
+            self._slots.bytes_read = 0
+
+    def keep_trace(self, max_rows: int) -> None:
+        """Keeps which experts each pass used in each layer, the last rows; 0 (the start): none."""
+        with self._lock:
+            self._counters.keep_trace(max_rows)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Notes how many rows go through the first layer with experts."""
+        with self._lock:
+            self._counters.tokens += num_tokens
+
+    def close(self) -> None:
+        """Ends the reader threads and frees the memory; may be called again. What is lent stays readable."""
+        if self._queue.is_own_thread():
+            # The collector of a model that is gone runs here, in the middle of a read.
+            self._is_closed = True
+            self._queue.stop()
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        self._queue.close()
+        with self._lock:
+            self._slots.clear()
+        self._loader.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SwarmError("the cache of experts is closed, its model was unloaded; load the model again")
+
+    def _ask(self, loan: _Loan) -> None:
+        """Starts reading what is missing, a few at a time: more would evict early what could still be used."""
+        while loan.missing and len(loan.waiting) < 2 * self.config.num_readers:
+            slot = self._slots.fetch(ExpertKey(loan.layer, loan.missing[0]), is_guess=False)
+            if slot is None:
+                break
+            loan.missing.popleft()
+            (loan.ready if slot.is_ready else loan.waiting).append(slot)
+        if not loan.missing:
+            self._guesses.start()
+
+    def _go_on(self, loan: _Loan) -> None:
+        with self._lock:
+            while loan.used:
+                self._slots.release(loan.used.pop())
+            self._ask(loan)
+
+    def _await(self, loan: _Loan) -> None:
+        """Waits until one more of the experts is there."""
+        begin_s = time.perf_counter()
+        deadline = begin_s + self.config.read_timeout_s
+        with self._lock:
+            while True:
+                self._ask(loan)
+                loan.collect()
+                if loan.ready:
+                    break
+                if not loan.waiting:
+                    # No room: what was guessed has to go.
+                    self._guesses.drop()
+                self._check_open()
+                left = deadline - time.perf_counter()
+                if left <= 0:
+                    raise self._too_late(loan)
+                self._changed.wait(left)
+            self._counters.stall_s += time.perf_counter() - begin_s
+
+    def _too_late(self, loan: _Loan) -> Exception:
+        if not loan.waiting:
+            return CapacityError(
+                f"no room for expert {loan.missing[0]} of layer {loan.layer} within {self.config.read_timeout_s} s: "
+                f"all {self._policy.budget_bytes} bytes of fast_bytes are in use by other threads; raise fast_bytes"
+            )
+        key = loan.waiting[0].key
+        first = self._store.ranges(key)[0]
+        return CheckpointError(
+            f"{first.path}: tensor {first.tensor!r} (expert {key.expert} of layer {key.layer}) was not read within "
+            f"{self.config.read_timeout_s} s; the disk hangs or is too slow: raise read_timeout_s"
+        )
+
+
+@dataclass(slots=True)
+class _Loan:
+    """What one call of `borrow` still has to yield."""
+
+    layer: int
+    ready: deque[Slot]
+    missing: deque[int]
+    """Experts that nobody reads yet."""
+    waiting: list[Slot] = field(default_factory=list)
+    used: list[Slot] = field(default_factory=list)
+    """Yielded, still held."""
+
+    def collect(self) -> None:
+        """Moves what has arrived.
+
+        Raises:
+            Exception: What a read ended with.
+        """
+        for slot in self.waiting:
+            if slot.error is not None:
+                raise slot.error
+        self.ready.extend(slot for slot in self.waiting if slot.is_ready)
+        self.waiting = [slot for slot in self.waiting if not slot.is_ready]
+
+
+def _wait_on_stream(slot: Slot) -> None:
+    """Makes the stream that computes wait for the copy into the buffer."""
+    event = slot.event
+    if event is None:
+        return
+    torch.cuda.current_stream(slot.buffer.device).wait_event(event)
+    if event.query():
+        slot.event = None

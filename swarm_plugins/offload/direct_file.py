@@ -1,0 +1,127 @@
+"""Reads bytes of a file past the page cache, or as nearly so as the file system allows.
+
+A file that is larger than memory must not fill the page cache with bytes that are used once. With ``O_DIRECT`` the
+disk writes straight into the process. Addresses, offsets and sizes have to be aligned for that, so an aligned superset
+of the bytes lands in a reusable buffer. Measured on an SSD, one 12.6 MB expert: mapped file 74 ms and 46 MB read
+(read-ahead), this 15.5 ms and 12.6 MB.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["CHUNK_BYTES", "Bounce", "Bytes", "DirectFile"]
+
+Bytes = npt.NDArray[np.uint8]
+
+CHUNK_BYTES = 1 << 20
+"""Bytes asked for at once: enough for the disk's full speed, and a read that is cancelled stops soon."""
+
+# Block devices ask for their logical block (512 or 4096), file systems for at most a page.
+_ALIGNMENT = 4096
+# A file system that does not know O_DIRECT, or wants another alignment.
+_NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class Bounce:
+    """An aligned buffer of one thread."""
+
+    def __init__(self) -> None:
+        """Takes memory when it is first used."""
+        self._map: mmap.mmap | None = None
+
+    def view(self, num_bytes: int) -> memoryview:
+        """Returns the first bytes of the buffer, aligned to a page.
+
+        Args:
+            num_bytes: At most a chunk and the two blocks that alignment can add.
+        """
+        if self._map is None:
+            self._map = mmap.mmap(-1, CHUNK_BYTES + 2 * _ALIGNMENT)
+        return memoryview(self._map)[:num_bytes]
+
+
+class DirectFile:
+    """One open file. Threads may read from it at the same time, each with its own bounce buffer.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: If it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd, self.is_direct = _open(path)
+
+    def read(self, start: int, num_bytes: int, bounce: Bounce) -> Bytes:
+        """Reads a chunk.
+
+        Args:
+            start: First byte in the file.
+            num_bytes: At most `CHUNK_BYTES`.
+            bounce: This thread's own.
+
+        Returns:
+            The bytes, in the bounce buffer: fewer than asked for if the disk gave fewer, none at the end of the file.
+
+        Raises:
+            OSError: If the disk fails.
+        """
+        first = start // _ALIGNMENT * _ALIGNMENT
+        last = -(-(start + num_bytes) // _ALIGNMENT) * _ALIGNMENT
+        view = bounce.view(last - first)
+        count = self._fill(view, first)
+        return np.frombuffer(view, np.uint8)[start - first : min(count, start - first + num_bytes)]
+
+    def close(self) -> None:
+        """Closes the file; may be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _fill(self, view: memoryview, start: int) -> int:
+        if self.is_direct:
+            try:
+                return os.preadv(self._fd, [view], start)
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:
+                    raise
+                _stop_direct(self._fd)
+                self.is_direct = False
+        count = os.preadv(self._fd, [view], start)
+        _advise(self._fd, start, count, "POSIX_FADV_DONTNEED")
+        return count
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct:
+        try:
+            return os.open(path, flags | direct), True
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+    fd = os.open(path, flags)
+    _advise(fd, 0, 0, "POSIX_FADV_RANDOM")
+    return fd, False
+
+
+def _stop_direct(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    _advise(fd, 0, 0, "POSIX_FADV_RANDOM")
+
+
+def _advise(fd: int, start: int, num_bytes: int, advice: str) -> None:
+    # macOS has neither.
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, start, num_bytes, getattr(os, advice))

@@ -1,0 +1,86 @@
+"""Where an expert comes from when it is not in fast memory: the disk, or RAM in front of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.offload.buffers import host_buffer
+from swarm_plugins.offload.reader import RangeReader
+from swarm_plugins.offload.types import ExpertFormat, ExpertKey, ExpertStore
+
+__all__ = ["DiskLoader", "Loader"]
+
+
+class Loader(Protocol):
+    """Fills a buffer of fast memory."""
+
+    def quick(self, key: ExpertKey, into: Tensor) -> torch.cuda.Event | None:
+        """Starts filling the buffer without any waiting, if that is possible.
+
+        Returns:
+            What a stream that uses the buffer has to wait for; None if `load` has to be called.
+        """
+        ...
+
+    def load(
+        self, key: ExpertKey, into: Tensor, is_cancelled: Callable[[], bool]
+    ) -> tuple[int, torch.cuda.Event | None]:
+        """Fills the buffer; called on reader threads.
+
+        Returns:
+            Bytes read from disk, and what a stream that uses the buffer has to wait for.
+
+        Raises:
+            CheckpointError: If the disk fails: names file and tensor.
+            ReadCancelled: If the read was cancelled.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drops its memory and closes its files; no load may be running."""
+        ...
+
+
+class DiskLoader:
+    """Reads into RAM, and converts there where the format computes with other bytes than are stored.
+
+    Args:
+        store: Says where the bytes are.
+        formats: What they mean, by layer.
+    """
+
+    def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat]) -> None:
+        self._store = store
+        self._formats = formats
+        self._reader = RangeReader()
+        self._own = threading.local()
+
+    def quick(self, key: ExpertKey, into: Tensor) -> torch.cuda.Event | None:
+        """Returns None: a disk has to be waited for."""
+        return None
+
+    def load(self, key: ExpertKey, into: Tensor, is_cancelled: Callable[[], bool]) -> tuple[int, None]:
+        """Reads an expert from disk, see `Loader.load`."""
+        expert_format = self._formats[key.layer]
+        ranges = self._store.ranges(key)
+        if expert_format.stored is expert_format.computed:
+            return self._reader.read(ranges, into.numpy(), is_cancelled), None
+        stored = self._staging(expert_format.stored.num_bytes)
+        num_bytes = self._reader.read(ranges, stored.numpy(), is_cancelled)
+        expert_format.convert(stored, into)
+        return num_bytes, None
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._reader.close()
+
+    def _staging(self, num_bytes: int) -> Tensor:
+        staging: Tensor | None = getattr(self._own, "staging", None)
+        if staging is None or staging.numel() < num_bytes:
+            staging = self._own.staging = host_buffer(num_bytes)
+        return staging[:num_bytes]

@@ -1,0 +1,62 @@
+"""What the cache has done: hits, reads, guesses, and time spent waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["OffloadStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadStats:
+    """Counts since the last reset. An expert counts once per call of its layer, however many tokens go there.
+
+    Attributes:
+        hits: Experts that were in fast memory when they were asked for, also those that a guess brought in time.
+        misses: Experts that had to be waited for.
+        bytes_read: Bytes taken from disk, for guesses too.
+        guesses: Experts read ahead, or found in memory and kept for it.
+        guesses_used: Those of them that their layer asked for.
+        guesses_late: Those of the used that were still being read.
+        guessed_loads: Guessed experts that were not in memory, so that a read was started or planned for them.
+        guessed_loads_used: Those of them that their layer asked for.
+        asked_after_guess: Experts that layers asked for after a guess for them, guessed or not.
+        stall_s: Seconds spent waiting for experts.
+        seconds: Seconds from the first call to the end of the last.
+        tokens: Rows that went through the first layer with experts.
+        passes: Calls of the first layer with experts.
+        uses: How often each expert was asked for: layer -> one count per expert.
+        trace: One row per pass and layer while tracing is on: `(pass, layer, experts)`.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    guesses: int = 0
+    guesses_used: int = 0
+    guesses_late: int = 0
+    guessed_loads: int = 0
+    guessed_loads_used: int = 0
+    asked_after_guess: int = 0
+    stall_s: float = 0.0
+    seconds: float = 0.0
+    tokens: int = 0
+    passes: int = 0
+    uses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    trace: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of the experts that were in fast memory when asked for; 0 if none was asked for."""
+        return self.hits / max(1, self.hits + self.misses)
+
+    @property
+    def recall(self) -> float:
+        """Share of the experts asked for that had been guessed, where there was a guess (the paper's section 3.2)."""
+        return self.guesses_used / max(1, self.asked_after_guess)
+
+    @property
+    def waste(self) -> float:
+        """Share of the guessed reads that were for nothing."""
+        return 1 - self.guessed_loads_used / self.guessed_loads if self.guessed_loads else 0.0
