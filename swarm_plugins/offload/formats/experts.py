@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -97,18 +97,20 @@ class QuantizingFormat:
         plain: The tensors as they are read.
         bits: 8, 4, 3 or 2.
         device: Where they are multiplied with.
-        transposed: Names of the weights that lie as ``[in, out]``.
+        is_transposed: Whether weights lie as ``[in, out]``.
     """
 
-    def __init__(self, plain: BufferLayout, bits: int, device: torch.device, transposed: Collection[str] = ()) -> None:
+    def __init__(self, plain: BufferLayout, bits: int, device: torch.device, *, is_transposed: bool = False) -> None:
         self.stored = plain
-        self._transposed = frozenset(transposed)
-        self._format = QuantizedFormat(turned(plain, transposed), bits, device)
+        self._is_transposed = is_transposed
+        self._format = QuantizedFormat(turned(plain) if is_transposed else plain, bits, device)
         self.computed = self._format.computed
 
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         """Quantizes an expert."""
-        tensors = turn(self.stored.views(stored), self._transposed)
+        tensors = self.stored.views(stored)
+        if self._is_transposed:
+            tensors = turn(tensors)
         self._format.convert_tensors(self._format.quantize(tensors, is_fitted=False), computed)
 
     def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
@@ -116,16 +118,14 @@ class QuantizingFormat:
         return self._format.linear(tensors, name, rows)
 
 
-def turned(layout: BufferLayout, transposed: Collection[str]) -> BufferLayout:
-    """Returns the layout with the weights of these names as ``[out, in]``."""
-    return BufferLayout.of(
-        [(one.name, one.dtype, one.shape[::-1] if one.name in transposed else one.shape) for one in layout.tensors]
-    )
+def turned(layout: BufferLayout) -> BufferLayout:
+    """Returns the layout with weights ``[in, out]`` as ``[out, in]``."""
+    return BufferLayout.of([(one.name, one.dtype, one.shape[::-1]) for one in layout.tensors])
 
 
-def turn(tensors: Mapping[str, Tensor], transposed: Collection[str]) -> dict[str, Tensor]:
-    """Returns the tensors with the weights of these names as ``[out, in]``."""
-    return {name: one.T if name in transposed else one for name, one in tensors.items()}
+def turn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns an expert's tensors with weights ``[in, out]`` as ``[out, in]``."""
+    return {name: one.T if one.dim() == 2 else one for name, one in tensors.items()}
 
 
 def _named(name: str, parts: tuple[Part, ...]) -> list[Part]:

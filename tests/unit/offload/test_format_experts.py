@@ -62,7 +62,7 @@ def test_transposed_weights_are_turned() -> None:
     buffer = torch.zeros(lying.num_bytes, dtype=torch.uint8)
     for name, view in lying.views(buffer).items():
         view.copy_(tensors[name].T if tensors[name].dim() == 2 else tensors[name])
-    turned, straight = QuantizingFormat(lying, 8, CPU, {"gate_up_proj", "down_proj"}), QuantizedFormat(PLAIN, 8, CPU)
+    turned, straight = QuantizingFormat(lying, 8, CPU, is_transposed=True), QuantizedFormat(PLAIN, 8, CPU)
     found = torch.zeros(turned.computed.num_bytes, dtype=torch.uint8)
     turned.convert(buffer, found)
     expected = torch.zeros_like(found)

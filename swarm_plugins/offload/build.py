@@ -1,0 +1,220 @@
+"""A mixture-of-experts model taken apart: where its experts are, and HF's own class with all the rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
+from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.offload.layout import locate_experts
+from swarm_plugins.offload.linears import replace_module
+from swarm_plugins.offload.model_sizes import experts_modules, stored_dtype
+from swarm_plugins.offload.quantized_store import QuantizedStore, is_quantized_store, open_quantized
+from swarm_plugins.offload.sources import CheckpointStore
+from swarm_plugins.offload.types import ExpertStore
+
+__all__ = ["Parts", "find_parts", "load_rest"]
+
+_TASKS: tuple[Mapping[Any, Any], ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a checkpoint consists of."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    """To compute in."""
+    model_class: type[PreTrainedModel]
+    outline: PreTrainedModel
+    """The whole model on the meta device."""
+    paths: Mapping[int, str]
+    """Of the fused experts, by index of the layer."""
+    store: ExpertStore
+    is_transposed: Mapping[int, bool]
+    """Whether weights of experts lie as ``[in, out]``, by index of the layer."""
+    others: list[str]
+    """Names, in the checkpoint, of all tensors that are plain weights of the rest."""
+    quantized: QuantizedStore | None
+    """The store, if it is one that `swarm quantize` made."""
+
+    @property
+    def other_bits(self) -> int | None:
+        """Width of the other weights if they are quantized, else None."""
+        bits = None if self.quantized is None else self.quantized.manifest.other_bits
+        return None if bits == 16 else bits
+
+
+def find_parts(name_or_dir: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> Parts:
+    """Finds the experts of a model, and what else it has.
+
+    Args:
+        name_or_dir: A directory, or the id of a repository on the Hub, whose expert files are downloaded.
+        revision: Branch, tag or commit on the Hub; for a quantized store, the revision of the model that it was made
+            from.
+        dtype: Floating type to compute in; None: the checkpoint's.
+
+    Raises:
+        ConfigError: If there is no such model.
+        CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
+        UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
+    """
+    is_store = is_quantized_store(name_or_dir)
+    checkpoint = Checkpoint.open(name_or_dir, revision=None if is_store else revision)
+    quantized = open_quantized(checkpoint, base_revision=revision if is_store else None)
+    config = checkpoint.config
+    if quantized is not None:
+        config = copy.deepcopy(config)
+        del config.quantization_config
+    compute_dtype = dtype or getattr(config, "dtype", None) or stored_dtype(checkpoint)
+    model_class = _model_class(checkpoint.name, config)
+    outline = _outline(model_class, config, compute_dtype)
+    paths = _experts_paths(outline, checkpoint.name)
+    store: ExpertStore
+    if quantized is not None:
+        _check_layers(quantized, {layer: outline.get_submodule(path) for layer, path in paths.items()}, checkpoint.name)
+        store, others, is_transposed = quantized, quantized.other_tensors(), dict.fromkeys(paths, False)
+    else:
+        located = locate_experts(outline, paths, checkpoint.tensors)
+        groups = [group for tensors in located.experts.values() for one in tensors for group in one.groups]
+        files = sorted({info.file for group in groups for info in group})
+        found = CheckpointStore(located.experts, {file: checkpoint.file_path(file) for file in files})
+        is_transposed = {
+            layer: found.is_transposed(layer) != bool(outline.get_submodule(path).is_transposed)
+            for layer, path in paths.items()
+        }
+        store, others = found, located.others
+    return Parts(
+        checkpoint=checkpoint,
+        config=config,
+        dtype=compute_dtype,
+        model_class=model_class,
+        outline=outline,
+        paths=paths,
+        store=store,
+        is_transposed=is_transposed,
+        others=others,
+        quantized=quantized,
+    )
+
+
+def load_rest(parts: Parts) -> PreTrainedModel:
+    """Loads everything that is no expert.
+
+    Returns:
+        HF's own class, its experts without weights, in evaluation mode.
+
+    Raises:
+        CheckpointError: If a tensor is missing, truncated or of a wrong shape.
+    """
+    linears = () if parts.quantized is None else tuple(parts.quantized.manifest.linears)
+    model = model_from_tensors(
+        _class_without(parts.model_class, tuple(parts.paths.values()), linears),
+        parts.config,
+        parts.checkpoint.read(parts.others),
+        parts.dtype,
+        parts.checkpoint.name,
+    )
+    model.__class__ = parts.model_class
+    if parts.quantized is not None:
+        parts.quantized.install_linears(model)
+    model.name_or_path = parts.checkpoint.name
+    generation = parts.checkpoint.generation_config()
+    if generation is not None and model.can_generate():
+        model.generation_config = generation
+    return model
+
+
+def _model_class(name: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Returns the class that the config names, if it is for a task that is supported, or the causal language model."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{name} is stored quantized ({config.quantization_config}): give the unquantized checkpoint; "
+            "its experts can be quantized with OffloadConfig(expert_bits=...)"
+        )
+    found: list[type[PreTrainedModel]] = []
+    for task in _TASKS:
+        if type(config) in task:
+            known = task[type(config)]
+            found.extend(known if isinstance(known, (tuple, list)) else [known])
+    for one in found:
+        if one.__name__ in (config.architectures or ()):
+            return one
+    if not found:
+        raise UnsupportedError(
+            f"transformers has no language model for model_type {config.model_type!r} of {name}; supported "
+            "are decoder-only mixture-of-experts models"
+        )
+    return found[0]
+
+
+def _outline(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return model_class(copy.deepcopy(config))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _experts_paths(outline: PreTrainedModel, name: str) -> dict[int, str]:
+    """Returns the path of the fused experts of each layer that has any."""
+    names = {module: path for path, module in outline.named_modules()}
+    paths = {layer: names[module] for layer, module in experts_modules(outline).items()}
+    if paths:
+        return paths
+    others = {type(module).__name__ for path, module in outline.named_modules() if path.endswith(".experts")}
+    if others:
+        raise UnsupportedError(
+            f"the experts of {name} ({', '.join(sorted(others))}) do not run through transformers' experts "
+            "interface, so they cannot be offloaded: load the model with transformers itself"
+        )
+    raise UnsupportedError(
+        f"{name} ({type(outline).__name__}) has no experts: mixture-of-experts models can be offloaded, "
+        "load a dense one with transformers itself"
+    )
+
+
+def _check_layers(store: QuantizedStore, modules: Mapping[int, nn.Module], name: str) -> None:
+    """Checks that a store has the experts that its config asks for."""
+    expected = {layer: int(module.num_experts) for layer, module in modules.items()}  # type: ignore[arg-type]
+    if dict(store.num_experts) != expected:
+        raise CheckpointError(
+            f"{name} holds the experts {dict(store.num_experts)} (layer: number), its config asks for {expected}: "
+            "config and store are of different models, run swarm quantize again"
+        )
+
+
+def _class_without(
+    model_class: type[PreTrainedModel], experts: Iterable[str], linears: Iterable[str]
+) -> type[PreTrainedModel]:
+    """Makes a subclass that constructs itself without the weights of some modules, for the time of loading."""
+
+    def init(self: Any, config: PreTrainedConfig) -> None:
+        model_class.__init__(self, config)
+        for path in experts:
+            module = self.get_submodule(path)
+            module._parameters.clear()
+            # Or transformers would initialise what it thinks is missing.
+            module._is_hf_initialized = True
+        for path in linears:
+            replace_module(self, path, nn.Identity())
+
+    # HF looks conversions up by the class's name and capabilities by its module's source.
+    attributes = {"__init__": init, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
+    return type(model_class.__name__, (model_class,), attributes)

@@ -1,0 +1,123 @@
+"""Linear layers in few bits, in any model: for the weights that are not experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload.formats.experts import matrix_format
+from swarm_plugins.offload.formats.matrices import multiply
+
+__all__ = ["PARTS", "QuantizedLinear", "quantizable_linears", "quantize_linears", "replace_module"]
+
+# A layer with fewer features on a side (the gate of a shared expert) saves nothing and would lose the most.
+_MIN_FEATURES = 32
+PARTS = {"codes": "weight", "scales": "weight_scales"}
+"""Names of a weight's parts in the layer."""
+_ROUTERS = ("gate", "router")
+"""Attributes beside ``experts``; a rounded router would choose other experts."""
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose ``weight`` holds codes; PEFT's adapters can be on it.
+
+    Args:
+        shape: Rows and columns of the weight.
+        bits: 8, 4, 3 or 2.
+        parts: The stored parts of the weight.
+        bias: ``[out]``.
+    """
+
+    weight_scales: Tensor
+
+    def __init__(
+        self, shape: tuple[int, int], bits: int, parts: Mapping[str, Tensor], bias: nn.Parameter | None
+    ) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = shape
+        self.bits = bits
+        device = parts["codes"].device
+        self._matrix = matrix_format(shape, bits, device)
+        if self._matrix.is_converted:
+            stored = parts
+            parts = {part.name: torch.empty(part.shape, dtype=part.dtype) for part in self._matrix.computed}
+            self._matrix.convert(stored, parts)
+        self.weight = nn.Parameter(parts["codes"], requires_grad=False)
+        self.register_buffer("weight_scales", parts["scales"])
+        self.register_parameter("bias", bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiplies the last dimension, ``[.., in]``, by the weight: ``[.., out]``."""
+        parts = {"codes": self.weight, "scales": self.weight_scales}
+        result = multiply(self._matrix, parts, input.reshape(-1, self.in_features))
+        result = result.reshape(*input.shape[:-1], self.out_features)
+        return result if self.bias is None else result + self.bias.to(result.dtype)
+
+    def extra_repr(self) -> str:
+        """Adds the width to what a linear layer prints."""
+        return f"{super().extra_repr()}, bits={self.bits}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        scales = self.weight_scales
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Casting a model means what it computes in; scales have the type that the product takes.
+        self.weight_scales = scales.to(self.weight.device)
+        if self.weight.device != scales.device:
+            if self._matrix.is_converted:
+                raise UnsupportedError(
+                    "this quantized layer was arranged for this CPU and cannot be moved to "
+                    f"{self.weight.device}: load the model with device={str(self.weight.device)!r}"
+                )
+            self._matrix = matrix_format((self.out_features, self.in_features), self.bits, self.weight.device)
+        return self
+
+
+def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Returns the linear layers, by name, that may be in few bits: all but the output head, routers and tiny ones.
+
+    Args:
+        model: Its layers; on the meta device will do.
+    """
+    head: Any = model.get_output_embeddings()
+    left_out = {id(head)}
+    for module in model.modules():
+        if any(is_fused_experts(child) for child in module.children()):
+            routers = [getattr(module, name, None) for name in _ROUTERS]
+            left_out.update(id(part) for router in routers if router is not None for part in router.modules())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and id(module) not in left_out
+        and min(module.in_features, module.out_features) >= _MIN_FEATURES
+    }
+
+
+def quantize_linears(
+    model: PreTrainedModel, bits: int, *, is_fitted: bool = False, on_layer: Callable[[], object] = lambda: None
+) -> None:
+    """Replaces the linear layers of a model that may be in few bits, in place.
+
+    Args:
+        model: The model with its weights.
+        bits: 8, 4, 3 or 2.
+        is_fitted: Take the time to make the error small.
+        on_layer: Called after each.
+    """
+    for name, linear in quantizable_linears(model).items():
+        shape = (linear.out_features, linear.in_features)
+        parts = matrix_format(shape, bits, linear.weight.device).quantize(linear.weight, is_fitted=is_fitted)
+        replace_module(model, name, QuantizedLinear(shape, bits, parts, linear.bias))
+        on_layer()
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of another."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,158 @@
+"""What a quantized store says of itself: whose weights it holds, how wide, and where each expert lies."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import torch
+
+from swarm_plugins import __version__
+from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.offload.config import EXPERT_BITS, OTHER_BITS
+from swarm_plugins.offload.formats.grouped import GROUP_SIZES
+from swarm_plugins.offload.types import BufferLayout
+from swarm_plugins.versions import ModelVersion
+
+__all__ = ["MANIFEST_FILE", "QUANT_METHOD", "Layer", "Manifest", "TensorShape", "expert_tensor", "read_manifest"]
+
+MANIFEST_FILE = "swarm_quantized.json"
+"""Makes a directory a quantized store."""
+QUANT_METHOD = "swarm_plugins"
+"""Stands in its config: transformers would else load what is no expert, and make the experts up."""
+
+_FORMAT = 1
+_MAX_BYTES = 100_000_000
+# Of one tensor of one expert; the largest published expert has below a billion.
+_MAX_WEIGHTS = 1 << 36
+_TOOLS = ("torch", "transformers")
+
+
+class TensorShape(msgspec.Struct, frozen=True):
+    """One tensor of an expert before it was quantized; weights as ``[out, in]`` if experts are quantized."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """The experts of one layer."""
+
+    num_experts: int
+    tensors: tuple[TensorShape, ...]
+    is_transposed: bool = False
+    """Whether weights lie as ``[in, out]``; never if experts are quantized."""
+
+    def layout(self) -> BufferLayout:
+        """Returns how an expert would lie in its buffer if it was not quantized."""
+        return BufferLayout.of([(one.name, getattr(torch, one.dtype), one.shape) for one in self.tensors])
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `MANIFEST_FILE`."""
+
+    format: int = _FORMAT
+    base: str
+    """Name and revision of the model that was quantized."""
+    expert_bits: int
+    other_bits: int
+    group_sizes: dict[str, int]
+    """Columns of a group, by bits."""
+    made_by: dict[str, str]
+    """Versions of what made it."""
+    layers: dict[str, Layer]
+    """By index."""
+    linears: dict[str, tuple[int, int]]
+    """Shapes of the quantized linear layers, by name in the model."""
+
+    @classmethod
+    def make(
+        cls,
+        base: ModelVersion,
+        expert_bits: int,
+        other_bits: int,
+        layers: dict[int, Layer],
+        linears: dict[str, tuple[int, int]],
+    ) -> Manifest:
+        """Describes a store that this version of the package makes."""
+        return cls(
+            base=str(base),
+            expert_bits=expert_bits,
+            other_bits=other_bits,
+            group_sizes={str(bits): GROUP_SIZES[bits] for bits in (expert_bits, other_bits) if bits in GROUP_SIZES},
+            made_by={"swarm_plugins": __version__} | {name: metadata.version(name) for name in _TOOLS},
+            layers={str(index): layer for index, layer in layers.items()},
+            linears=linears,
+        )
+
+    @property
+    def base_version(self) -> ModelVersion:
+        """The model that was quantized."""
+        return ModelVersion.parse(self.base)
+
+    def encode(self) -> bytes:
+        """Returns the content of the file."""
+        return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1) + b"\n"
+
+
+def expert_tensor(layer: int, expert: int) -> str:
+    """Returns the name of an expert's buffer in the files of a store."""
+    return f"experts.{layer}.{expert}"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads what a store says of itself.
+
+    Raises:
+        CheckpointError: If the file is missing, corrupt, or of another version of the format.
+    """
+    try:
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
+            raise ValueError(f"it has {size} bytes, allowed are {_MAX_BYTES}")
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        _check(manifest)
+    except (OSError, msgspec.MsgspecError, ConfigError, RecursionError, ValueError) as exc:
+        raise CheckpointError(f"{path} is corrupt or of another version ({exc}): run swarm quantize again") from exc
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    if manifest.format != _FORMAT:
+        raise ValueError(f"its format is {manifest.format}, this version reads {_FORMAT}")
+    _ = manifest.base_version
+    for name, bits, allowed in (
+        ("expert_bits", manifest.expert_bits, EXPERT_BITS),
+        ("other_bits", manifest.other_bits, OTHER_BITS),
+    ):
+        if bits not in allowed:
+            raise ValueError(f"{name} is {bits}, allowed are {', '.join(map(str, allowed))}")
+        if bits in GROUP_SIZES and manifest.group_sizes.get(str(bits)) != GROUP_SIZES[bits]:
+            found = manifest.group_sizes.get(str(bits))
+            raise ValueError(f"its groups of {bits} bits have {found} columns, this version reads {GROUP_SIZES[bits]}")
+    if not manifest.layers:
+        raise ValueError("it has no layer with experts")
+    for index, layer in manifest.layers.items():
+        _check_layer(index, layer)
+    for name, shape in manifest.linears.items():
+        _check_shape(name, shape)
+
+
+def _check_layer(index: str, layer: Layer) -> None:
+    if not index.isdecimal():
+        raise ValueError(f"{index!r} is no index of a layer")
+    if not 1 <= layer.num_experts <= 1 << 20 or not layer.tensors:
+        raise ValueError(f"layer {index} is said to have {layer.num_experts} experts of {len(layer.tensors)} tensors")
+    for one in layer.tensors:
+        dtype = getattr(torch, one.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"{one.name} of layer {index} is of type {one.dtype!r}, no floating type")
+        _check_shape(one.name, one.shape)
+
+
+def _check_shape(name: str, shape: tuple[int, ...]) -> None:
+    # No product of them: a stranger's numbers may have thousands of digits.
+    if not 1 <= len(shape) <= 2 or not all(1 <= side <= _MAX_WEIGHTS for side in shape):
+        raise ValueError(f"{name} has the shape {list(shape)}, allowed are 1 or 2 sides of 1 to {_MAX_WEIGHTS}")
