@@ -1,0 +1,133 @@
+"""Toys of the families whose experts are offloaded in tests: each layout of experts that transformers has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from swarm_plugins.testing.models import VOCAB_SIZE
+
+_DENSE: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_LOCAL: dict[str, object] = {**_DENSE, "num_local_experts": 6, "num_experts_per_tok": 2}
+_MOE: dict[str, object] = {**_DENSE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_DEEPSEEK: dict[str, object] = {
+    **_DENSE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_JAMBA: dict[str, object] = {
+    **_DENSE,
+    "num_experts": 6,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_hidden_layers": 4,
+    "use_mamba_kernels": False,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 4,
+}
+_NEMOTRON: dict[str, object] = {
+    **_DENSE,
+    "hybrid_override_pattern": "*EE",
+    "layers_block_type": ["attention", "moe", "moe"],
+    "head_dim": 8,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+# HF's model type and settings.
+SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
+    "mixtral": ("mixtral", _LOCAL),
+    "qwen2_moe": ("qwen2_moe", {**_MOE, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}),
+    "olmoe": ("olmoe", {**_DENSE, "num_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("deepseek_v2", _DEEPSEEK),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    # Transposed, with biases, gate and up interleaved.
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_LOCAL,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "glm4_moe": ("glm4_moe", {**_DEEPSEEK, "n_group": 1, "head_dim": 8, "num_key_value_heads": 2}),
+    "granitemoe": ("granitemoe", _LOCAL),
+    "phimoe": ("phimoe", _LOCAL),
+    "jamba": ("jamba", _JAMBA),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {**_DENSE, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
+    ),
+    # Transposed, no biases.
+    "aria_text": ("aria_text", {**_DENSE, "moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1}),
+    # Without a gate.
+    "nemotron_h": ("nemotron_h", _NEMOTRON),
+}
+
+
+def toy_config(family: str) -> PreTrainedConfig:
+    """Returns the config of a family's toy."""
+    model_type, settings = SETTINGS[family]
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
+    return config
+
+
+def toy(family: str, *, seed: int = 0) -> PreTrainedModel:
+    """Returns a family's toy with weights scaled by fan-in, so that nothing is lost without notice."""
+    build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build(toy_config(family), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                spread = parameter.shape[-1] ** -0.5 if parameter.ndim >= 2 else 0.1
+                noise = torch.randn(parameter.shape) * spread
+                parameter.copy_(noise if parameter.ndim >= 2 else parameter + noise)
+    model.train(False)
+    return model
+
+
+def save_toy(family: str, directory: Path, *, is_fused: bool = False, max_shard_size: str = "5GB") -> PreTrainedModel:
+    """Writes a family's toy, per expert as the family's checkpoints are, or with fused tensors; returns it."""
+    model = toy(family)
+    model.save_pretrained(directory, save_original_format=not is_fused, max_shard_size=max_shard_size)
+    return model
+
+
+def tokens(rows: int = 2, length: int = 9, seed: int = 0) -> torch.Tensor:
+    """Returns token ids, ``[rows, length]``."""
+    return torch.randint(3, VOCAB_SIZE, (rows, length), generator=torch.Generator().manual_seed(seed))
