@@ -56,16 +56,17 @@ def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 1.0, 
 
 def _read_pieces(files: Sequence[Path], block: int, ends_at: float, seed: int) -> int:
     choose = random.Random(seed)
-    sizes = [path.stat().st_size for path in files]
+    path = files[0]
     total = 0
     with mmap.mmap(-1, block) as buffer:  # page-aligned, as direct reads need it
-        while total == 0 or time.monotonic() < ends_at:
-            (path,) = choose.choices(files, weights=sizes)
-            start = choose.randrange(max(1, path.stat().st_size - block)) // _PAGE * _PAGE
-            try:
+        try:
+            sizes = {path: path.stat().st_size for path in files}
+            while total == 0 or time.monotonic() < ends_at:
+                (path,) = choose.choices(files, weights=list(sizes.values()))
+                start = choose.randrange(max(1, sizes[path] - block)) // _PAGE * _PAGE
                 total += _read_piece(path, start, buffer)
-            except OSError as exc:
-                raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
+        except OSError as exc:
+            raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
     return total
 
 

@@ -180,8 +180,9 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
 
 
 def _cache_bytes(cache: Any) -> int:
-    """Adds up the tensors that the layers of a cache hold, whatever they are called."""
-    held = {id(value): value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)}
+    """Adds up the tensors that the layers of a cache hold, whatever they are called; counters do not count."""
+    found = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    held = {id(value): value for value in found if value.is_floating_point()}
     return sum(value.nbytes for value in held.values())
 
 

@@ -1,0 +1,72 @@
+"""`--offload fast=4GB,ram=16GB`: read, refused and written back."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm_plugins.cli._run.offload_option import format_offload, parse_offload
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload import OffloadConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("", OffloadConfig(), id="empty"),
+        pytest.param("fast=4GB", OffloadConfig(fast_bytes=4 * 10**9), id="one"),
+        pytest.param(
+            " fast=1GiB , ram=16GB,bits=4,other-bits=8,prefetch=off,pinned=0.25,readers=3,",
+            OffloadConfig(
+                fast_bytes=2**30,
+                ram_bytes=16 * 10**9,
+                expert_bits=4,
+                other_bits=8,
+                prefetch=False,
+                pinned_share=0.25,
+                num_readers=3,
+            ),
+            id="all",
+        ),
+        pytest.param("prefetch=on", OffloadConfig(prefetch=True), id="on"),
+        pytest.param("prefetch=auto", OffloadConfig(), id="auto"),
+    ],
+)
+def test_the_option_is_read(text: str, expected: OffloadConfig) -> None:
+    assert parse_offload(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("fats=4GB", "'fats=4GB'; known are fast, ram, bits", id="unknown"),
+        pytest.param("4GB", "'4GB'; known are fast", id="no-name"),
+        pytest.param("fast=lots", "fast=lots: 'lots' is no size", id="size"),
+        pytest.param("fast=1GB,fast=2GB", "gives fast twice", id="twice"),
+        pytest.param("bits=four", "bits=four is no whole number", id="number"),
+        pytest.param("bits=5", "expert_bits is 5; allowed are 2, 3, 4, 8, 16", id="width"),
+        pytest.param("prefetch=maybe", "prefetch=maybe; allowed are on, off, auto", id="prefetch"),
+        pytest.param("pinned=x", "pinned=x is no number", id="share"),
+        pytest.param("pinned=1", "pinned_share is 1.0", id="all-pinned"),
+        pytest.param("readers=0", "num_readers is 0", id="readers"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_offload(text)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OffloadConfig(),
+        OffloadConfig(fast_bytes=123 * 10**6, ram_bytes=7 * 10**9, expert_bits=3, other_bits=4),
+        OffloadConfig(prefetch=True, pinned_share=0.1, num_readers=4),
+        OffloadConfig(fast_bytes=999, prefetch=False),
+    ],
+)
+def test_what_is_written_is_read_as_the_same(config: OffloadConfig) -> None:
+    assert parse_offload(format_offload(config)) == config
+
+
+def test_sizes_are_written_rounded_down_to_megabytes() -> None:
+    assert format_offload(OffloadConfig(fast_bytes=1_999_999)) == "fast=1MB"

@@ -1,0 +1,116 @@
+"""Plans and forecasts: arithmetic that must add up."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.forecast import MEASURED_HITS, Speeds, forecast, hit_ratio
+from swarm_plugins.offload.model_sizes import ExpertLayer, ModelSizes
+from swarm_plugins.offload.plan import RUNTIME_BYTES, make_plan, stored_bits_ratio
+
+MB = 10**6
+SPEEDS = Speeds(disk_bytes_per_s=1000.0 * MB, step_s=0.05)
+
+
+def sizes(**changes: Any) -> ModelSizes:
+    """8 layers of 8 experts of 10 MB, of which 2 are picked: 640 MB, 160 MB a token."""
+    values: dict[str, Any] = {
+        "layers": tuple(ExpertLayer(index, 8, 10 * MB, 2) for index in range(8)),
+        "num_layers": 8,
+        "dtype": torch.bfloat16,
+        "other_bytes": 100 * MB,
+        "context_tokens": 1000,
+        "cache_bytes": 20 * MB,
+        "activation_bytes": 5 * MB,
+    }
+    return ModelSizes(**{**values, **changes})
+
+
+FIXED = 125 * MB + RUNTIME_BYTES
+
+
+@pytest.mark.parametrize(("share", "expected"), MEASURED_HITS)
+def test_hits_are_the_measured_ones_at_the_measured_shares(share: float, expected: float) -> None:
+    assert hit_ratio(share) == pytest.approx(expected)
+
+
+def test_hits_rise_with_the_share_and_are_never_fewer_than_an_even_use_gives() -> None:
+    shares = [index / 40 for index in range(41)]
+    ratios = [hit_ratio(share) for share in shares]
+    assert all(low < high for low, high in itertools.pairwise(ratios))
+    assert all(ratio >= share for ratio, share in zip(ratios, shares, strict=True))
+    assert (hit_ratio(-0.5), hit_ratio(1.5)) == (0.0, 1.0)
+
+
+def test_with_everything_in_memory_nothing_is_read_and_the_speed_is_the_resident_one() -> None:
+    expected = forecast(sizes(), SPEEDS, fast_bytes=640 * MB)
+    assert (expected.read_bytes, expected.hit_ratio) == (0.0, 1.0)
+    assert expected.tokens_per_s == expected.resident_tokens_per_s == pytest.approx(20.0)
+
+
+def test_without_memory_every_expert_of_a_token_is_read() -> None:
+    expected = forecast(sizes(), SPEEDS, fast_bytes=0, prefetch=False)
+    assert expected.read_bytes == 160 * MB
+    assert 1 / expected.tokens_per_s == pytest.approx(0.05 + 0.16)
+
+
+def test_more_memory_is_never_slower_and_reading_ahead_never_costs() -> None:
+    budgets = range(0, 700 * MB, 40 * MB)
+    blind = [forecast(sizes(), SPEEDS, fast_bytes=budget, prefetch=False).tokens_per_s for budget in budgets]
+    ahead = [forecast(sizes(), SPEEDS, fast_bytes=budget).tokens_per_s for budget in budgets]
+    assert blind == sorted(blind)
+    assert ahead == sorted(ahead)
+    assert all(with_guesses >= without for with_guesses, without in zip(ahead, blind, strict=True))
+    assert max(ahead) <= 20.0 + 1e-9
+
+
+def test_ram_counts_only_beside_a_device_with_a_memory_of_its_own() -> None:
+    alone = forecast(sizes(), SPEEDS, fast_bytes=160 * MB, ram_bytes=480 * MB)
+    speeds = Speeds(disk_bytes_per_s=1000.0 * MB, step_s=0.05, link_bytes_per_s=10_000.0 * MB)
+    beside = forecast(sizes(), speeds, fast_bytes=160 * MB, ram_bytes=480 * MB)
+    assert alone.ram_share == 0.0
+    assert alone.read_bytes > 0
+    assert (beside.ram_share, beside.read_bytes) == (0.75, 0.0)
+    assert beside.copy_bytes == pytest.approx(160 * MB * (1 - hit_ratio(0.25)))
+
+
+def test_a_plan_divides_the_memory_to_the_last_byte() -> None:
+    plan = make_plan(sizes(), SPEEDS, memory_bytes=FIXED + 160 * MB)
+    assert plan.fast_bytes == plan.config.fast_bytes == 160 * MB
+    assert plan.forecast.fast_share == 0.25
+    assert plan.config.prefetch == "auto"
+    assert plan.config.ram_bytes is None
+    assert not plan.fits
+
+
+def test_a_plan_for_more_memory_than_needed_takes_all_experts_and_guesses_nothing() -> None:
+    plan = make_plan(sizes(), SPEEDS, memory_bytes=FIXED + 900 * MB)
+    assert plan.fits
+    assert plan.fast_bytes == 640 * MB
+    assert plan.config.prefetch is False
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    needed = FIXED + 30 * MB
+    with pytest.raises(CapacityError, match=rf"{needed - 1} bytes are too few: 100000000 .*3 experts make {needed}"):
+        make_plan(sizes(), SPEEDS, memory_bytes=needed - 1)
+    assert make_plan(sizes(), SPEEDS, memory_bytes=needed).fast_bytes == 30 * MB
+
+
+def test_narrower_experts_take_less_hit_more_and_read_less() -> None:
+    plan = make_plan(sizes(), SPEEDS, memory_bytes=FIXED + 100 * MB)
+    assert [other.expert_bits for other in plan.alternatives] == [8, 4, 3, 2]
+    forecasts = [plan.forecast, *(other.forecast for other in plan.alternatives)]
+    assert all(wide.hit_ratio < narrow.hit_ratio for wide, narrow in itertools.pairwise(forecasts))
+    assert all(wide.read_bytes > narrow.read_bytes for wide, narrow in itertools.pairwise(forecasts))
+
+
+def test_widths_count_their_scales_and_no_width_is_wider_than_the_original() -> None:
+    assert stored_bits_ratio(4, 16) == pytest.approx(4.5 / 16)
+    assert stored_bits_ratio(16, 32) == 0.5
+    assert stored_bits_ratio(16, 16) == 1.0
