@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.adapters import take_over_adapters
-from swarm_plugins.offload.build import Parts, find_parts, load_rest
-from swarm_plugins.offload.cache import make_cache
+from swarm_plugins.offload.cache import BoundedCache, make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.experts import IMPLEMENTATION
 from swarm_plugins.offload.formats.choice import expert_format
 from swarm_plugins.offload.linears import quantize_linears
 from swarm_plugins.offload.loans import ExpertLoans
+from swarm_plugins.offload.parts import Parts, find_parts, load_rest
 from swarm_plugins.offload.standin import turn_into_offloaded
-from swarm_plugins.offload.types import ExpertCache, ExpertFormat
+from swarm_plugins.offload.types import ExpertFormat
 
 __all__ = ["load_offloaded"]
 
@@ -99,12 +99,15 @@ def _attach(
     model: PreTrainedModel,
     parts: Parts,
     formats: Mapping[int, ExpertFormat],
-    cache: ExpertCache,
+    cache: BoundedCache,
     device: torch.device,
 ) -> None:
+    loans = {layer: ExpertLoans(layer, form, cache) for layer, form in formats.items()}
     for layer, path in parts.paths.items():
-        loans = ExpertLoans(layer, formats[layer], cache)
-        turn_into_offloaded(model.get_submodule(path), parts.outline.get_submodule(path), device, loans)
+        turn_into_offloaded(model.get_submodule(path), parts.outline.get_submodule(path), device, loans[layer])
         model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(take_over_adapters)
     model.set_experts_implementation(IMPLEMENTATION)
-    weakref.finalize(model, cache.close)
+    # A function: a bound method would be copied with the model, cache and all.
+    model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
+    # Copies of the model share the loans, not the model.
+    weakref.finalize(next(iter(loans.values())), cache.close)
