@@ -1,0 +1,113 @@
+"""Offloaded models against the same weights in memory: every layout of experts, every way of decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from generation_modes import MODES
+from offload_models import SETTINGS, save_toy, tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins import OffloadConfig, load_offloaded
+
+# Room for three or four of a toy's experts, of 9,600 to 18,688 bytes, in all layers together.
+FEW_BYTES = 60_000
+# Products of the same numbers in another order: a few roundings of float32 at logits of about one.
+ROUNDING = 1e-5
+
+
+def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(ids, attention_mask=torch.ones_like(ids)).logits
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offload")
+
+
+def saved(folder: Path, family: str, *, is_fused: bool) -> Path:
+    path = folder / f"{family}-{is_fused}"
+    if not path.exists():
+        save_toy(family, path, is_fused=is_fused)
+    return path
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["original", "fused"])
+@pytest.mark.parametrize("family", sorted(SETTINGS))
+def test_few_experts_in_memory_give_the_bits_of_all_and_the_numbers_of_eager(
+    folder: Path, family: str, is_fused: bool
+) -> None:
+    path = saved(folder, family, is_fused=is_fused)
+    eager = AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager").eval()
+    few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    whole = load_offloaded(path, OffloadConfig(fast_bytes=1 << 30), device="cpu")
+    assert type(few) is type(eager)
+    for ids in (tokens(2, 9), tokens(1, 1)):
+        expected = logits(whole, ids)
+        assert torch.equal(logits(few, ids), expected)
+        assert torch.equal(logits(few, ids), expected), "a second pass finds other experts in memory"
+        assert (expected - logits(eager, ids)).abs().max() < ROUNDING
+    assert few.offload_stats().bytes_read > whole.offload_stats().bytes_read
+
+
+@pytest.mark.parametrize("name", sorted(MODES))
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_every_mode_of_decoding_gives_the_same(folder: Path, family: str, name: str) -> None:
+    path = saved(folder, family, is_fused=False)
+    local = AutoModelForCausalLM.from_pretrained(path).eval()
+    few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    assistant = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert MODES[name](few, assistant) == MODES[name](local, assistant)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "jamba"])
+@pytest.mark.parametrize("name", ["greedy_padded", "beam", "sampling"])
+def test_other_families_decode_the_same(folder: Path, family: str, name: str) -> None:
+    path = saved(folder, family, is_fused=False)
+    local = AutoModelForCausalLM.from_pretrained(path).eval()
+    few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    assert MODES[name](few, local) == MODES[name](local, local)
+
+
+def test_shards_of_an_original_checkpoint_are_read_where_they_are(tmp_path: Path) -> None:
+    local = save_toy("mixtral", tmp_path, max_shard_size="60KB")
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
+    assert sum(file.suffix == ".safetensors" for file in before) > 3
+    few = load_offloaded(tmp_path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    ids = tokens()
+    assert (logits(few, ids) - logits(local, ids)).abs().max() < ROUNDING
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
+
+
+def test_a_batch_reads_each_expert_once_per_layer(folder: Path) -> None:
+    path = saved(folder, "mixtral", is_fused=False)
+    few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES, prefetch=False), device="cpu")
+    logits(few, tokens(8, 32))
+    layers, experts, expert_bytes = 3, 6, 3 * 32 * 48 * 4
+    assert few.offload_stats().bytes_read <= layers * experts * expert_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_type_is_cast_as_transformers_casts(folder: Path, dtype: torch.dtype) -> None:
+    path = saved(folder, "mixtral", is_fused=False)
+    local = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+    few = load_offloaded(path, OffloadConfig(fast_bytes=2 * FEW_BYTES), dtype=dtype, device="cpu")
+    expected, found = logits(local, tokens()), logits(few, tokens())
+    assert found.dtype == dtype
+    # bfloat16 rounds to 3 digits; sums in another order differ by a few of these roundings.
+    assert (found - expected).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-12)
+
+
+def test_autocast_gives_what_transformers_gives(folder: Path) -> None:
+    path = saved(folder, "mixtral", is_fused=False)
+    local = AutoModelForCausalLM.from_pretrained(path).eval()
+    few = load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = logits(local, tokens()), logits(few, tokens())
+    # Attention in bfloat16 on both sides, experts in float32: the same roundings up to the last bits of the products.
+    assert (found - expected).abs().max() < 0.05
