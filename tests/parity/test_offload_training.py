@@ -1,0 +1,156 @@
+"""Gradients through offloaded experts against the same model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from offload_models import save_toy, tokens
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins import OffloadConfig, SwarmError, load_offloaded
+from swarm_plugins.errors import UnsupportedError
+
+FEW_BYTES = 60_000
+# Sums in another order, float32.
+RELATIVE = 1e-5
+FAMILIES = ("mixtral", "gpt_oss", "nemotron_h", "aria_text", "qwen3_moe", "granitemoe")
+
+
+def attention_lora(family: str) -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+
+
+def experts_lora(family: str) -> LoraConfig:
+    first = "experts.up_proj" if family == "nemotron_h" else "experts.gate_up_proj"
+    return LoraConfig(r=4, target_modules=[], target_parameters=[first, "experts.down_proj"], use_rslora=True)
+
+
+def prompts(family: str) -> PromptTuningConfig:
+    return PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
+def adapted(model: PreTrainedModel, config: object) -> PeftModel:
+    """Returns a model with an adapter that is not zero, the same for the same seed."""
+    torch.manual_seed(0)
+    tuned = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if parameter.requires_grad and "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    return tuned
+
+
+def gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids)).loss.backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert expected
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        assert (found[name] - gradient).norm() <= RELATIVE * gradient.norm(), name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offload_training")
+
+
+def pair(folder: Path, family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Returns a toy in memory and offloaded."""
+    path = folder / family
+    if not path.exists():
+        save_toy(family, path)
+    local = AutoModelForCausalLM.from_pretrained(path)
+    return local, load_offloaded(path, OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("adapter", [attention_lora, experts_lora, prompts])
+def test_adapters_get_the_gradients_of_the_plain_model(
+    folder: Path, family: str, adapter: Callable[[str], object]
+) -> None:
+    local, few = (adapted(model, adapter(family)).train() for model in pair(folder, family))
+    assert_close(gradients(few, tokens()), gradients(local, tokens()))
+
+
+def test_router_and_embedding_get_the_gradients_of_the_plain_model(folder: Path) -> None:
+    local, few = pair(folder, "mixtral")
+    plain = {name: one for name, one in gradients(local, tokens()).items() if ".experts." not in name}
+    assert any("gate" in name for name in plain)
+    assert_close(gradients(few, tokens()), plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(folder: Path, use_reentrant: bool) -> None:
+    local, few = (adapted(model, experts_lora("mixtral")).train() for model in pair(folder, "mixtral"))
+    few.enable_input_require_grads()
+    few.base_model.model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    assert_close(gradients(few, tokens()), gradients(local, tokens()))
+
+
+def test_an_adapter_trained_here_is_an_ordinary_one(folder: Path, tmp_path: Path) -> None:
+    local, few = pair(folder, "mixtral")
+    tuned = adapted(few, experts_lora("mixtral"))
+    optimizer = torch.optim.SGD([one for one in tuned.parameters() if one.requires_grad], lr=0.1)
+    gradients(tuned.train(), tokens())
+    optimizer.step()
+    tuned.save_pretrained(tmp_path)
+    plain = PeftModel.from_pretrained(local, tmp_path).eval()
+    with torch.no_grad():
+        found, expected = tuned.eval()(tokens()).logits, plain(tokens()).logits
+        with tuned.disable_adapter(), plain.disable_adapter():
+            assert (tuned(tokens()).logits - plain(tokens()).logits).abs().max() < 1e-5
+    assert (found - expected).abs().max() < 1e-5
+    # A single token takes another way through the experts.
+    first = tokens(1, 4)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(first)}
+    assert torch.equal(tuned.generate(first, **options), plain.generate(first, **options))
+
+
+def test_two_adapters_at_once_add_up(folder: Path) -> None:
+    models = []
+    for model in pair(folder, "mixtral"):
+        tuned = adapted(model, experts_lora("mixtral"))
+        torch.manual_seed(1)
+        tuned.add_adapter("second", experts_lora("mixtral"))
+        tuned.base_model.set_adapter(["default", "second"])
+        models.append(tuned.train())
+    local, few = models
+    with torch.no_grad():
+        assert (few(tokens()).logits - local(tokens()).logits).abs().max() < 1e-5
+
+
+def test_prefix_tuning_generates_the_same(folder: Path) -> None:
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    local, few = (adapted(model, config).train() for model in pair(folder, "mixtral"))
+    assert_close(gradients(few, tokens()), gradients(local, tokens()))
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "orthogonal"])
+def test_initialisations_that_read_weights_are_refused_with_the_cure(folder: Path, init: str) -> None:
+    _, few = pair(folder, "mixtral")
+    config = LoraConfig(target_modules=[], target_parameters=["experts.down_proj"], init_lora_weights=init)
+    with pytest.raises((AttributeError, SwarmError), match="init_lora_weights=True"):
+        get_peft_model(few, config)
+
+
+def test_training_the_experts_themselves_is_refused_with_the_cure(folder: Path) -> None:
+    _, few = pair(folder, "mixtral")
+    few.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match=r"freeze it.*target_parameters=\['experts"):
+        few(tokens())
+
+
+def test_merging_is_refused_with_the_cure(folder: Path) -> None:
+    _, few = pair(folder, "mixtral")
+    with pytest.raises(UnsupportedError, match="keep the adapter apart"):
+        get_peft_model(few, experts_lora("mixtral")).merge_and_unload()
