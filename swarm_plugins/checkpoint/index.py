@@ -12,10 +12,12 @@ from swarm_plugins.checkpoint.files import CheckpointFiles
 from swarm_plugins.checkpoint.headers import LENGTH_BYTES, TensorInfo, header_bytes, parse_header
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "TensorIndex"]
+__all__ = ["INDEX_FILE", "OWN_INDEX_FILE", "SINGLE_FILE", "TensorIndex"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+OWN_INDEX_FILE = "swarm.safetensors.index.json"
+"""Index of a checkpoint that transformers must not take for one of its own: it would make up what it misses."""
 # Far above any real index (a trillion-parameter model has about 10 MB).
 _MAX_INDEX_BYTES = 500_000_000
 # A header spends about 120 bytes on a tensor: enough to get most headers with one request.
@@ -39,8 +41,9 @@ class TensorIndex(Mapping[str, TensorInfo]):
         self._headers: dict[str, dict[str, TensorInfo]] = {}
         self._num_tensors: Counter[str] = Counter()
         names = files.names()
-        if INDEX_FILE in names:
-            self._file_of = _read_index(files)
+        self._index_file = INDEX_FILE if INDEX_FILE in names else OWN_INDEX_FILE
+        if self._index_file in names:
+            self._file_of = _read_index(files, self._index_file)
             self._num_tensors = Counter(self._file_of.values())
         elif SINGLE_FILE in names:
             self._file_of = dict.fromkeys(self._header(SINGLE_FILE), SINGLE_FILE)
@@ -54,8 +57,8 @@ class TensorIndex(Mapping[str, TensorInfo]):
             header = self._header(file)
         if name not in header:
             raise CheckpointError(
-                f"{INDEX_FILE} of {self._files.label} says that {file} holds the tensor {name!r}, but it does not: "
-                "index and shards are of different checkpoints, fetch them again"
+                f"{self._index_file} of {self._files.label} says that {file} holds the tensor {name!r}, but it does "
+                "not: index and shards are of different checkpoints, fetch them again"
             )
         return header[name]
 
@@ -97,9 +100,9 @@ class TensorIndex(Mapping[str, TensorInfo]):
         return self._headers[file]
 
 
-def _read_index(files: CheckpointFiles) -> dict[str, str]:
-    path = files.path(INDEX_FILE)
-    label = f"{files.label}/{INDEX_FILE}"
+def _read_index(files: CheckpointFiles, name: str) -> dict[str, str]:
+    path = files.path(name)
+    label = f"{files.label}/{name}"
     try:
         size = path.stat().st_size
         if size > _MAX_INDEX_BYTES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -140,6 +140,14 @@ class Checkpoint:
         ) as bar:
             self._fill(infos, buffers, bar.update)
         return {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}
+
+    def file_names(self) -> Sequence[str]:
+        """Returns the names of all files, those of a directory or of the Hub's repository.
+
+        Raises:
+            CheckpointError: If they cannot be listed.
+        """
+        return self._files.names()
 
     def file_path(self, file: str) -> Path:
         """Returns where a file lies here, downloading the whole of it to the Hub's cache first if need be.
