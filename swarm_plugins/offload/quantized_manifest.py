@@ -20,7 +20,7 @@ __all__ = ["MANIFEST_FILE", "QUANT_METHOD", "Layer", "Manifest", "TensorShape", 
 MANIFEST_FILE = "swarm_quantized.json"
 """Makes a directory a quantized store."""
 QUANT_METHOD = "swarm_plugins"
-"""Stands in its config: transformers would else load what is no expert, and make the experts up."""
+"""Stands in its config as the quantization, which tells whose format it is."""
 
 _FORMAT = 1
 _MAX_BYTES = 100_000_000

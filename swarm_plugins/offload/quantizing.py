@@ -1,0 +1,274 @@
+"""Makes a quantized store of a checkpoint: one expert at a time, all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from filelock import FileLock, Timeout
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.files import Piece, read_pieces
+from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
+from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.offload.config import EXPERT_BITS, OTHER_BITS
+from swarm_plugins.offload.expert_files import padded_bytes, write_buffers
+from swarm_plugins.offload.formats.choice import half_type
+from swarm_plugins.offload.formats.experts import QuantizedFormat, matrix_format, turn, turned
+from swarm_plugins.offload.linears import PARTS, quantizable_linears
+from swarm_plugins.offload.parts import Parts, find_parts, load_rest
+from swarm_plugins.offload.quantized_manifest import (
+    MANIFEST_FILE,
+    QUANT_METHOD,
+    Layer,
+    Manifest,
+    TensorShape,
+    expert_tensor,
+)
+from swarm_plugins.offload.types import BufferLayout, ExpertKey
+
+__all__ = ["QuantizedSize", "quantize_checkpoint"]
+
+_CPU = torch.device("cpu")
+_OTHERS_FILE = "others.safetensors"
+_CONFIG_FILE = "config.json"
+# Tokenizer, chat template, defaults for generation: what is small and no weights.
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_COPIED_BYTES = 100 << 20
+
+
+class QuantizedSize(NamedTuple):
+    """Bytes of a store's files of weights."""
+
+    expert_bytes: int
+    other_bytes: int
+
+
+def quantize_checkpoint(
+    name_or_dir: str | Path,
+    out: Path,
+    *,
+    expert_bits: int,
+    other_bits: int = 16,
+    revision: str | None = None,
+    progress: bool = True,
+) -> QuantizedSize:
+    """Writes a directory that [`load_offloaded`][swarm_plugins.load_offloaded] loads.
+
+    The same model gives the same bytes. The rest of the model, and one expert, are in memory meanwhile. Weights that
+    are wider than 16 bits become bfloat16 where 16 bits are asked for; norms, routers and biases stay as they are.
+
+    Args:
+        name_or_dir: A directory, or the id of a repository on the Hub.
+        out: Directory to make.
+        expert_bits: Width of experts: 16, 8, 4, 3 or 2.
+        other_bits: Width of all other linear layers but the output head: 16, 8 or 4.
+        revision: Branch, tag or commit on the Hub.
+        progress: Show a bar.
+
+    Raises:
+        ConfigError: If a width is not allowed, the directory exists, or another process is making it.
+        CheckpointError: If the model is damaged, holds numbers that are not finite, or there is too little space.
+        UnsupportedError: If the model has no experts that can be offloaded, or is quantized already.
+        OSError: If it cannot be written.
+    """
+    _check_bits("expert_bits", expert_bits, EXPERT_BITS)
+    _check_bits("other_bits", other_bits, OTHER_BITS)
+    target = out.expanduser().absolute()
+    with _work_directory(target) as work:
+        parts = find_parts(name_or_dir, revision=revision)
+        if parts.quantized is not None:
+            raise ConfigError(
+                f"{name_or_dir} is quantized already: give {parts.quantized.manifest.base}, which it was made from"
+            )
+        formats = {layer: _LayerFormat(parts, layer, expert_bits) for layer in parts.paths}
+        expert_bytes = sum(one.file_bytes for one in formats.values())
+        _check_space(target, expert_bytes + sum(parts.checkpoint.tensors[name].num_bytes for name in parts.others))
+        weight_map, linears = _write_others(load_rest(parts), work, other_bits)
+        weight_map |= _write_experts(parts, formats, work, progress)
+        layers = {layer: one.layer for layer, one in formats.items()}
+        manifest = Manifest.make(parts.checkpoint.version, expert_bits, other_bits, layers, linears)
+        _write_json(work / OWN_INDEX_FILE, {"weight_map": weight_map})
+        _copy_small_files(parts.checkpoint, work)
+        _write_config(parts.checkpoint, work, manifest)
+        # Last: without them a directory is no model, and no store.
+        (work / MANIFEST_FILE).write_bytes(manifest.encode())
+        other_bytes = (work / _OTHERS_FILE).stat().st_size
+        work.rename(target)
+    return QuantizedSize(expert_bytes, other_bytes)
+
+
+class _LayerFormat:
+    """How the experts of a layer are written."""
+
+    def __init__(self, parts: Parts, layer: int, bits: int) -> None:
+        self._source = parts.store.stored_layout(layer)
+        self._is_turned = parts.is_transposed[layer] and bits != 16
+        plain = turned(self._source) if self._is_turned else self._source
+        if bits == 16:
+            plain = BufferLayout.of([(one.name, half_type(one.dtype), one.shape) for one in plain.tensors])
+        self._format = None if bits == 16 else QuantizedFormat(plain, bits, _CPU)
+        self._stored = plain if self._format is None else self._format.stored
+        self._index = layer
+        self._store = parts.store
+        self.num_experts = parts.store.num_experts[layer]
+        self.layer = Layer(
+            num_experts=self.num_experts,
+            tensors=tuple(
+                TensorShape(one.name, str(one.dtype).removeprefix("torch."), one.shape) for one in plain.tensors
+            ),
+            is_transposed=parts.is_transposed[layer] and bits == 16,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return self._stored.num_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.num_experts * padded_bytes(self.num_bytes)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffer of each expert; the one before is overwritten."""
+        source = torch.zeros(self._source.num_bytes, dtype=torch.uint8)
+        target = torch.zeros(self.num_bytes, dtype=torch.uint8)
+        for expert in range(self.num_experts):
+            key = ExpertKey(self._index, expert)
+            for one in self._store.ranges(key):
+                place = source[one.offset : one.offset + one.num_bytes].numpy().data
+                read_pieces(one.path, [Piece(one.start, place)], lambda _: None)
+            tensors = self._source.views(source)
+            _check_finite(key, tensors)
+            if self._is_turned:
+                tensors = turn(tensors)
+            if self._format is not None:
+                tensors = self._format.quantize(tensors, is_fitted=True)
+            for name, view in self._stored.views(target).items():
+                view.copy_(tensors[name])
+            yield expert_tensor(*key), target
+
+
+def _write_experts(parts: Parts, formats: dict[int, _LayerFormat], work: Path, progress: bool) -> dict[str, str]:
+    weight_map: dict[str, str] = {}
+    total = sum(one.num_experts for one in formats.values())
+    with tqdm(total=total, unit="expert", desc=f"Quantizing {parts.checkpoint.name}", disable=not progress) as bar:
+        for layer, one in formats.items():
+            file = f"experts-{layer:05d}.safetensors"
+            names = [expert_tensor(layer, expert) for expert in range(one.num_experts)]
+            write_buffers(work / file, one.num_bytes, _counted(one.buffers(), bar), names)
+            weight_map.update(dict.fromkeys(names, file))
+    return weight_map
+
+
+def _counted(buffers: Iterator[tuple[str, Tensor]], bar: tqdm) -> Iterator[tuple[str, Tensor]]:  # type: ignore[type-arg]
+    for one in buffers:
+        yield one
+        bar.update(1)
+
+
+def _write_others(model: PreTrainedModel, work: Path, bits: int) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
+    """Writes all that is no expert; returns which file holds which tensor, and the quantized linear layers."""
+    candidates = quantizable_linears(model)
+    halved = {f"{name}.weight" for name in candidates}
+    halved.update(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding))
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        # Tied weights are stored once, as transformers does.
+        if tensor.data_ptr() in seen and tensor.numel():
+            continue
+        seen.add(tensor.data_ptr())
+        tensors[name] = tensor.to(half_type(tensor.dtype)) if name in halved else tensor.contiguous()
+    linears: dict[str, tuple[int, int]] = {}
+    if bits != 16:
+        for name, linear in candidates.items():
+            linears[name] = (linear.out_features, linear.in_features)
+            parts = matrix_format(linears[name], bits, _CPU).quantize(linear.weight, is_fitted=True)
+            del tensors[f"{name}.weight"]
+            tensors.update({f"{name}.{PARTS[part]}": tensor for part, tensor in parts.items()})
+    save_file(tensors, work / _OTHERS_FILE)
+    return dict.fromkeys(tensors, _OTHERS_FILE), linears
+
+
+def _write_config(checkpoint: Checkpoint, work: Path, manifest: Manifest) -> None:
+    config = json.loads(checkpoint.file_path(_CONFIG_FILE).read_text())
+    config["quantization_config"] = {
+        "quant_method": QUANT_METHOD,
+        "expert_bits": manifest.expert_bits,
+        "other_bits": manifest.other_bits,
+        "base": manifest.base,
+    }
+    _write_json(work / _CONFIG_FILE, config)
+
+
+def _copy_small_files(checkpoint: Checkpoint, work: Path) -> None:
+    for name in checkpoint.file_names():
+        is_kept = name.endswith(_COPIED_SUFFIXES) and "/" not in name and not (work / name).exists()
+        if is_kept and name not in (_CONFIG_FILE, MANIFEST_FILE) and not name.endswith(".index.json"):
+            path = checkpoint.file_path(name)
+            if path.stat().st_size <= _COPIED_BYTES:
+                shutil.copyfile(path, work / name)
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def _check_bits(name: str, bits: int, allowed: tuple[int, ...]) -> None:
+    if bits not in allowed:
+        raise ConfigError(f"{name} is {bits}; allowed are {', '.join(map(str, allowed))}")
+
+
+def _check_finite(key: ExpertKey, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(
+                f"{name} of expert {key.expert} in layer {key.layer} holds numbers that are not finite: the checkpoint "
+                "is damaged, fetch it again"
+            )
+
+
+def _check_space(target: Path, needed: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise CheckpointError(
+            f"{target.parent} has {free / 1e9:.2f} GB free, the store needs up to {needed / 1e9:.2f} GB: free some "
+            "space or give another directory"
+        )
+
+
+@contextlib.contextmanager
+def _work_directory(target: Path) -> Iterator[Path]:
+    """Yields a directory to write to, which only this process has; it is gone in the end unless it was renamed."""
+    _check_free(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as exc:
+        raise ConfigError(f"another process is writing {target}: wait for it or give another directory") from exc
+    work = target.with_name(f".{target.name}.partial")
+    try:
+        _check_free(target)
+        # Of a run that was killed.
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        lock.release()
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not os.listdir(target)):
+        raise ConfigError(f"{target} exists: give another directory, or remove it")
