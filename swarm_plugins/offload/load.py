@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.adapters import take_over_adapters
-from swarm_plugins.offload.cache import BoundedCache, make_cache
+from swarm_plugins.offload.attach import attach_experts, formats_of
+from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.experts import IMPLEMENTATION
-from swarm_plugins.offload.formats.choice import expert_format
 from swarm_plugins.offload.linears import quantize_linears
-from swarm_plugins.offload.loans import ExpertLoans
-from swarm_plugins.offload.parts import Parts, find_parts, load_rest
-from swarm_plugins.offload.standin import turn_into_offloaded
-from swarm_plugins.offload.types import ExpertFormat
+from swarm_plugins.offload.parts import find_parts, load_rest
 
 __all__ = ["load_offloaded"]
 
@@ -56,58 +48,13 @@ def load_offloaded(
     settings = config or OffloadConfig()
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     parts = find_parts(name_or_dir, revision=revision, dtype=dtype)
-    formats = _formats(parts, settings, place)
+    formats = formats_of(parts, settings, place)
     model = load_rest(parts)
     if settings.other_bits in (4, 8) and parts.other_bits is None:
         quantize_linears(model, settings.other_bits)
     model.to(place)  # type: ignore[arg-type]  # the wrapper around it has lost its signature
-    _attach(model, parts, formats, make_cache(parts.store, formats, settings, place), place)
-    return model
-
-
-def _formats(parts: Parts, settings: OffloadConfig, device: torch.device) -> dict[int, ExpertFormat]:
-    """Returns how to multiply with the experts of each layer.
-
-    Raises:
-        ConfigError: If the experts are stored in other bits than is asked for.
-    """
-    store = parts.quantized
-    if store is None:
-        return {
-            layer: expert_format(
-                parts.store.stored_layout(layer),
-                settings.expert_bits,
-                parts.dtype,
-                device,
-                is_transposed=parts.is_transposed[layer],
-            )
-            for layer in parts.paths
-        }
-    for what, asked, stored in (
-        ("expert_bits", settings.expert_bits, store.manifest.expert_bits),
-        ("other_bits", settings.other_bits, parts.other_bits),
-    ):
-        if asked is not None and stored is not None and asked != stored:
-            raise ConfigError(
-                f"{what} is {asked}, but {parts.checkpoint.name} holds {stored} bits: leave {what} out, or give the "
-                f"model that it was made from, {store.manifest.base}"
-            )
-    return {layer: store.format(layer, parts.dtype, device) for layer in parts.paths}
-
-
-def _attach(
-    model: PreTrainedModel,
-    parts: Parts,
-    formats: Mapping[int, ExpertFormat],
-    cache: BoundedCache,
-    device: torch.device,
-) -> None:
-    loans = {layer: ExpertLoans(layer, form, cache) for layer, form in formats.items()}
-    for layer, path in parts.paths.items():
-        turn_into_offloaded(model.get_submodule(path), parts.outline.get_submodule(path), device, loans[layer])
-        model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(take_over_adapters)
-    model.set_experts_implementation(IMPLEMENTATION)
+    cache = make_cache(parts.store, formats, settings, place)
+    attach_experts(model, parts, formats, cache, place)
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
-    # Copies of the model share the loans, not the model.
-    weakref.finalize(next(iter(loans.values())), cache.close)
+    return model

@@ -1,0 +1,80 @@
+"""Puts offloaded experts into a model that was loaded without any."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.adapters import take_over_adapters
+from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.experts import IMPLEMENTATION
+from swarm_plugins.offload.formats.choice import expert_format
+from swarm_plugins.offload.loans import ExpertLoans
+from swarm_plugins.offload.parts import Parts
+from swarm_plugins.offload.standin import turn_into_offloaded
+from swarm_plugins.offload.types import ExpertFormat
+
+__all__ = ["attach_experts", "formats_of"]
+
+
+def formats_of(parts: Parts, settings: OffloadConfig, device: torch.device) -> dict[int, ExpertFormat]:
+    """Returns how to multiply with the experts of each layer.
+
+    Raises:
+        ConfigError: If the experts are stored in other bits than is asked for.
+    """
+    store = parts.quantized
+    if store is None:
+        return {
+            layer: expert_format(
+                parts.store.stored_layout(layer),
+                settings.expert_bits,
+                parts.dtype,
+                device,
+                is_transposed=parts.is_transposed[layer],
+            )
+            for layer in parts.paths
+        }
+    for what, asked, stored in (
+        ("expert_bits", settings.expert_bits, store.manifest.expert_bits),
+        ("other_bits", settings.other_bits, parts.other_bits),
+    ):
+        if asked is not None and stored is not None and asked != stored:
+            raise ConfigError(
+                f"{what} is {asked}, but {parts.checkpoint.name} holds {stored} bits: leave {what} out, or give the "
+                f"model that it was made from, {store.manifest.base}"
+            )
+    return {layer: store.format(layer, parts.dtype, device) for layer in parts.paths}
+
+
+def attach_experts(
+    model: PreTrainedModel,
+    parts: Parts,
+    formats: Mapping[int, ExpertFormat],
+    cache: BoundedCache,
+    device: torch.device,
+) -> None:
+    """Makes the experts of a model borrow their weights.
+
+    Args:
+        model: The model that the parts were found for, or its base model; its experts have no weights.
+        parts: Where the experts are.
+        formats: What their bytes mean, by layer.
+        cache: Lends them. It is closed when nothing borrows from it any more.
+        device: Where they compute.
+    """
+    # The parts' paths start at the whole model; a base model is what its prefix names there.
+    prefix = f"{parts.outline.base_model_prefix}." if model.base_model is model else ""
+    loans = {layer: ExpertLoans(layer, form, cache) for layer, form in formats.items()}
+    for layer, whole_path in parts.paths.items():
+        path = whole_path.removeprefix(prefix)
+        turn_into_offloaded(model.get_submodule(path), parts.outline.get_submodule(whole_path), device, loans[layer])
+        model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(take_over_adapters)
+    model.set_experts_implementation(IMPLEMENTATION)
+    # Copies of the model share the loans, not the model.
+    weakref.finalize(next(iter(loans.values())), cache.close)
