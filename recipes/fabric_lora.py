@@ -48,6 +48,9 @@ def held_out_loss(fabric: Fabric, model: Any, batches: Any) -> float:
 def main() -> None:
     """Trains."""
     options = parse()
+    checkpoint = options.output / "last.ckpt"
+    if checkpoint.exists() and not options.resume:
+        raise SystemExit(f"{checkpoint} is there, from an earlier run: go on with --resume, or give another --output")
     # `fabric run` has named the strategy and launched; in a script of its own it would be Fabric(strategy="swarm")
     # and fabric.launch().
     fabric = Fabric()
@@ -66,7 +69,6 @@ def main() -> None:
     train, held_out = fabric.setup_dataloaders(data.train_dataloader(), data.val_dataloader())
 
     state: dict[str, Any] = {"model": tuned, "optimizer": optimizer, "step": 0}
-    checkpoint = options.output / "last.ckpt"
     if options.resume:
         fabric.load(checkpoint, state)  # refuses one that was trained on another version of the base
     fabric.print(f"step {state['step']}: held-out loss {held_out_loss(fabric, tuned, held_out):.4f}")

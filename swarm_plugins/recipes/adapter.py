@@ -1,18 +1,27 @@
-"""An adapter from the words of a recipe."""
+"""An adapter from the words of a recipe, put on a model and written to disk."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from swarm_plugins.backbone.refusals import WHAT_WORKS
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
 
-__all__ = ["adapter_config"]
+__all__ = ["adapter_config", "put_on", "save_adapter"]
+
+log = logging.getLogger(__name__)
+
+_MAX_PLACES = 1000
 
 
 def adapter_config(settings: Mapping[str, Any], *, task_type: str) -> PeftConfig:
@@ -39,3 +48,61 @@ def adapter_config(settings: Mapping[str, Any], *, task_type: str) -> PeftConfig
         raise ConfigError(f"adapter has no setting {unknown[0]!r}; {kind} has {', '.join(allowed)}")
     config: PeftConfig = chosen(**{**settings, "peft_type": kind, "task_type": task_type})
     return config
+
+
+def put_on(base: PreTrainedModel, config: PeftConfig) -> PeftModel:
+    """Returns the model with the adapter.
+
+    Raises:
+        ConfigError: If PEFT refuses a value, or the model has no such module.
+    """
+    try:
+        model: PeftModel = get_peft_model(base, config)
+    except SwarmError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        names = sorted({name.rpartition(".")[2] for name, part in base.named_modules() if not list(part.children())})
+        raise ConfigError(
+            f"the adapter cannot be put on {type(base).__name__}: {reason}. Mend the recipe's adapter; modules of the "
+            f"model are {', '.join(name for name in names if name)}"
+        ) from error
+    return model
+
+
+def save_adapter(model: PeftModel, folder: Path) -> Path:
+    """Writes the adapter, in PEFT's format; one of an earlier run stays, and a number is added to the name.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        OSError: If it cannot be written; nothing is left then.
+        CheckpointError: If the weights cannot.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as part:
+        whole = Path(part) / folder.name
+        # "auto" would ask the Hub for the base model's vocabulary size.
+        try:
+            model.save_pretrained(str(whole), save_embedding_layers=False)
+        except SafetensorError as error:
+            raise CheckpointError(f"the adapter cannot be written to {folder} ({error}): free some space") from error
+        for place in _places(folder):
+            try:
+                whole.rename(place)
+            except OSError:
+                # Taken, perhaps a moment ago: a folder that holds something is not overwritten.
+                if not place.exists():
+                    raise
+            else:
+                if place != folder:
+                    log.warning("%s is there already, from an earlier run: the adapter is in %s", folder, place)
+                return place
+    raise ConfigError(f"{folder.parent} has {_MAX_PLACES} folders named {folder.name}: remove some")
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    yield folder
+    for number in range(2, _MAX_PLACES + 1):
+        yield folder.with_name(f"{folder.name}-{number}")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft import get_peft_model
 from torch import Tensor
 
 from swarm_plugins.backbone import AutoSwarmModelForSequenceClassification
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.recipes.adapter import adapter_config
+from swarm_plugins.recipes.adapter import adapter_config, put_on
 from swarm_plugins.recipes.language import AdapterTuner
 
 __all__ = ["PromptClassifier"]
@@ -28,7 +27,8 @@ class PromptClassifier(AdapterTuner):
         learning_rate: Step size of AdamW.
         weight_decay: Weight decay of AdamW.
         revision: Branch, tag or commit of the base model on the Hub.
-        output: Folder that prompts and head are written to at the end. None: they stay in the checkpoint.
+        output: Folder that prompts and head are written to at the end; with a number added if it is there already.
+            None: they stay in the checkpoint.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PromptClassifier(AdapterTuner):
             label2id={label: index for index, label in enumerate(labels)},
             pad_token_id=data.tokenizer.pad_token_id,
         )
-        self.model = get_peft_model(base, self._adapter)
+        self.model = put_on(base, self._adapter)
 
     def forward(self, **batch: Tensor) -> Any:
         """Returns HF's output of the model, with the loss if there are labels."""

@@ -57,8 +57,10 @@ class _RecipeData(pl.LightningDataModule):
         try:
             found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"{name!r} has no tokenizer that can be loaded: give a directory or an id on the Hub"
+                f"{name!r} is no model whose tokenizer can be loaded ({reason[:200]}); give the directory of a model, "
+                "or its id on the Hub, as model.base or data.tokenizer"
             ) from error
         return found
 

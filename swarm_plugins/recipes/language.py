@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from torch import Tensor
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
-from swarm_plugins.recipes.adapter import adapter_config
+from swarm_plugins.recipes.adapter import adapter_config, put_on, save_adapter
 
 __all__ = ["AdapterTuner"]
 
@@ -25,7 +26,8 @@ class AdapterTuner(pl.LightningModule):
         learning_rate: Step size of AdamW.
         weight_decay: Weight decay of AdamW.
         revision: Branch, tag or commit of the base model on the Hub.
-        output: Folder that the adapter is written to at the end. None: it stays in the checkpoint.
+        output: Folder that the adapter is written to at the end, in PEFT's format; with a number added if it is there
+            already. None: it stays in the checkpoint.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class AdapterTuner(pl.LightningModule):
         """Loads the base model through the strategy's swarm and wraps it; called again, it does nothing."""
         if self.model is None:
             base = AutoSwarmModelForCausalLM.from_pretrained(self.base, revision=self.revision)
-            self.model = get_peft_model(base, self._adapter)
+            self.model = put_on(base, self._adapter)
 
     def forward(self, **batch: Tensor) -> Any:
         """Returns HF's output of the model, with the loss if there are labels."""
@@ -74,7 +76,6 @@ class AdapterTuner(pl.LightningModule):
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def on_fit_end(self) -> None:
-        """Writes the adapter, in PEFT's format."""
+        """Writes the adapter; that of an earlier run in the same folder stays."""
         if self.output is not None and self.model is not None:
-            # "auto" would ask the Hub for the base model's vocabulary size.
-            self.model.save_pretrained(self.output, save_embedding_layers=False)
+            save_adapter(self.model, Path(self.output).expanduser().absolute())

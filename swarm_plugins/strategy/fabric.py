@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from swarm_plugins.backbone.context import SwarmConfig
 from swarm_plugins.strategy.inspection import check_remote, check_trainable, has_remote_blocks
 from swarm_plugins.strategy.member import SwarmMember, check_precision
-from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, trained_state
+from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, readable, trained_state
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy as _Base
@@ -104,11 +104,13 @@ class FabricStrategy(SwarmMember, _Base):
         """Loads a checkpoint into the objects of ``state``.
 
         Raises:
-            CheckpointError: If it was trained on another base model, or does not fit.
+            CheckpointError: If it was trained on another base model, does not fit, or is none.
         """
         for module in _remote_in(state) if isinstance(state, dict) else []:
             # Read twice (it is small): nothing may be changed by a checkpoint that is refused.
-            check_base(super().load_checkpoint(path, weights_only=weights_only), module)
+            with readable(path):
+                described = super().load_checkpoint(path, weights_only=weights_only)
+            check_base(described, module)
         rest = super().load_checkpoint(path, state, strict, weights_only)
         rest.pop(KEY, None)
         return rest

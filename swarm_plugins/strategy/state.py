@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Mapping
+import pickle
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from swarm_plugins import __version__
-from swarm_plugins.errors import CheckpointError
+from swarm_plugins.errors import CheckpointError, SwarmError
 from swarm_plugins.strategy.inspection import base_versions, remote_models
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["KEY", "check_base", "describe_base", "load_trained", "trained_state"]
+__all__ = ["KEY", "check_base", "describe_base", "load_trained", "readable", "trained_state"]
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,29 @@ def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
             "nothing there. Load that version of the base model (from_pretrained(name, revision=...)), or start "
             "without ckpt_path"
         )
+
+
+@contextlib.contextmanager
+def readable(path: Any) -> Iterator[None]:
+    """Says of a file that cannot be read what it is not.
+
+    Raises:
+        CheckpointError: Instead of the reader's many errors.
+    """
+    try:
+        yield
+    except SwarmError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {str(path)!r}; give the path of a .ckpt file") from error
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+        # The advice of torch's unpickler is to trust the file: it is not repeated.
+        reason = "" if isinstance(error, pickle.UnpicklingError) else str(error)
+        reason = (reason.splitlines() or ["not what torch.save writes of tensors and numbers"])[0][:200]
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, or none of Lightning's; give "
+            "another one"
+        ) from error
 
 
 def _trainable_names(module: nn.Module) -> set[str]:

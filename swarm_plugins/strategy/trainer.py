@@ -11,7 +11,7 @@ from torch import nn
 from swarm_plugins.backbone.context import SwarmConfig
 from swarm_plugins.strategy.inspection import check_remote, check_trainable
 from swarm_plugins.strategy.member import SwarmMember, check_precision
-from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, trained_state
+from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, readable, trained_state
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
@@ -80,6 +80,15 @@ class TrainerStrategy(SwarmMember, _Base):
         """Saves a checkpoint that names the version of the base model."""
         described = {**checkpoint, KEY: describe_base(self._module)}
         super().save_checkpoint(described, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint.
+
+        Raises:
+            CheckpointError: If the file is none.
+        """
+        with readable(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Puts back what was trained.

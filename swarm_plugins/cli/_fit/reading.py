@@ -18,6 +18,7 @@ from swarm_plugins.errors import ConfigError, SwarmError
 __all__ = ["first_swarm_error", "read_recipe"]
 
 _IN_CLASS = re.compile(r"Problem with given class_path '([\w.]+)': (.*?)(?= Expected a <class 'NoneType'>|$)")
+_KEYS = ("seed_everything", "trainer", "model", "data")
 _REFUSED = re.compile(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'")
 
 
@@ -64,15 +65,22 @@ def _sentence(error: Exception) -> str:
     inner = _IN_CLASS.search(text)
     if inner is not None:
         text = f"{inner[1]}: {inner[2]}"
-    owner = _class(inner[1]) if inner is not None else Trainer if "'trainer'" in text else None
-    if owner is not None and "not accept" in text and _REFUSED.search(text):
-        return f"{text}; allowed are {', '.join(name for name in inspect.signature(owner).parameters)}"
+    if "not accept" in text and _REFUSED.search(text):
+        return f"{text}; allowed are {', '.join(_allowed(text, inner))}"
+    if inner is not None and "has no attribute" in text:
+        module = importlib.import_module(inner[1].rpartition(".")[0])
+        return f"{text}; it has {', '.join(getattr(module, '__all__', ()) or 'other names')}"
     return text
+
+
+def _allowed(text: str, inner: re.Match[str] | None) -> list[str]:
+    """Returns what may stand where a key was refused."""
+    if inner is None and "'trainer'" not in text:
+        return list(_KEYS)
+    owner = Trainer if inner is None else _class(inner[1])
+    return list(inspect.signature(owner).parameters)
 
 
 def _class(path: str) -> Any:
     module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
+    return getattr(importlib.import_module(module), name)

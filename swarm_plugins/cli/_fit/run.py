@@ -9,8 +9,10 @@ from typing import Any
 
 import typer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 
 from swarm_plugins.backbone import SwarmSettings, active_swarm
+from swarm_plugins.cli._fit.keeping import KeepTrained
 from swarm_plugins.cli._fit.reading import read_recipe
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError
@@ -45,7 +47,7 @@ def run_recipe(
     if ckpt_path is not None and not ckpt_path.is_file():
         raise ConfigError(f"there is no checkpoint {str(ckpt_path)!r}; give the path of a .ckpt file")
     cli = read_recipe([*(f"--config={recipe}" for recipe in recipes), *options])
-    with _swarm_of(cli.model, num_servers, threads), _lightning_errors():
+    with _swarm_of(cli.model, num_servers, threads), _kept(cli.trainer), _lightning_errors():
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path and str(ckpt_path))
     metrics = {name: float(value) for name, value in sorted(cli.trainer.callback_metrics.items())}
     typer.echo(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()) or "done")
@@ -71,8 +73,22 @@ def _swarm_of(model: Any, num_servers: int, threads: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _kept(trainer: Trainer) -> Iterator[None]:
+    keeper = KeepTrained()
+    trainer.callbacks.append(keeper)  # type: ignore[attr-defined]  # set by one of its connectors
+    try:
+        yield
+    finally:
+        if keeper.advice is not None:
+            typer.echo(f"swarm fit: {keeper.advice}", err=True)
+
+
+@contextlib.contextmanager
 def _lightning_errors() -> Iterator[None]:
     try:
         yield
+    except SystemExit:
+        # How Lightning answers Ctrl-C, once it has told its callbacks.
+        raise KeyboardInterrupt from None
     except MisconfigurationException as error:
         raise ConfigError(" ".join(str(error).split())) from error

@@ -1,0 +1,176 @@
+"""Every recipe runs on real text; what is wrong with one is said in one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import Result
+
+from tests.recipes.conftest import RECIPES
+
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.timeout(240),
+    # Of Lightning, about itself and jsonargparse.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+Fit = Callable[..., Result]
+LORA = "lora_sotu.yaml"
+FAST = ("--trainer.fast_dev_run", "true", "--trainer.accelerator", "cpu")
+SHORT = ("--trainer.accelerator", "cpu", "--trainer.val_check_interval", "1.0", "--data.length", "16")
+
+
+def changed(folder: Path, old: str, new: str) -> Path:
+    """A copy of the LoRA recipe with one mistake in it."""
+    content = (RECIPES / LORA).read_text()
+    assert old in content
+    path = folder / "recipe.yaml"
+    path.write_text(content.replace(old, new))
+    return path
+
+
+def sentence(result: Result) -> str:
+    """What a refused run says last."""
+    assert result.exit_code == 1, result.output[-3000:]
+    assert "Traceback" not in result.output
+    [said] = re.findall(r"^swarm fit: .*$", result.output, re.MULTILINE)
+    return str(said)
+
+
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_runs_on_its_own_data(recipe: str, fit: Fit) -> None:
+    result = fit(recipe, *FAST, "--data.num_documents", 16)
+    assert result.exit_code == 0, result.output[-3000:]
+    assert re.search(r"^train_loss \d\.\d+.*val_loss \d\.\d+", result.output, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("peers")
+def test_the_classifier_reports_its_accuracy_beside_that_of_the_majority(fit: Fit) -> None:
+    result = fit("prompt_classification.yaml", *FAST, "--data.num_documents", 16)
+    shares = re.search(r"val_accuracy ([\d.]+), val_loss [\d.]+, val_majority ([\d.]+)", result.output)
+    assert shares is not None, result.output[-3000:]
+    assert all(0 <= float(share) <= 1 for share in shares.groups())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        pytest.param("max_epochs", "max_epoks", r"option 'max_epoks'; allowed are .*max_epochs", id="trainer"),
+        pytest.param("learning_rate", "learning_rte", r"'learning_rte' .*allowed are .*learning_rate", id="model"),
+        pytest.param("num_documents", "num_docs", r"'num_docs' .*allowed are .*num_documents", id="data"),
+        pytest.param("lora_alpha", "lora_alhpa", r"no setting 'lora_alhpa'; LORA has .*lora_alpha", id="adapter"),
+        pytest.param("\ntrainer:", "\ntrianer:", r"'trianer.*; allowed are .*trainer, model, data", id="section"),
+        pytest.param("AdapterTuner", "AdapterTunr", r"'AdapterTunr'; it has AdapterTuner", id="class"),
+        pytest.param("peft_type: LORA", "peft_type: LORRA", r"'LORRA'.*LORA, IA3", id="method"),
+        pytest.param("2.0e-3", "quick", r"learning_rate.*float.*quick", id="value"),
+    ],
+)
+def test_a_misspelt_recipe_is_told_what_is_allowed(old: str, new: str, said: str, tmp_path: Path, fit: Fit) -> None:
+    assert re.search(said, sentence(fit(changed(tmp_path, old, new), *FAST)))
+
+
+@pytest.mark.usefixtures("peers")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        pytest.param(["--data.dataset", "absent.csv"], r"no file 'absent.csv'; give 'sotu'", id="no-file"),
+        pytest.param(["--data.dataset", "me/absent"], r"'me/absent' was not found", id="not-on-the-hub"),
+        pytest.param(["--model.base", "me/absent"], r"'me/absent' is no model .*model\.base", id="no-base"),
+        pytest.param(["--model.adapter.r", "-1"], r"positive integer.*-1.*modules of the model are", id="rank"),
+        pytest.param(["--model.adapter.target_modules", "[q]"], r"'q'.*modules .*q_proj", id="targets"),
+        pytest.param(["--trainer.precision", "16-true"], r"'16-true'.*'32-true' or 'bf16-mixed'", id="precision"),
+        pytest.param(["--trainer.devices", "2"], r"devices=2.*pass devices=1", id="devices"),
+        pytest.param(["--data.length", "100000"], r"fewer than one piece of length=100000", id="short-text"),
+        pytest.param(["--data.batch_size", "0"], r"batch_size must be 1 or more, got 0", id="batch"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(options: list[str], said: str, text: Path, fit: Fit) -> None:
+    data = [] if "--data.dataset" in options else ["--data.dataset", text]
+    assert re.search(said, sentence(fit(LORA, *FAST, *data, *options)))
+
+
+def test_a_missing_recipe_is_named(fit: Fit) -> None:
+    assert "no recipe" in sentence(fit("absent.yaml"))
+
+
+def test_without_servers_it_is_said_how_to_name_some(text: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
+    assert "SWARM_INITIAL_PEERS" in sentence(fit(LORA, *FAST, "--data.dataset", text))
+
+
+BARE = """
+import lightning as L
+import torch
+from swarm_plugins import AutoSwarmModelForCausalLM
+
+
+class Bare(L.LightningModule):
+    def __init__(self, base: str) -> None:
+        super().__init__()
+        self.base = base
+
+    def configure_model(self) -> None:
+        self.model = AutoSwarmModelForCausalLM.from_pretrained(self.base)
+        self.model.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+
+
+@pytest.mark.usefixtures("peers")
+def test_a_model_without_adapter_has_nothing_to_train(
+    text: Path, tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bare_module.py").write_text(BARE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    content = (RECIPES / LORA).read_text()
+    cut = content[: content.index("    adapter:")] + content[content.index("data:") :]
+    recipe = tmp_path / "bare.yaml"
+    recipe.write_text(cut.replace("swarm_plugins.recipes.AdapterTuner", "bare_module.Bare"))
+    said = sentence(fit(recipe, *FAST, "--data.dataset", text))
+    assert re.search(r"nothing to train: none of the \d+ tensors of Bare .*get_peft_model", said)
+
+
+@pytest.mark.usefixtures("peers")
+def test_two_runs_in_one_folder_lose_nothing(text: Path, tmp_path: Path, fit: Fit, caplog: Any) -> None:
+    for _ in range(2):
+        result = fit(LORA, *SHORT, "--data.dataset", text, "--trainer.max_steps", 2)
+        assert result.exit_code == 0, result.output[-3000:]
+    runs = tmp_path / "runs" / "lora_sotu"
+    assert {path.name for path in runs.glob("adapter*")} == {"adapter", "adapter-2"}
+    assert len(list(runs.rglob("*.ckpt"))) == 2
+    assert re.search(r"adapter is there already, from an earlier run: the adapter is in .*adapter-2", caplog.text)
+
+
+@pytest.mark.usefixtures("peers")
+def test_a_checkpoint_is_gone_on_from_unless_it_is_none(text: Path, tmp_path: Path, fit: Fit) -> None:
+    assert fit(LORA, *SHORT, "--data.dataset", text, "--trainer.max_steps", 2).exit_code == 0
+    [checkpoint] = tmp_path.rglob("*.ckpt")
+    result = fit(LORA, *SHORT, "--data.dataset", text, "--trainer.max_epochs", 2, "--ckpt-path", checkpoint)
+    assert result.exit_code == 0, result.output[-3000:]
+    steps = {torch.load(path, weights_only=True)["global_step"] for path in tmp_path.rglob("*.ckpt")}
+    assert min(steps) == 2
+    assert max(steps) > 2
+
+    other = torch.load(checkpoint, weights_only=True)
+    other["swarm_plugins"]["base"] = ["other@local-" + "0" * 40]
+    torch.save(other, tmp_path / "other.ckpt")
+    (tmp_path / "garbage.ckpt").write_text("garbage")
+    for name, said in (
+        ("other", r"trained on other@local-0+, but the model here is .*without ckpt_path"),
+        ("garbage", r"'.*garbage.ckpt' cannot be read as a checkpoint.*give another one"),
+        ("absent", r"no checkpoint '.*absent.ckpt'; give the path"),
+    ):
+        options = ["--data.dataset", text, "--ckpt-path", tmp_path / f"{name}.ckpt"]
+        assert re.search(said, sentence(fit(LORA, *SHORT, *options)))
