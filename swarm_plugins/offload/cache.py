@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,6 +82,8 @@ class BoundedCache:
         self._guesses = Guesses(self._slots)
         self._counters = Counters(self.num_experts)
         self._is_closed = False
+        self.on_asked: Callable[[int], bool] | None = None
+        """Called with a layer when its experts have been asked of the disk: the time to guess. Says whether it has."""
 
     def borrow(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Yields each of the experts once, those at hand first, the others as they arrive.
@@ -116,6 +118,8 @@ class BoundedCache:
             loan = _Loan(layer, ready, missing)
             self._ask(loan)
         try:
+            if self.on_asked is not None and self.on_asked(layer):
+                self._go_on(loan)
             while ready or loan.waiting or missing:
                 if not ready:
                     self._await(loan)
@@ -144,6 +148,10 @@ class BoundedCache:
         with self._lock:
             if not self._is_closed:
                 self._guesses.plan(layer, experts)
+
+    def is_complete(self, layer: int) -> bool:
+        """Says whether all experts of a layer are in fast memory or on their way there."""
+        return len(self._slots.of(layer)) == self.num_experts[layer]
 
     def stats(self) -> OffloadStats:
         """Returns what happened since the last reset."""

@@ -1,0 +1,157 @@
+"""Speculative loading: the next layer's router says, one layer early, what that layer will probably need.
+
+Hidden states change little from layer to layer, so the next layer's router applied to this layer's input finds most of
+the experts that the next layer will choose (Eliseev and Mazur 2023, section 3.2).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.trial import PayTrial
+
+__all__ = ["MAX_ROWS", "install_prefetch"]
+
+log = logging.getLogger(__name__)
+
+MAX_ROWS = 4
+"""Tokens in a pass beyond which nothing is guessed: together they need most experts anyway."""
+
+_ROUTERS = ("gate", "router")
+
+
+def install_prefetch(model: nn.Module, cache: BoundedCache) -> None:
+    """Makes a model tell its cache what the next layer will probably need, and how many tokens it saw.
+
+    Routers that need what is not at hand one layer early (token ids, another layer's state) are left alone: their
+    layers are not guessed.
+
+    Args:
+        model: With offloaded experts; the blocks with experts in the order of the cache's layers.
+        cache: Where its experts are.
+    """
+    routers = _routers(model)
+    layers = sorted(cache.num_experts)
+    if len(routers) != len(layers):
+        log.info("no speculative loading: %d routers found for %d layers of experts", len(routers), len(layers))
+        return
+    predictor = _Predictor(cache, dict(zip(layers, routers, strict=True)))
+    for layer, router in zip(layers, routers, strict=True):
+        router.register_forward_pre_hook(predictor.hook(layer), with_kwargs=True)
+    if cache.config.prefetch:
+        cache.on_asked = predictor.predict
+
+
+class _Extra(NamedTuple):
+    """What a router is called with beside the hidden states."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def is_same(self, other: _Extra) -> bool:
+        """Whether both hold the very same objects: parameters, not something computed for each token."""
+        if len(self.arguments) != len(other.arguments) or self.keywords.keys() != other.keywords.keys():
+            return False
+        is_same = all(mine is theirs for mine, theirs in zip(self.arguments, other.arguments, strict=True))
+        return is_same and all(self.keywords[name] is other.keywords[name] for name in self.keywords)
+
+
+class _Predictor:
+    """Applies routers one layer early.
+
+    Args:
+        cache: Who is told.
+        routers: The routers by layer.
+    """
+
+    def __init__(self, cache: BoundedCache, routers: dict[int, nn.Module]) -> None:
+        self._cache = cache
+        self._routers = routers
+        layers = sorted(routers)
+        self._next = dict(pairwise(layers))
+        self._first = layers[0]
+        self._extras: dict[int, _Extra] = {}
+        # Layers whose router gets other objects each time, or does not answer as routers do.
+        self._unfit: set[int] = set()
+        self._input: tuple[int, Tensor] | None = None
+        self._trial = PayTrial() if cache.config.prefetch == "auto" else None
+        self._is_on = True
+
+    def hook(self, layer: int) -> Any:
+        """Returns a forward pre-hook for a router."""
+
+        def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            if not arguments or not isinstance(arguments[0], Tensor):
+                self._unfit.add(layer)
+                return
+            hidden = arguments[0]
+            num_rows = hidden.numel() // max(1, hidden.shape[-1])
+            if layer == self._first:
+                self._begin_pass(num_rows)
+            self._note_extra(layer, _Extra(arguments[1:], keywords))
+            self._input = (layer, hidden) if num_rows <= MAX_ROWS and not module.training else None
+
+        return note
+
+    def predict(self, layer: int) -> bool:
+        """Guesses for the layer behind one that has just asked for its experts.
+
+        Returns:
+            Whether there is a guess.
+        """
+        found, self._input = self._input, None
+        following = self._next.get(layer)
+        if found is None or found[0] != layer or following is None or not self._is_on or following in self._unfit:
+            return False
+        extra = self._extras.get(following)
+        if extra is None or self._cache.is_complete(following):
+            return False
+        experts = self._apply(following, found[1], extra)
+        if experts:
+            self._cache.guess(following, experts)
+        return bool(experts)
+
+    def _apply(self, layer: int, hidden: Tensor, extra: _Extra) -> Sequence[int]:
+        try:
+            with torch.no_grad():
+                # Not the call: hooks on it record router logits, which this is none of.
+                answer = self._routers[layer].forward(hidden, *extra.arguments, **extra.keywords)
+            chosen = answer[2]
+            # [T, k], best first for each token: transposed, all first choices come before all second ones.
+            experts = chosen.reshape(-1, chosen.shape[-1]).t().flatten().tolist()
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            log.info("no speculative loading for layer %d: its router cannot be asked early: %r", layer, error)
+            self._unfit.add(layer)
+            return ()
+        num_experts = self._cache.num_experts[layer]
+        return [expert for expert in dict.fromkeys(experts) if isinstance(expert, int) and 0 <= expert < num_experts]
+
+    def _note_extra(self, layer: int, extra: _Extra) -> None:
+        before = self._extras.get(layer)
+        if before is None:
+            self._extras[layer] = extra
+        elif not before.is_same(extra):
+            self._unfit.add(layer)
+
+    def _begin_pass(self, num_rows: int) -> None:
+        self._cache.count_tokens(num_rows)
+        if self._trial is not None:
+            self._is_on = self._trial.begin_pass(time.perf_counter(), is_decode=num_rows <= MAX_ROWS)
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """Returns the routers beside experts, in the order of the model's modules."""
+    found: list[nn.Module] = []
+    for module in model.modules():
+        children = dict(module.named_children())
+        if "experts" in children:
+            found.extend(children[name] for name in _ROUTERS if name in children)
+    return found

@@ -1,0 +1,85 @@
+"""Whether guessing pays: tried out, token against token, and tried again now and then. Pure bookkeeping."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+__all__ = ["PayTrial"]
+
+# Passes of a kind in a row: a guess of the last pass still helps or hurts the next one.
+_BLOCK = 4
+# On, off, off, on: what drifts over time hits both alike.
+_ORDER = (True, False, False, True)
+_MAX_SAMPLES = 32
+# Differences this many standard errors large are believed.
+_CERTAIN = 2.5
+# Passes to the next trial: few at first, as caches are still filling.
+_FIRST_REST = 64
+_LAST_REST = 2048
+
+
+class PayTrial:
+    """Decides, pass by pass, whether to guess: by comparing times of passes with and without.
+
+    A pass is one token through all layers. While a trial runs it alternates; then the faster kind is used for a
+    while, twice as long each time the trial says the same again.
+    """
+
+    def __init__(self) -> None:
+        self.is_paying = True
+        """What the last trial said."""
+        self._is_on = True
+        self._rest = _FIRST_REST // 4
+        """Passes until the next trial begins; in a trial 0."""
+        self._next_rest = _FIRST_REST
+        self._place = 0
+        self._samples: dict[bool, list[float]] = {True: [], False: []}
+        self._began_s: float | None = None
+
+    def begin_pass(self, now_s: float, *, is_decode: bool) -> bool:
+        """Notes that a pass begins, which ends the one before.
+
+        Args:
+            now_s: The time.
+            is_decode: Whether it is one of few tokens; others are no measure.
+
+        Returns:
+            Whether to guess in this pass.
+        """
+        began, self._began_s = self._began_s, now_s if is_decode else None
+        if not is_decode or began is None:
+            return self._is_on
+        if self._rest:
+            self._rest -= 1
+            self._is_on = self.is_paying
+            if not self._rest:
+                self._place = 0
+                self._samples = {True: [], False: []}
+                self._is_on = _ORDER[0]
+            return self._is_on
+        # The first pass of a block still runs on what the block before left in memory.
+        if self._place % _BLOCK:
+            self._samples[self._is_on].append(now_s - began)
+        self._place += 1
+        self._is_on = _ORDER[self._place // _BLOCK % len(_ORDER)]
+        if self._place % (_BLOCK * len(_ORDER)) == 0:
+            self._judge()
+        return self._is_on
+
+    def _judge(self) -> None:
+        on, off = self._samples[True], self._samples[False]
+        gain = statistics.median(off) - statistics.median(on)
+        error = math.hypot(_standard_error(on), _standard_error(off))
+        if abs(gain) < _CERTAIN * error and len(on) < _MAX_SAMPLES:
+            return
+        pays = gain > 0
+        self._next_rest = min(2 * self._next_rest, _LAST_REST) if pays == self.is_paying else _FIRST_REST
+        self.is_paying = self._is_on = pays
+        self._rest = self._next_rest
+
+
+def _standard_error(samples: list[float]) -> float:
+    """Returns that of the median, from the spread of the middle half: pauses of the caller count little."""
+    lower, _, upper = statistics.quantiles(samples, n=4)
+    return 1.25 * (upper - lower) / 1.35 / math.sqrt(len(samples))
