@@ -11,6 +11,7 @@ import torch
 from rich.progress import Progress
 
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.cli._bench.arms import prompt_tokens
 from swarm_plugins.cli._bench.offload_arms import ArmName
 from swarm_plugins.cli._bench.offload_figures import ArmFigures, OffloadReport, add_goals
 from swarm_plugins.cli._bench.offload_worker import ArmProcess, Job
@@ -85,15 +86,16 @@ def bench_offload(
                 directory=str(directory),
                 fast_bytes=fast,
                 smallest_bytes=smallest,
-                limit_bytes=limit if arm.is_limited else 0,
-                prompt_tokens=PROMPT_TOKENS,
+                limit_bytes=limit if arm.is_ours else 0,
             )
             running[arm] = stack.enter_context(ArmProcess(job))
             running[arm].wait_until_ready()
             progress.advance(bar)
         progress.update(bar, description="decoding")
         for index in range(rounds + 1):
-            _round(running, index, new_tokens)
+            vocab_size = checkpoint.config.get_text_config(decoder=True).vocab_size
+            prompt = prompt_tokens(directory, length=PROMPT_TOKENS, vocab_size=vocab_size, shift=index)
+            _round(running, index, prompt[0].tolist(), new_tokens)
             progress.advance(bar, len(arms))
         rates.append(disk_rate(files, block_bytes=sizes.largest_expert_bytes))
     step = step_seconds(meta_model(checkpoint.config, sizes.dtype), device=torch.device("cpu"))
@@ -102,7 +104,7 @@ def bench_offload(
     report.expert_bytes, report.fast_bytes, report.limit_bytes = sizes.expert_bytes, fast, limit
     report.budget_bytes, report.speeds = budget, speeds
     report.forecast = forecast(sizes, speeds, fast_bytes=fast)
-    report.arms = [_figures(arm, process, new_tokens) for arm, process in running.items()]
+    report.arms = [_figures(arm, process) for arm, process in running.items()]
     report.rounds, report.new_tokens = rounds, new_tokens
     add_goals(report)
 
@@ -112,12 +114,12 @@ def _padded(num_bytes: int) -> int:
     return int(num_bytes * 1.002)
 
 
-def _round(running: dict[ArmName, ArmProcess], index: int, new_tokens: int) -> None:
+def _round(running: dict[ArmName, ArmProcess], index: int, prompt: list[int], new_tokens: int) -> None:
     order = list(running.items())
     expected: list[int] | None = None
     # Reversed every other round: none is always the one after a pause.
     for arm, process in order if index % 2 == 0 else reversed(order):
-        done = process.decode(index, new_tokens)
+        done = process.decode(prompt, new_tokens)
         expected = expected or done.tokens
         if done.tokens != expected:
             raise SwarmError(f"{arm.value!r} decodes other tokens than the arm before it: {done.tokens} and {expected}")
@@ -125,7 +127,7 @@ def _round(running: dict[ArmName, ArmProcess], index: int, new_tokens: int) -> N
             process.rounds.append(done)
 
 
-def _figures(arm: ArmName, process: ArmProcess, new_tokens: int) -> ArmFigures:
+def _figures(arm: ArmName, process: ArmProcess) -> ArmFigures:
     ready, rounds = process.ready, process.rounds
     if ready is None or not rounds:
         raise SwarmError(f"{arm.value!r} has not been measured")

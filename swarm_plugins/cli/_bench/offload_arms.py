@@ -32,13 +32,12 @@ class ArmName(StrEnum):
     ACCELERATE = "accelerate disk offload"
 
     @property
-    def is_limited(self) -> bool:
-        """Whether the arm runs under the memory limit."""
-        return self is not ArmName.RESIDENT
-
-    @property
     def is_ours(self) -> bool:
-        """Whether experts are offloaded by this package."""
+        """Whether experts are offloaded by this package, and under the memory limit.
+
+        accelerate maps the files that it reads, which such a limit counts as memory though it is page cache: it has
+        none, and its page cache is dropped between tokens instead.
+        """
         return self in (ArmName.FULL, ArmName.NO_GUESSES, ArmName.BARE)
 
 

@@ -16,12 +16,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swarm_plugins.cli._bench.arms import prompt_tokens, quiet_libraries
+from swarm_plugins.cli._bench.arms import quiet_libraries
 from swarm_plugins.cli._bench.offload_arms import ArmName, LoadedArm, load_arm
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.offload.stats import OffloadStats
 
 __all__ = ["ArmProcess", "Job", "Ready", "Round", "main"]
+
+# bitsandbytes says at import that a kernel of its own is missing, which nothing here uses.
+_START = f"import logging; logging.getLogger('bitsandbytes').setLevel(40); from {__name__} import main; main()"
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +36,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     smallest_bytes: int
     limit_bytes: int
     """Of private memory beside what the libraries take; 0: none."""
-    prompt_tokens: int
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ class ArmProcess:
 
     def __enter__(self) -> ArmProcess:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)
+            [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
         )
         self._send(msgspec.json.encode(self.job))
         return self
@@ -98,13 +100,13 @@ class ArmProcess:
         self.ready = msgspec.json.decode(self._line(), type=Ready)
         return self.ready
 
-    def decode(self, shift: int, new_tokens: int) -> Round:
-        """Decodes after a prompt that depends on ``shift``.
+    def decode(self, prompt: list[int], new_tokens: int) -> Round:
+        """Decodes greedily after a prompt.
 
         Raises:
             SwarmError: If the process has ended.
         """
-        self._send(msgspec.json.encode((shift, new_tokens)))
+        self._send(msgspec.json.encode((prompt, new_tokens)))
         return msgspec.json.decode(self._line(), type=Round)
 
     def _line(self) -> bytes:
@@ -133,24 +135,17 @@ def main() -> None:
     quiet_libraries()
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     arm, directory = ArmName(job.arm), Path(job.directory)
-    resident, limit = _memory("VmRSS"), _memory("VmData") + job.limit_bytes
-    limits_at_once = bool(job.limit_bytes) and arm.is_ours
-    if limits_at_once:
+    resident = _memory("VmRSS")
+    if job.limit_bytes:
+        limit = _memory("VmData") + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     started, written = time.perf_counter(), _disk_bytes("write_bytes")
     with load_arm(arm, directory, fast_bytes=job.fast_bytes, smallest_bytes=job.smallest_bytes) as loaded:
         load_s = time.perf_counter() - started
-        if job.limit_bytes and not limits_at_once:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-            # The peak of loading is not held against an arm that is limited only afterwards.
-            Path("/proc/self/clear_refs").write_text("5")
         _answer(Ready(load_s=load_s, written_bytes=_disk_bytes("write_bytes") - written))
         for line in sys.stdin.buffer:
-            shift, new_tokens = msgspec.json.decode(line, type=tuple[int, int])
-            prompt = prompt_tokens(
-                directory, length=job.prompt_tokens, vocab_size=loaded.model.config.vocab_size, shift=shift
-            )
-            _answer(_decode(loaded, prompt, new_tokens, resident))
+            prompt, new_tokens = msgspec.json.decode(line, type=tuple[list[int], int])
+            _answer(_decode(loaded, torch.tensor([prompt]), new_tokens, resident))
 
 
 def _decode(loaded: LoadedArm, prompt: Tensor, new_tokens: int, resident: int) -> Round:
@@ -241,5 +236,6 @@ def _answer(message: msgspec.Struct) -> None:
     sys.stdout.buffer.flush()
 
 
-if __name__ == "__main__":
-    main()
+def _environment() -> dict[str, str]:
+    # Bars of several processes would overwrite each other, and that of the command.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
