@@ -1,0 +1,143 @@
+"""Precisions of Lightning on the swarm: what is computed in which type, and that the losses stay those of float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import lightning.pytorch as pl
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
+from swarm_plugins.client import connect
+from swarm_plugins.testing.models import save_tiny
+
+pytestmark = [pytest.mark.swarm, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+
+ROWS = torch.randint(3, 100, (8, 12), generator=torch.Generator().manual_seed(0))
+# bfloat16 has 8 bits: hidden states carry errors of 2^-8 through head and loss, where they partly cancel.
+CLOSE = 2e-2
+# Weights of the adapter and what is local are rounded too, and after each step again.
+CLOSE_IN_BF16 = 4e-2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
+
+
+@pytest.fixture(scope="module")
+def swarm(model: Path) -> Iterator[LocalSwarm]:
+    with LocalSwarm(model, num_servers=2) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _peers(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SWARM_INITIAL_PEERS", " ".join(swarm.initial_peers))
+    yield
+    connect(swarm.initial_peers, SwarmConfig()).close()
+    monkeypatch.undo()
+
+
+class Tuner(pl.LightningModule):
+    """LoRA, as a user writes it; it keeps what it sees."""
+
+    def __init__(self, directory: Path, loader: Any) -> None:
+        super().__init__()
+        self.directory = directory
+        self.loader = loader
+        self.losses: list[float] = []
+        self.logits: Tensor | None = None
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        base = self.loader.from_pretrained(self.directory)
+        self.model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        output = self.model(input_ids=batch, labels=batch)
+        self.logits = output.logits
+        self.losses.append(float(output.loss.detach()))
+        loss: Tensor = output.loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def fitted(model: Path, strategy: str, precision: str, loader: Any = AutoSwarmModelForCausalLM) -> Tuner:
+    tuner = Tuner(model, loader)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        precision=precision,  # type: ignore[arg-type]
+        max_epochs=4,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(tuner, DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+    return tuner
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path) -> list[float]:
+    """Losses of a local run in float32."""
+    return fitted(model, "auto", "32-true", AutoModelForCausalLM).losses
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "logits", "close"),
+    [
+        pytest.param("32-true", torch.float32, torch.float32, 1e-5, id="32-true"),
+        pytest.param("bf16-mixed", torch.float32, torch.bfloat16, CLOSE, id="bf16-mixed"),
+        pytest.param("bf16-true", torch.bfloat16, torch.bfloat16, CLOSE_IN_BF16, id="bf16-true"),
+    ],
+)
+def test_losses_stay_those_of_a_local_run_in_float32(
+    precision: str, weights: torch.dtype, logits: torch.dtype, close: float, model: Path, exact: list[float]
+) -> None:
+    tuner = fitted(model, "swarm", precision)
+    trained = [parameter for parameter in tuner.parameters() if parameter.requires_grad]
+    assert {parameter.dtype for parameter in trained} == {weights}
+    assert all(parameter.grad is None or parameter.grad.dtype == weights for parameter in trained)
+    assert tuner.logits is not None
+    assert tuner.logits.dtype == logits
+    assert tuner.losses == pytest.approx(exact, rel=close)
+    # It learns, and not only by what rounding allows.
+    assert tuner.losses[-1] < tuner.losses[0] - close * tuner.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)], ids=str
+)
+def test_fabric_trains_in_bfloat16(precision: str, weights: torch.dtype, model: Path) -> None:
+    fabric = L.Fabric(strategy="swarm", accelerator="cpu", devices=1, precision=precision)  # type: ignore[arg-type]
+    fabric.launch()
+    with fabric.init_module():
+        torch.manual_seed(0)
+        tuned = get_peft_model(
+            AutoSwarmModelForCausalLM.from_pretrained(model), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        )
+    module, optimizer = fabric.setup(
+        tuned, torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
+    )
+    losses = []
+    for _ in range(6):
+        loss = module(input_ids=ROWS[:4], labels=ROWS[:4]).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert {parameter.dtype for parameter in tuned.parameters() if parameter.requires_grad} == {weights}
+    assert losses[-1] < losses[0] - CLOSE * losses[0]
