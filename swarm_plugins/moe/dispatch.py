@@ -54,5 +54,5 @@ def combine(module: Any, down: Tensor, top_k_weights: Tensor, routing: Routing |
     if routing is not None:
         down = routing.unsort(down)
     weighted = down * top_k_weights.reshape(-1, 1)
-    summed: Tensor = weighted.reshape(*top_k_weights.shape, -1).sum(dim=1)  # [T, D]
+    summed: Tensor = weighted.reshape(*top_k_weights.shape, down.shape[1]).sum(dim=1)  # [T, D]
     return summed.to(like.dtype)
