@@ -17,7 +17,9 @@ __all__ = ["MEASURED_HITS", "Forecast", "Speeds", "forecast", "hit_ratio"]
 
 MEASURED_HITS: Sequence[tuple[float, float]] = ((0.0, 0.0), (0.25, 0.38), (0.5, 0.66), (0.75, 0.87), (1.0, 1.0))
 """Share of a layer's experts in memory, and the share of requests that find theirs there: LRU, eight experts of which
-two are picked, decoding real text."""
+two are picked, decoding real text. With four experts of which two are picked, the same text found no more than an even
+use of the experts gives (.24, .52 and .74), so those are expected of fewer than eight."""
+_FEWEST_WITH_HABITS = 8
 # Of the next layer's experts that its router names one layer early, and of a layer's time that reading ahead hides.
 _RECALL = 0.7
 _HIDDEN = 0.5
@@ -58,7 +60,7 @@ class Forecast:
     """With ``hit_ratio_even``."""
 
 
-def hit_ratio(share: float) -> float:
+def hit_ratio(share: float, num_experts: int = _FEWEST_WITH_HABITS) -> float:
     """Returns the share of requests that an LRU cache of some of the experts answers.
 
     Linear between the measured points; an even, independent use of the experts would give ``share`` itself (every
@@ -66,7 +68,10 @@ def hit_ratio(share: float) -> float:
 
     Args:
         share: Of all experts, what fits in the cache; 0 to 1, and more counts as 1.
+        num_experts: Of a layer.
     """
+    if num_experts < _FEWEST_WITH_HABITS:
+        return min(1.0, max(0.0, share))
     for (left, low), (right, high) in pairwise(MEASURED_HITS):
         if share < right:
             return low + (high - low) * (max(share, 0.0) - left) / (right - left)
@@ -109,11 +114,13 @@ def forecast(
         hidden = _HIDDEN * min(_RECALL * moving, speeds.step_s) if prefetch else 0.0
         return speeds.step_s + moving - hidden
 
-    likely, even = missed(hit_ratio(fast), hit_ratio(fast + ram)), missed(fast, fast + ram)
+    experts = min(layer.num_experts for layer in sizes.layers)
+    likely = missed(hit_ratio(fast, experts), hit_ratio(fast + ram, experts))
+    even = missed(fast, fast + ram)
     return Forecast(
         fast_share=fast,
         ram_share=ram,
-        hit_ratio=hit_ratio(fast),
+        hit_ratio=hit_ratio(fast, experts),
         hit_ratio_even=fast,
         read_bytes=likely[1],
         copy_bytes=likely[0],

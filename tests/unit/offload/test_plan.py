@@ -47,6 +47,10 @@ def test_hits_rise_with_the_share_and_are_never_fewer_than_an_even_use_gives() -
     assert (hit_ratio(-0.5), hit_ratio(1.5)) == (0.0, 1.0)
 
 
+def test_few_experts_are_used_evenly() -> None:
+    assert [hit_ratio(share, num_experts=4) for share in (0.25, 0.5, 1.0)] == [0.25, 0.5, 1.0]
+
+
 def test_with_everything_in_memory_nothing_is_read_and_the_speed_is_the_resident_one() -> None:
     expected = forecast(sizes(), SPEEDS, fast_bytes=640 * MB)
     assert (expected.read_bytes, expected.hit_ratio) == (0.0, 1.0)

@@ -1,0 +1,75 @@
+"""`swarm plan`: a table for people, numbers for programs, sentences for mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_plugins.cli._run.offload_option import parse_offload
+from swarm_plugins.cli.main import app
+from swarm_plugins.offload.plan import RUNTIME_BYTES
+from swarm_plugins.testing.models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("mixtral"), num_layers=2)
+
+
+def plan(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_numbers_add_up_and_the_settings_can_be_given_to_run(mixtral: Path) -> None:
+    memory = RUNTIME_BYTES + 5_000_000
+    code, out, _ = plan(str(mixtral), "--memory", f"{memory}B", "--context", "64", "--json")
+    found = json.loads(out)
+    sizes = found["sizes"]
+    assert code == 0
+    assert found["memory_bytes"] == memory
+    assert sizes["expert_bytes"] == sum(layer["num_experts"] * layer["expert_bytes"] for layer in sizes["layers"])
+    assert found["fits"] is True
+    assert found["speeds"]["disk_source"] == "measured"
+    assert found["forecast"]["tokens_per_s"] == found["forecast"]["resident_tokens_per_s"] > 0
+    assert parse_offload(found["offload"]).fast_bytes // 10**6 == found["config"]["fast_bytes"] // 10**6
+    assert [other["expert_bits"] for other in found["alternatives"]] == [16, 8, 4, 3, 2]
+
+
+def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> None:
+    code, out, _ = plan(str(mixtral), "--memory", "1GB", "--disk-rate", "500MB")
+    assert code == 0
+    assert "8 experts in 2 layers" in out
+    assert "500 MB/s (given)" in out
+    assert "Everything fits" in out
+    assert f"swarm run {mixtral} --offload fast=" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["--memory", "lots"], "'lots' is no size", id="size"),
+        pytest.param(["--memory", "1MB"], "1000000 bytes are too few", id="too-little"),
+        pytest.param(["--disk-rate", "0"], "--disk-rate 0 is no speed", id="disk"),
+        pytest.param(["--device", "toaster"], "--device 'toaster' is none that torch knows", id="device"),
+        pytest.param(["--revision", "main"], "has no revisions", id="revision"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(mixtral: Path, arguments: list[str], message: str) -> None:
+    code, out, err = plan(str(mixtral), *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("swarm plan: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_models_that_cannot_be_offloaded_are_refused(tmp_path: Path) -> None:
+    dense = save_tiny("llama", tmp_path / "dense", num_layers=1)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "only mixture-of-experts models can be offloaded" in plan(str(dense), "--memory", "1GB")[2]
+    assert "config.json" in plan(str(empty), "--memory", "1GB")[2]
+    assert "no directory" in plan(str(tmp_path / "absent"), "--memory", "1GB")[2]

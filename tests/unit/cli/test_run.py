@@ -1,0 +1,89 @@
+"""`swarm run`: answers with a model whose experts are on disk, and says how they fared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from swarm_plugins.cli._run.report import describe
+from swarm_plugins.cli.main import app
+from swarm_plugins.offload.stats import OffloadStats
+from swarm_plugins.testing.models import save_tiny, tiny_model, tiny_tokenizer
+
+PROMPT = "what is it"
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("mixtral"), num_layers=2)
+
+
+def expected_answer() -> str:
+    tokenizer, model = tiny_tokenizer(), tiny_model("mixtral", num_layers=2)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    mask = torch.ones_like(ids)
+    output = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def run(*arguments: str, said: str | None = None) -> tuple[int, str, str]:
+    result = CliRunner().invoke(
+        app, ["run", *arguments, "--max-new-tokens", "6", "--temperature", "0", "--device", "cpu"], input=said
+    )
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_prompt_is_answered_as_by_the_plain_model_and_the_report_follows(mixtral: Path) -> None:
+    code, out, err = run(str(mixtral), "--offload", "fast=100KB,prefetch=off", "--prompt", PROMPT)
+    assert code == 0, err
+    assert out.rstrip("\n") == expected_answer().rstrip("\n")
+    assert "experts: " in err
+    assert "in memory" in err
+
+
+def test_without_prompts_it_talks_until_the_input_ends(mixtral: Path) -> None:
+    code, out, err = run(str(mixtral), "--offload", "fast=100KB", said=f"{PROMPT}\n/exit\n")
+    assert code == 0, err
+    assert expected_answer().rstrip("\n") in out
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        pytest.param("fast=1KB", "bytes are needed", id="too-little"),
+        pytest.param("slow=1KB", "known are fast, ram", id="unknown"),
+    ],
+)
+def test_wrong_settings_are_one_sentence(mixtral: Path, offload: str, message: str) -> None:
+    code, _, err = run(str(mixtral), "--offload", offload, "--prompt", PROMPT)
+    assert code == 1
+    assert err.startswith("swarm run: ")
+    assert message in err
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    tiny_model("mixtral", num_layers=1).save_pretrained(tmp_path)
+    code, _, err = run(str(tmp_path), "--prompt", PROMPT)
+    assert code == 1
+    assert "has no tokenizer that can be loaded" in err
+
+
+def test_the_report_gives_rates_of_a_step_and_a_second() -> None:
+    stats = OffloadStats(
+        hits=30, misses=10, bytes_read=40_000_000, stall_s=1.0, seconds=4.0, tokens=20, passes=10, guesses=0
+    )
+    text = describe(stats)
+    assert "20 tokens in 4.0 s (5 tokens/s" in text
+    assert "40 asked for, 75% in memory; 40 MB read, 4 MB a step; 1.0 s (25%) waited" in text
+    assert "guesses" not in text
+    assert describe(OffloadStats()) == "no token went through the experts"
+
+
+def test_the_report_tells_of_guesses() -> None:
+    stats = OffloadStats(
+        passes=1, guesses=10, guesses_used=6, guesses_late=2, guessed_loads=4, guessed_loads_used=3, asked_after_guess=8
+    )
+    assert "guesses: 75% of the experts that came after one were guessed, 2 late, 25% of the reads" in describe(stats)
