@@ -12,6 +12,7 @@ from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.linears import quantize_linears
 from swarm_plugins.offload.parts import find_parts, load_rest
+from swarm_plugins.offload.prefetch import install_prefetch
 
 __all__ = ["load_offloaded"]
 
@@ -55,6 +56,7 @@ def load_offloaded(
     model.to(place)  # type: ignore[arg-type]  # the wrapper around it has lost its signature
     cache = make_cache(parts.store, formats, settings, place)
     attach_experts(model, parts, formats, cache, place)
+    install_prefetch(model, cache)
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
     return model
