@@ -126,12 +126,14 @@ class Slots:
         for victim in victims:
             self._pool.give(self._slots[victim.layer].pop(victim.expert).buffer)
         layout = self._layouts[key.layer]
-        try:
-            buffer = self._pool.take(layout.num_bytes)
-        except CapacityError:
-            self.policy.drop(key)
-            raise
-        slot = self._slots[key.layer][key.expert] = Slot(key, buffer, layout.views(buffer))
+        # Whoever asks first: an expert that came in inference mode must be of use to a backward pass too.
+        with torch.inference_mode(False):
+            try:
+                buffer = self._pool.take(layout.num_bytes)
+            except CapacityError:
+                self.policy.drop(key)
+                raise
+            slot = self._slots[key.layer][key.expert] = Slot(key, buffer, layout.views(buffer))
         return slot
 
     def _start(self, slot: Slot, *, is_guess: bool) -> None:
