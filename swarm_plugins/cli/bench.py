@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarm_plugins.cli.errors import one_sentence_errors
+from swarm_plugins.cli.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -130,6 +131,40 @@ def offload(
             new_tokens=new_tokens,
             rounds=rounds,
             plot=plot,
+            json=json,
+        )
+
+
+@app.command()
+def quality(
+    model: Annotated[str, typer.Option(help="Mixture of experts: a directory, or its id on the Hub.")],
+    experts: Annotated[
+        list[int] | None, typer.Option(metavar="BITS", help="Width of experts; may be given several times.")
+    ] = None,
+    attention: Annotated[
+        list[int] | None, typer.Option(metavar="BITS", help="Width of all other layers; may be given several times.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to predict. Default: presidential addresses.", exists=True, dir_okay=False)
+    ] = None,
+    pieces: Annotated[int, typer.Option(help="Pieces of text.", min=2, max=100_000)] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 256,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
+    json: Json = None,
+) -> None:
+    """Perplexity and size for each pair of widths of experts and of all other layers."""
+    quiet_libraries()
+    with one_sentence_errors("bench quality"):
+        from swarm_plugins.cli._bench.quality_command import run_quality
+
+        run_quality(
+            model,
+            experts=experts or [16, 8, 4, 3, 2],
+            attention=attention or [16, 8, 4],
+            text=text,
+            num_pieces=pieces,
+            length=length,
+            revision=revision,
             json=json,
         )
 

@@ -15,6 +15,7 @@ from swarm_plugins.cli.fit import fit
 from swarm_plugins.cli.hub import hub
 from swarm_plugins.cli.plan import plan
 from swarm_plugins.cli.push import push
+from swarm_plugins.cli.quantize import quantize
 from swarm_plugins.cli.run import run
 from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.status import status
@@ -47,6 +48,7 @@ app.command()(status)
 app.command()(chat)
 app.command()(plan)
 app.command()(run)
+app.command()(quantize)
 app.command()(demo)
 app.command("demo-model")(demo_model)
 app.add_typer(bench.app, name="bench")

@@ -37,7 +37,7 @@ from swarm_plugins.offload.quantized_manifest import (
 )
 from swarm_plugins.offload.types import BufferLayout, ExpertKey
 
-__all__ = ["QuantizedSize", "quantize_checkpoint"]
+__all__ = ["QuantizedSize", "other_tensors", "quantize_checkpoint"]
 
 _CPU = torch.device("cpu")
 _OTHERS_FILE = "others.safetensors"
@@ -176,8 +176,13 @@ def _counted(buffers: Iterator[tuple[str, Tensor]], bar: tqdm) -> Iterator[tuple
         bar.update(1)
 
 
-def _write_others(model: PreTrainedModel, work: Path, bits: int) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
-    """Writes all that is no expert; returns which file holds which tensor, and the quantized linear layers."""
+def other_tensors(model: PreTrainedModel, bits: int) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+    """Returns all of a model that is no expert as a store has it, and the shapes of quantized linear layers by name.
+
+    Args:
+        model: The model, its linear layers not quantized.
+        bits: Width of linear layers: 16, 8 or 4.
+    """
     candidates = quantizable_linears(model)
     halved = {f"{name}.weight" for name in candidates}
     halved.update(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding))
@@ -196,6 +201,12 @@ def _write_others(model: PreTrainedModel, work: Path, bits: int) -> tuple[dict[s
             parts = matrix_format(linears[name], bits, _CPU).quantize(linear.weight, is_fitted=True)
             del tensors[f"{name}.weight"]
             tensors.update({f"{name}.{PARTS[part]}": tensor for part, tensor in parts.items()})
+    return tensors, linears
+
+
+def _write_others(model: PreTrainedModel, work: Path, bits: int) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
+    """Writes all that is no expert; returns which file holds which tensor, and the quantized linear layers."""
+    tensors, linears = other_tensors(model, bits)
     save_file(tensors, work / _OTHERS_FILE)
     return dict.fromkeys(tensors, _OTHERS_FILE), linears
 
