@@ -1,0 +1,87 @@
+"""`swarm quantize` and `swarm bench quality` on a toy: what they print, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_plugins import load_offloaded
+from swarm_plugins.cli.main import app
+from swarm_plugins.testing.models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("model"), num_layers=2)
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert "Traceback" not in result.output
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_quantize_writes_what_load_offloaded_loads_and_says_how_large_it_is(model: Path, tmp_path: Path) -> None:
+    code, output = run("quantize", model, "--out", tmp_path / "q", "--experts", 4, "--attention", 8)
+    assert code == 0
+    assert "experts" in output
+    assert "at 4 bits, the rest" in output
+    assert "at 8 bits" in output
+    assert load_offloaded(tmp_path / "q", device="cpu").config.model_type == "mixtral"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["--experts", 5], "expert_bits is 5; allowed are 2, 3, 4, 8, 16", id="experts"),
+        pytest.param(["--attention", 3], "other_bits is 3; allowed are 4, 8, 16", id="attention"),
+        pytest.param(["--revision", "v1"], "revision='v1' was given for the directory", id="revision"),
+    ],
+)
+def test_quantize_refuses_in_one_sentence(model: Path, tmp_path: Path, arguments: list[object], words: str) -> None:
+    code, output = run("quantize", model, "--out", tmp_path / "q", *arguments)
+    assert code == 1
+    assert words in output
+    assert not (tmp_path / "q").exists()
+
+
+def test_quantize_refuses_a_model_without_experts(tmp_path: Path) -> None:
+    code, output = run("quantize", save_tiny("llama", tmp_path / "llama"), "--out", tmp_path / "q")
+    assert code == 1
+    assert "has no experts" in output
+
+
+def test_quality_compares_each_pair_of_widths_with_the_widest(model: Path, tmp_path: Path) -> None:
+    text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
+    text.write_text("we came over the pass in the late afternoon when the wind had dropped " * 4)
+    widths = ["--experts", 16, "--experts", 2, "--attention", 16, "--attention", 4]
+    code, output = run(
+        "bench", "quality", "--model", model, *widths, "--text", text, "--pieces", 3, "--length", 16, "--json", figures
+    )
+    assert code == 0
+    assert "48 tokens of text.txt" in output
+    found = json.loads(figures.read_text())
+    rows = {(row["attention_bits"], row["expert_bits"]): row for row in found["rows"]}
+    assert rows.keys() == {(16, 16), (16, 2), (4, 16), (4, 2)}
+    assert rows[16, 16]["loss_change"]["mean"] == 0.0
+    assert all(abs(row["loss_change"]["mean"]) > 1e-4 for key, row in rows.items() if key != (16, 16))
+    # The same experts, so the same difference between the rests.
+    assert rows[16, 16]["num_bytes"] - rows[4, 16]["num_bytes"] == rows[16, 2]["num_bytes"] - rows[4, 2]["num_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["--experts", 7], "--experts 7 is not allowed; allowed are 2, 3, 4, 8, 16", id="experts"),
+        pytest.param(["--length", 4000], "tokens, at least 8000 are needed: give a longer one", id="short"),
+    ],
+)
+def test_quality_refuses_in_one_sentence(model: Path, tmp_path: Path, arguments: list[object], words: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("we came over the pass")
+    code, output = run("bench", "quality", "--model", model, "--text", text, *arguments)
+    assert code == 1
+    assert words in output
