@@ -99,7 +99,7 @@ def write_random_moe(
     if free < total + _SPARE_BYTES:
         raise CheckpointError(
             f"{folder.parent} has {free / 1e9:.1f} GB free, the random model needs {total / 1e9:.1f} GB and "
-            f"{_SPARE_BYTES / 1e9:g} GB to spare: free some space, or make a smaller model with --scale"
+            f"{_SPARE_BYTES / 1e9:g} GB to spare: free some space, or make a smaller model: --random-model 0.1"
         )
     # Written beside it and renamed: a half-made folder is never taken for the model.
     with tempfile.TemporaryDirectory(prefix=".random-model-", dir=folder.parent) as work:

@@ -1,0 +1,61 @@
+"""`swarm bench offload` runs from end to end on a toy; its speeds mean nothing there, its equal tokens do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm_plugins.testing.models import save_tiny
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swarm_plugins", "bench", "offload", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_offloaded_arms_run_under_the_limit_and_agree(tmp_path: Path) -> None:
+    model = save_tiny("mixtral", tmp_path / "model", num_layers=2)
+    file = tmp_path / "figures.json"
+    options = [
+        "--fast",
+        "50%",
+        "--rounds",
+        "1",
+        "--new-tokens",
+        "4",
+        "--without",
+        "resident",
+        "--without",
+        "accelerate",
+    ]
+    result = bench("--model", str(model), *options, "--json", str(file))
+    assert result.returncode == 0, result.stderr
+    content = json.loads(file.read_text())
+    assert [one["arm"] for one in content["arms"]] == [
+        "offloaded",
+        "without speculative loading",
+        "without cache and speculation",
+    ]
+    assert all(one["tokens_per_s"] > 0 and one["written_bytes"] == 0 for one in content["arms"])
+    assert content["forecast"]["tokens_per_s"] > 0
+    assert "forecast of swarm plan" in result.stdout
+    assert result.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param([], "give either --model DIR or --random-model SCALE", id="no-model"),
+        pytest.param(["--random-model", "2"], "scale is 2; allowed are more than 0 and at most 1", id="scale"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments: list[str], message: str) -> None:
+    result = bench(*arguments)
+    assert result.returncode == 1
+    assert result.stderr.startswith("swarm bench offload: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
