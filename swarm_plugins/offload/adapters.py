@@ -16,17 +16,32 @@ from torch import nn
 
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import EXPERT_PARAMETERS, ExpertDelta
+from swarm_plugins.offload.loans import refuse_pickling
 from swarm_plugins.offload.standin import OffloadedExperts
 
-__all__ = ["take_over_adapters"]
+__all__ = ["AdapterWatch"]
 
 
-def take_over_adapters(block: nn.Module, args: Any) -> None:
-    """Looks through what wraps the experts of a block; a forward pre-hook of the block.
+class AdapterWatch:
+    """Looks through what wraps the experts of a block: a forward pre-hook of the block."""
 
-    Raises:
-        UnsupportedError: If it is something that reads or changes their weights.
-    """
+    def __call__(self, block: nn.Module, args: Any) -> None:
+        """Takes over the wrappers.
+
+        Raises:
+            UnsupportedError: If one reads or changes the weights of experts.
+        """
+        _look_through(block)
+
+    def __reduce__(self) -> Any:
+        # The first of what a block of a model with offloaded experts has that is met when one is pickled.
+        return refuse_pickling()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdapterWatch:
+        return self
+
+
+def _look_through(block: nn.Module) -> None:
     for wrapper in block._modules.values():
         while isinstance(wrapper, nn.Module) and not isinstance(wrapper, (OffloadedExperts, _TakenOver)):
             inner = wrapper._modules.get("base_layer")

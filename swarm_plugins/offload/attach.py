@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.adapters import take_over_adapters
+from swarm_plugins.offload.adapters import AdapterWatch
 from swarm_plugins.offload.cache import BoundedCache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.experts import IMPLEMENTATION
@@ -74,7 +74,7 @@ def attach_experts(
     for layer, whole_path in parts.paths.items():
         path = whole_path.removeprefix(prefix)
         turn_into_offloaded(model.get_submodule(path), parts.outline.get_submodule(whole_path), device, loans[layer])
-        model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(take_over_adapters)
+        model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(AdapterWatch())
     model.set_experts_implementation(IMPLEMENTATION)
     # Copies of the model share the loans, not the model.
     weakref.finalize(next(iter(loans.values())), cache.close)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,19 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import expert_mlp
 from swarm_plugins.offload.types import ExpertCache, ExpertFormat
 
-__all__ = ["ExpertLoans", "LowRank"]
+__all__ = ["ExpertLoans", "LowRank", "refuse_pickling"]
+
+
+def refuse_pickling() -> NoReturn:
+    """Says why a model with offloaded experts is not pickled.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        "a model with offloaded experts cannot be pickled, it is bound to open files and threads: save its adapter "
+        "with save_pretrained, and load the model again with load_offloaded"
+    )
 
 
 class LowRank(NamedTuple):
@@ -30,6 +42,20 @@ class LowRank(NamedTuple):
     factor_b: Tensor
     """``[out, rank]``."""
     scaling: float
+    rows: Tensor | None = None
+    """Which of the expert's rows it applies to; None: all."""
+
+    def add(self, rows: Tensor, result: Tensor) -> Tensor:
+        """Adds its product.
+
+        Args:
+            rows: Input of the weight, ``[N, in]``.
+            result: Its output, ``[N, out]``.
+        """
+        inputs = rows if self.rows is None else rows[self.rows]
+        low = functional.linear(inputs, self.factor_a.to(rows.dtype))
+        delta = functional.linear(low, self.factor_b.to(rows.dtype)) * self.scaling
+        return result + delta if self.rows is None else result.index_add(0, self.rows, delta)
 
 
 class ExpertLoans:
@@ -51,10 +77,7 @@ class ExpertLoans:
         return self
 
     def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "a model with offloaded experts cannot be pickled, it is bound to open files and threads: save its adapter "
-            "with save_pretrained, and load the model again with load_offloaded"
-        )
+        return refuse_pickling()
 
     def borrow(self, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]]]:
         """Yields each expert once, as it arrives; what is yielded holds until the next is asked for."""
@@ -83,8 +106,7 @@ class ExpertLoans:
                 result = result + tensors[f"{name}_bias"].to(result.dtype)
             for adapter in adapters:
                 if adapter.parameter == name:
-                    low = functional.linear(rows, adapter.factor_a.to(rows.dtype))
-                    result = result + functional.linear(low, adapter.factor_b.to(rows.dtype)) * adapter.scaling
+                    result = adapter.add(rows, result)
             return result
 
         return expert_mlp(module, rows, product)

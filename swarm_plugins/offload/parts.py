@@ -26,7 +26,7 @@ from swarm_plugins.offload.quantized_store import QuantizedStore, is_quantized_s
 from swarm_plugins.offload.sources import CheckpointStore
 from swarm_plugins.offload.types import ExpertStore
 
-__all__ = ["Parts", "find_parts", "load_rest"]
+__all__ = ["Parts", "find_parts", "load_rest", "parts_of"]
 
 _TASKS: tuple[Mapping[Any, Any], ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
 
@@ -75,7 +75,28 @@ def find_parts(name_or_dir: str | Path, *, revision: str | None = None, dtype: t
     """
     is_store = is_quantized_store(name_or_dir)
     checkpoint = Checkpoint.open(name_or_dir, revision=None if is_store else revision)
-    quantized = open_quantized(checkpoint, base_revision=revision if is_store else None)
+    return parts_of(checkpoint, open_quantized(checkpoint, base_revision=revision if is_store else None), dtype=dtype)
+
+
+def parts_of(
+    checkpoint: Checkpoint,
+    quantized: QuantizedStore | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    layers: range | None = None,
+) -> Parts:
+    """Finds the experts of a checkpoint that is open; of the Hub's files only theirs are downloaded.
+
+    Args:
+        checkpoint: The model.
+        quantized: The store of its experts, if it is one.
+        dtype: Floating type to compute in; None: the checkpoint's.
+        layers: The layers whose experts are wanted; None: all.
+
+    Raises:
+        CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
+        UnsupportedError: If there are no experts in these layers, or experts that cannot be offloaded.
+    """
     config = checkpoint.config
     if quantized is not None:
         config = copy.deepcopy(config)
@@ -84,6 +105,13 @@ def find_parts(name_or_dir: str | Path, *, revision: str | None = None, dtype: t
     model_class = _model_class(checkpoint.name, config)
     outline = _outline(model_class, config, compute_dtype)
     paths = _experts_paths(outline, checkpoint.name)
+    if layers is not None:
+        paths = {layer: path for layer, path in paths.items() if layer in layers}
+        if not paths:
+            raise UnsupportedError(
+                f"blocks {layers.start}:{layers.stop} of {checkpoint.name} have no experts: "
+                "serve them without offloading"
+            )
     store: ExpertStore
     if quantized is not None:
         _check_layers(quantized, {layer: outline.get_submodule(path) for layer, path in paths.items()}, checkpoint.name)
@@ -132,7 +160,7 @@ def load_rest(parts: Parts) -> PreTrainedModel:
     model.__class__ = parts.model_class
     if parts.quantized is not None:
         parts.quantized.install_linears(model)
-    model.name_or_path = parts.checkpoint.name
+    model.name_or_path = model.config.name_or_path = parts.checkpoint.name
     generation = parts.checkpoint.generation_config()
     if generation is not None and model.can_generate():
         model.generation_config = generation
