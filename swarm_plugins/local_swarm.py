@@ -32,6 +32,7 @@ _OPTIONS = (
     "log_level",
     "max_batch_tokens",
     "max_session_tokens",
+    "offload",
     "quantization",
     "revision",
     "threads",

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "offload": frozenset({"moe", "checkpoint"}),
     "blocks": frozenset({"moe", "offload", "checkpoint"}),
     "client": frozenset({"routing", "transport"}),
-    "server": frozenset({"routing", "transport", "blocks", "checkpoint"}),
+    "server": frozenset({"routing", "transport", "blocks", "checkpoint", "offload"}),
     "backbone": frozenset({"client", "checkpoint", "offload"}),
     "strategy": frozenset({"backbone"}),
     "autoload": frozenset(),

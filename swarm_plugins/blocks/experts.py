@@ -6,6 +6,7 @@ the norm behind the experts) is where the adapters' products are added.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,16 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm_plugins.moe import ExpertDelta, Routing
+from swarm_plugins.offload.experts import run_adapted
+from swarm_plugins.offload.standin import OffloadedExperts
 
 __all__ = ["adapted_experts_forward"]
 
 
 def adapted_experts_forward(module: nn.Module, deltas: Sequence[ExpertDelta]) -> Callable[..., Tensor]:
     """Returns a forward of the experts with adapters on them."""
+    if isinstance(module, OffloadedExperts):
+        return functools.partial(run_adapted, module, deltas)
     # Quantized experts bring their own grouped implementation.
     run: Callable[..., Tensor] = getattr(module, "grouped_forward", None) or ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.layers import BlockList, Passing
+from swarm_plugins.blocks.offloaded import offload_experts, offloaded_parts, remove_experts
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import (
@@ -30,6 +31,7 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.offload.config import OffloadConfig
 
 __all__ = ["DEFAULT_KV_BYTES", "load_span"]
 
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
 GROUP_BYTES = 1 << 30
 """Most bytes of a checkpoint that are loaded at once, if a block is not larger."""
+
+_IsWanted = Callable[[str], bool]
 
 
 def load_span(
@@ -48,6 +52,7 @@ def load_span(
     device: str | torch.device = "cpu",
     quantization: str = "none",
     kv_bytes: int = DEFAULT_KV_BYTES,
+    offload: OffloadConfig | None = None,
     progress: bool = False,
 ) -> Span:
     """Loads consecutive blocks of a model and makes them ready to run.
@@ -59,6 +64,7 @@ def load_span(
         device: Where to run.
         quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept.
         kv_bytes: Budget for the keys and values of all sessions.
+        offload: Budgets of experts that stay on disk, to be read when tokens are routed to them. None: they are loaded.
         progress: Whether to show a progress bar while reading.
 
     Returns:
@@ -67,7 +73,8 @@ def load_span(
     Raises:
         ConfigError: If the blocks are not in the model, or a setting is unknown.
         CheckpointError: If weights are missing.
-        UnsupportedError: If the model's blocks cannot be run apart from the rest of it.
+        UnsupportedError: If the model's blocks cannot be run apart from the rest of it, or have no experts to offload.
+        CapacityError: If the budget does not hold the experts of one token.
     """
     if blocks.step != 1 or not blocks:
         raise ConfigError(f"blocks must be a non-empty range of consecutive indices, got {blocks}")
@@ -77,10 +84,13 @@ def load_span(
     base_class = _base_class(config)
     path = _layer_path(base_class, config)
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
+    parts = None if offload is None else offloaded_parts(checkpoint, blocks, quantization, offload, wanted)
+    is_wanted = None if parts is None else frozenset(parts.others).__contains__
     model: PreTrainedModel | None = None
-    for group in _groups(checkpoint, path, blocks):
-        tensors = _read(checkpoint, base_class, path, group, progress)
-        part = model_from_tensors(_cut_class(base_class, path, group), config, tensors, wanted, checkpoint.name)
+    for group in _groups(checkpoint, path, blocks, is_wanted):
+        tensors = _read(checkpoint, base_class, path, group, progress, is_wanted)
+        cut_class = _cut_class(base_class, path, group, has_experts=parts is None)
+        part = model_from_tensors(cut_class, config, tensors, wanted, checkpoint.name)
         part.requires_grad_(False)
         nn.Module.to(part, device)
         if quantization != "none":
@@ -89,16 +99,19 @@ def load_span(
         model = part if model is None else _joined(model, part, path, group)
     if model is None:
         raise ConfigError(f"blocks {blocks} are empty")
-    return Span(model, path, blocks, pool, wanted)
+    experts = None
+    if parts is not None and offload is not None:
+        experts = offload_experts(model, parts, offload, torch.device(device))
+    return Span(model, path, blocks, pool, wanted, experts)
 
 
-def _groups(checkpoint: Checkpoint, path: str, blocks: range) -> list[range]:
+def _groups(checkpoint: Checkpoint, path: str, blocks: range, is_wanted: _IsWanted | None) -> list[range]:
     """Cuts a span into runs of blocks of bounded size: while one is converted, it exists twice."""
-    block_tensors(checkpoint, path, blocks)  # says at once what is wrong with the whole range
+    _names(checkpoint, path, blocks, is_wanted)  # says at once what is wrong with the whole range
     groups: list[range] = []
     size = 0
     for block in blocks:
-        infos = (checkpoint.tensors[name] for name in block_tensors(checkpoint, path, range(block, block + 1)))
+        infos = (checkpoint.tensors[name] for name in _names(checkpoint, path, range(block, block + 1), is_wanted))
         num_bytes = sum(info.end - info.start for info in infos)
         if groups and size + num_bytes <= GROUP_BYTES:
             groups[-1] = range(groups[-1].start, block + 1)
@@ -109,10 +122,21 @@ def _groups(checkpoint: Checkpoint, path: str, blocks: range) -> list[range]:
     return groups
 
 
-def _read(
-    checkpoint: Checkpoint, base_class: type[PreTrainedModel], path: str, blocks: range, progress: bool
-) -> dict[str, Tensor]:
+def _names(checkpoint: Checkpoint, path: str, blocks: range, is_wanted: _IsWanted | None) -> list[str]:
+    """Returns the tensors of blocks, all of them or those that are wanted."""
     names = block_tensors(checkpoint, path, blocks)
+    return names if is_wanted is None else [name for name in names if is_wanted(name)]
+
+
+def _read(
+    checkpoint: Checkpoint,
+    base_class: type[PreTrainedModel],
+    path: str,
+    blocks: range,
+    progress: bool,
+    is_wanted: _IsWanted | None,
+) -> dict[str, Tensor]:
+    names = _names(checkpoint, path, blocks, is_wanted)
     _check_experts(names, checkpoint.name)
     prefix = layer_prefix(checkpoint, path)
     # HF's conversions are written for the names of a whole causal language model.
@@ -180,12 +204,16 @@ def _layer_path(base_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
         return layer_list_name(base_class(copy.deepcopy(config)))
 
 
-def _cut_class(base_class: type[PreTrainedModel], path: str, blocks: range) -> type[PreTrainedModel]:
+def _cut_class(
+    base_class: type[PreTrainedModel], path: str, blocks: range, *, has_experts: bool
+) -> type[PreTrainedModel]:
     """Makes a subclass that constructs the cut-down model."""
 
     def init(self: Any, config: PreTrainedConfig) -> None:
         base_class.__init__(self, config)
         _cut(self, path, blocks)
+        if not has_experts:
+            remove_experts(self)
 
     # HF looks conversions up by the class's name and capabilities by its module's source.
     attributes = {"__init__": init, "__module__": base_class.__module__, "__qualname__": base_class.__qualname__}

@@ -27,6 +27,7 @@ from swarm_plugins.blocks.routers import Routers
 from swarm_plugins.blocks.rows import TokenRows
 from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs, StepInputs
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.offload.types import ExpertCache
 
 __all__ = ["Span"]
 
@@ -53,6 +54,7 @@ class Span:
         blocks: Global indices of the blocks it holds.
         pool: Budget of the sessions' keys and values.
         dtype: Type to compute in. None: the type of the weights.
+        experts: Lends the experts, if they are offloaded.
 
     Raises:
         UnsupportedError: If the model does more with hidden states than hand them from block to block.
@@ -62,9 +64,16 @@ class Span:
     """Called between blocks of `forward` and of its backward; may call `step`."""
 
     def __init__(
-        self, model: PreTrainedModel, layer_path: str, blocks: range, pool: KVPool, dtype: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        layer_path: str,
+        blocks: range,
+        pool: KVPool,
+        dtype: torch.dtype | None = None,
+        experts: ExpertCache | None = None,
     ) -> None:
         self.model = model
+        self._experts = experts
         self.config = model.config
         self.start, self.end = blocks.start, blocks.stop
         self.pool = pool
@@ -108,6 +117,11 @@ class Span:
     def free_tokens(self) -> int:
         """Tokens that the KV budget still has room for, in all blocks."""
         return self.pool.free_tokens(self.kv_token_bytes)
+
+    def close(self) -> None:
+        """Ends what reads offloaded experts; nothing can be run any more then. Idempotent."""
+        if self._experts is not None:
+            self._experts.close()
 
     def module(self, block: int, path: str) -> nn.Module:
         """Returns a module of a block.

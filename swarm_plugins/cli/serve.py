@@ -42,6 +42,13 @@ def serve(
         str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the checkpoint's]")
     ] = None,
     quantization: Annotated[str, typer.Option(help="How weights are kept: none, int8 or nf4.")] = "none",
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fast=SIZE,...",
+            help="Experts stay on disk, at most SIZE of them in memory; ram=SIZE, bits=8|4|3|2, prefetch=on|off too.",
+        ),
+    ] = None,
     kv_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the sessions' keys and values.")] = "1GiB",
     activation_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for forward graphs kept for their backward.")
@@ -71,6 +78,7 @@ def serve(
         from swarm_plugins.cli._serve.process import prepare_process, run_server
 
         prepare_process(log_level, threads)
+        from swarm_plugins.cli._run.offload_option import parse_offload
         from swarm_plugins.server.config import DEFAULT_HOST_MADDRS, ServeConfig
         from swarm_plugins.server.service import ServiceLimits
 
@@ -88,6 +96,7 @@ def serve(
             device=device,
             dtype=dtype,
             quantization=quantization,
+            offload=None if offload is None else parse_offload(offload),
             kv_bytes=parse_bytes(kv_bytes),
             activation_bytes=parse_bytes(activation_bytes),
             adapter_bytes=parse_bytes(adapter_bytes),

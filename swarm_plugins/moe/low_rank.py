@@ -38,6 +38,20 @@ class ExpertDelta:
         factor_b = self.factor_b.reshape(self.factor_b.shape[0], -1, self.num_experts)
         return factor_a, factor_b
 
+    def rows_of(self, tokens: Tensor, num_tokens: int) -> Tensor | None:
+        """Returns which rows it applies to, as bools; None: to all.
+
+        Args:
+            tokens: The token of each row, ``[N]``.
+            num_tokens: Number of tokens of the call.
+        """
+        index = self.index(num_tokens)
+        if index is None:
+            return None
+        is_wanted = torch.zeros(num_tokens, dtype=torch.bool, device=tokens.device)
+        is_wanted[index] = True
+        return is_wanted[tokens]
+
     def add(self, hidden: Tensor, result: Tensor, routing: Routing) -> Tensor:
         """Adds the product to the rows of an expert-sorted result.
 

@@ -15,7 +15,7 @@ from swarm_plugins.moe import ExpertDelta, Routing, combine
 from swarm_plugins.offload.loans import ExpertLoans
 from swarm_plugins.offload.training import adapters_of, run_with_gradients
 
-__all__ = ["IMPLEMENTATION", "run_offloaded"]
+__all__ = ["IMPLEMENTATION", "run_adapted", "run_offloaded"]
 
 IMPLEMENTATION = "swarm_offload"
 """Name in transformers' registry of experts implementations."""
@@ -37,16 +37,35 @@ def run_offloaded(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         CheckpointError: If an expert cannot be read; names file and tensor.
         UnsupportedError: If the experts' own weights are to be trained.
     """
+    return run_adapted(module, module._deltas, hidden_states, top_k_index, top_k_weights)
+
+
+def run_adapted(
+    module: Any, deltas: Sequence[ExpertDelta], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Runs experts whose weights are borrowed, with adapters on them; see `run_offloaded`.
+
+    Args:
+        module: Offloaded experts of a family.
+        deltas: The adapters, each for all tokens or for some.
+        hidden_states: ``[T, D]``.
+        top_k_index: ``[T, k]``.
+        top_k_weights: ``[T, k]``.
+
+    Returns:
+        ``[T, D]``.
+    """
     if torch.is_autocast_enabled(hidden_states.device.type):
         # Products are formed in the weights' type, as in transformers' grouped implementation, out of autocast's reach.
         with torch.autocast(hidden_states.device.type, enabled=False):
-            return _run(module, hidden_states, top_k_index, top_k_weights)
-    return _run(module, hidden_states, top_k_index, top_k_weights)
+            return _run(module, deltas, hidden_states, top_k_index, top_k_weights)
+    return _run(module, deltas, hidden_states, top_k_index, top_k_weights)
 
 
-def _run(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _run(
+    module: Any, deltas: Sequence[ExpertDelta], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     loans: ExpertLoans = module._loans
-    deltas: Sequence[ExpertDelta] = module._deltas
     if torch.is_grad_enabled():
         _check_frozen(module)
         if hidden.requires_grad or any(d.factor_a.requires_grad or d.factor_b.requires_grad for d in deltas):
@@ -58,7 +77,9 @@ def _run(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         if found is not None:
             return combine(module, found, top_k_weights, None, hidden)
     routing = Routing(top_k_index, module.num_experts)
-    down = loans.run_all(module, hidden[routing.tokens], routing.spans(), adapters_of(deltas))
+    spans = routing.spans()
+    adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, spans)
+    down = loans.run_all(module, hidden[routing.tokens], spans, adapters)
     return combine(module, down, top_k_weights, routing, hidden)
 
 
@@ -71,7 +92,8 @@ def _run_one(
     if len(places) != len(experts) or max(experts) >= module.num_experts:
         return None
     results: list[Tensor | None] = [None] * len(experts)
-    adapters = adapters_of(deltas)
+    whole = slice(0, 1)
+    adapters = adapters_of(deltas, top_k_index.new_zeros(1), 1, dict.fromkeys(experts, whole))
     with closing(loans.borrow(experts)) as lent:
         for expert, tensors in lent:
             results[places[expert]] = loans.run(module, hidden, expert, tensors, adapters(expert))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
 from swarm_plugins.offload.buffers import BufferPool
-from swarm_plugins.offload.loaders import Loader
+from swarm_plugins.offload.loaders import Arrival, Loader
 from swarm_plugins.offload.policy import Residency
 from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.reader import ReadCancelled
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class Slot:
     """One expert in fast memory, or on its way there."""
 
-    __slots__ = ("buffer", "error", "event", "is_ready", "job", "key", "started_s", "views")
+    __slots__ = ("arrival", "buffer", "error", "is_ready", "job", "key", "started_s", "views")
 
     def __init__(self, key: ExpertKey, buffer: Tensor, views: Mapping[str, Tensor]) -> None:
         self.key = key
@@ -39,8 +39,8 @@ class Slot:
         self.job: Job | None = None
         """The read that fills it, until it has ended."""
         self.error: Exception | None = None
-        self.event: torch.cuda.Event | None = None
-        """What a stream has to wait for before it uses the buffer."""
+        self.arrival: Arrival | None = None
+        """The copy to the device, if it may still be under way."""
         self.started_s = 0.0
         """When the read began; 0 while it waits."""
 
@@ -137,8 +137,8 @@ class Slots:
         return slot
 
     def _start(self, slot: Slot, *, is_guess: bool) -> None:
-        slot.event = self._loader.quick(slot.key, slot.buffer)
-        if slot.event is not None:
+        slot.arrival = self._loader.quick(slot.key, slot.buffer)
+        if slot.arrival is not None:
             slot.is_ready = True
             return
         # The reader writes to the buffer: nobody else may get it.
@@ -148,9 +148,9 @@ class Slots:
 
     def _run(self, slot: Slot, job: Job) -> None:
         slot.started_s = time.perf_counter()
-        num_bytes, event, error = 0, None, None
+        num_bytes, arrival, error = 0, None, None
         try:
-            num_bytes, event = self._loader.load(slot.key, slot.buffer, lambda: job.is_cancelled)
+            num_bytes, arrival = self._loader.load(slot.key, slot.buffer, lambda: job.is_cancelled)
         except (SwarmError, ReadCancelled) as caught:
             error = caught
         except Exception as caught:  # noqa: BLE001 - a reader that died would leave everybody waiting
@@ -159,7 +159,7 @@ class Slots:
         with self._changed:
             self.bytes_read += num_bytes
             self.read_s += time.perf_counter() - slot.started_s
-            slot.event = event
+            slot.arrival = arrival
             self._end(slot, error)
 
     def _end(self, slot: Slot, error: Exception | None) -> None:

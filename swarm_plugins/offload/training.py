@@ -7,7 +7,7 @@ first, and the last layer's experts are still at hand), runs it again on its row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -21,19 +21,39 @@ from swarm_plugins.offload.loans import ExpertLoans, LowRank
 __all__ = ["adapters_of", "run_with_gradients"]
 
 
-def adapters_of(deltas: Sequence[ExpertDelta]) -> Callable[[int], Iterable[LowRank]]:
-    """Returns a function that takes the adapters of one expert out of fused ones."""
+def adapters_of(
+    deltas: Sequence[ExpertDelta], tokens: Tensor, num_tokens: int, spans: Mapping[int, slice]
+) -> Callable[[int], list[LowRank]]:
+    """Returns a function that takes the adapters of one expert out of fused ones.
+
+    Args:
+        deltas: The fused ones.
+        tokens: The token of each expert-sorted row, ``[T * k]``.
+        num_tokens: ``T``.
+        spans: The rows of each expert.
+    """
     if not deltas:
         return _none
-    factors = [(delta, *delta.factors()) for delta in deltas]
-    return lambda expert: [
-        LowRank(delta.parameter, factor_a[expert], factor_b[:, :, expert], delta.scaling)
-        for delta, factor_a, factor_b in factors
-    ]
+    factors = [(delta, *delta.factors(), delta.rows_of(tokens, num_tokens)) for delta in deltas]
+
+    def adapters(expert: int) -> list[LowRank]:
+        span = spans[expert]
+        return [
+            LowRank(
+                delta.parameter,
+                factor_a[expert],
+                factor_b[:, :, expert],
+                delta.scaling,
+                None if applies is None else applies[span].nonzero().squeeze(1),
+            )
+            for delta, factor_a, factor_b, applies in factors
+        ]
+
+    return adapters
 
 
-def _none(expert: int) -> tuple[LowRank, ...]:
-    return ()
+def _none(expert: int) -> list[LowRank]:
+    return []
 
 
 def run_with_gradients(
@@ -70,7 +90,8 @@ class _Experts(torch.autograd.Function):
         ctx.loans, ctx.module, ctx.routing, ctx.deltas = loans, module, routing, deltas
         ctx.save_for_backward(hidden, *factors)
         ctx.spans = routing.spans()
-        return loans.run_all(module, hidden[routing.tokens], ctx.spans, adapters_of(deltas))
+        adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, ctx.spans)
+        return loans.run_all(module, hidden[routing.tokens], ctx.spans, adapters)
 
     @staticmethod
     @once_differentiable
@@ -85,7 +106,7 @@ class _Experts(torch.autograd.Function):
         ]
         rows = hidden[routing.tokens]  # [T * k, D]
         grad_rows = torch.zeros_like(rows)
-        adapters = adapters_of(ctx.deltas)
+        adapters = adapters_of(ctx.deltas, routing.tokens, routing.num_tokens, ctx.spans)
         with closing(ctx.loans.borrow(list(ctx.spans))) as lent:
             for expert, tensors in lent:
                 span = ctx.spans[expert]

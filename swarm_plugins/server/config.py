@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.server.service import ServiceLimits
 
 __all__ = ["DEFAULT_HOST_MADDRS", "DTYPES", "QUANTIZATIONS", "ServeConfig"]
@@ -55,6 +56,9 @@ class ServeConfig:
 
     quantization: str = "none"
     """How the weights are kept: ``none``, ``int8`` or ``nf4``."""
+
+    offload: OffloadConfig | None = None
+    """Budgets of experts that stay on disk. None: all weights are loaded."""
 
     kv_bytes: int = 1 << 30
     """Budget for the keys and values of all sessions."""
@@ -107,6 +111,12 @@ class ServeConfig:
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"unknown quantization {self.quantization!r}; known: {', '.join(QUANTIZATIONS)}")
         self._check_numbers()
+
+    @property
+    def announced_quantization(self) -> str:
+        """What clients are told of the weights' precision."""
+        bits = None if self.offload is None else self.offload.expert_bits
+        return self.quantization if bits in (None, 16) else f"experts-int{bits}"
 
     def _check_numbers(self) -> None:
         for name in ("kv_bytes", "max_pack_tokens", "announce_every_s", "announce_ttl_s"):

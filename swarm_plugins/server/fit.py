@@ -7,7 +7,7 @@ import math
 import psutil
 import torch
 
-from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.config import ServeConfig
 
@@ -16,6 +16,8 @@ __all__ = ["blocks_that_fit"]
 _USABLE_SHARE = 0.9
 _QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.57}
 """Bytes per weight, scales included."""
+_EXPERTS = ".experts."
+"""In the names of nearly all families; where it is not, fewer blocks are taken than would fit."""
 
 
 def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_bytes: int | None = None) -> int:
@@ -36,9 +38,9 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
     if available_bytes is None:
         available_bytes = _free_bytes(torch.device(config.device))
     room = available_bytes * _USABLE_SHARE - config.kv_bytes - config.activation_bytes
-    block_bytes = (
-        sum(_hosted_bytes(info.dtype, info.shape, config) for info in checkpoint.tensors.values()) / num_blocks
-    )
+    if config.offload is not None:
+        room -= config.offload.fast_bytes or 0
+    block_bytes = sum(_hosted_bytes(info, config) for info in checkpoint.tensors.values()) / num_blocks
     fitting = int(room // max(block_bytes, 1.0)) if room > 0 else 0
     if fitting < 1:
         raise ConfigError(
@@ -49,9 +51,11 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
     return min(fitting, num_blocks)
 
 
-def _hosted_bytes(dtype: torch.dtype, shape: tuple[int, ...], config: ServeConfig) -> float:
-    numel = math.prod(shape)
-    if len(shape) > 1 and config.quantization in _QUANTIZED_BYTES:
+def _hosted_bytes(info: TensorInfo, config: ServeConfig) -> float:
+    if config.offload is not None and _EXPERTS in info.name:
+        return 0.0
+    numel, dtype = math.prod(info.shape), info.dtype
+    if len(info.shape) > 1 and config.quantization in _QUANTIZED_BYTES:
         return numel * _QUANTIZED_BYTES[config.quantization]
     if config.dtype is not None and dtype.is_floating_point:
         dtype = getattr(torch, config.dtype)

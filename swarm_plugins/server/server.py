@@ -151,7 +151,7 @@ class SwarmServer:
             start=blocks.start,
             end=blocks.stop,
             dtype=config.dtype or "",
-            quantization=config.quantization,
+            quantization=config.announced_quantization,
             state="joining",
             max_batch_tokens=config.limits.max_batch_tokens,
             max_session_tokens=config.limits.max_session_tokens,
@@ -168,6 +168,7 @@ class SwarmServer:
                 device=device,
                 quantization=config.quantization,
                 kv_bytes=config.kv_bytes,
+                offload=config.offload,
                 progress=config.show_progress,
             )
         )
@@ -246,6 +247,8 @@ class SwarmServer:
             if service is not None:
                 await asyncio.get_running_loop().run_in_executor(None, service.scheduler.close)
                 service.activations.clear()
+            if self._span is not None:
+                self._span.close()
 
     async def __aenter__(self) -> SwarmServer:
         await self.start()

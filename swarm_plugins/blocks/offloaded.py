@@ -1,0 +1,79 @@
+"""Experts of a span that stay on disk: a server with little memory hosts more blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload.attach import attach_experts, formats_of
+from swarm_plugins.offload.cache import make_cache
+from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.parts import Parts, parts_of
+from swarm_plugins.offload.prefetch import install_prefetch
+from swarm_plugins.offload.types import ExpertCache
+
+__all__ = ["offload_experts", "offloaded_parts", "remove_experts"]
+
+
+def offloaded_parts(
+    checkpoint: Checkpoint, blocks: range, quantization: str, config: OffloadConfig, dtype: torch.dtype
+) -> Parts:
+    """Finds the experts of a span.
+
+    Args:
+        checkpoint: The model.
+        blocks: The span's blocks.
+        quantization: Of the other weights; must be ``none``.
+        config: The settings.
+        dtype: Floating type to compute in.
+
+    Raises:
+        ConfigError: If settings contradict each other.
+        CheckpointError: If a tensor is missing, truncated or of a wrong shape.
+        UnsupportedError: If the blocks have no experts, or experts that cannot be offloaded.
+    """
+    if quantization != "none":
+        raise ConfigError(
+            f"quantization is {quantization!r} and experts are offloaded: give the width of the experts by "
+            "expert_bits (bits=4 in --offload), and leave quantization at 'none'"
+        )
+    if config.other_bits not in (None, 16):
+        raise ConfigError(
+            f"other_bits is {config.other_bits}: a span keeps its other weights as they are, leave it out"
+        )
+    return parts_of(checkpoint, dtype=dtype, layers=blocks)
+
+
+def remove_experts(model: nn.Module) -> None:
+    """Takes the weights out of all fused experts, before they are loaded."""
+    for module in model.modules():
+        if is_fused_experts(module):
+            module._parameters.clear()
+            # Or transformers would initialise what it thinks is missing.
+            module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def offload_experts(model: PreTrainedModel, parts: Parts, config: OffloadConfig, device: torch.device) -> ExpertCache:
+    """Makes the experts of a span borrow their weights from memory of bounded size.
+
+    Args:
+        model: HF's base model, cut down to the span.
+        parts: Where the experts are.
+        config: Budgets.
+        device: Where the span computes.
+
+    Returns:
+        What lends them.
+
+    Raises:
+        CapacityError: If the budget does not hold the experts of one token.
+    """
+    formats = formats_of(parts, config, device)
+    cache = make_cache(parts.store, formats, config, device)
+    attach_experts(model, parts, formats, cache, device)
+    install_prefetch(model, cache)
+    return cache

@@ -1,0 +1,64 @@
+"""`swarm serve --offload`: servers whose experts stay on disk answer as others do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
+from swarm_plugins.client import connect
+from swarm_plugins.testing.models import save_tiny, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
+
+
+@pytest.mark.swarm
+def test_generation_and_a_training_step_are_those_of_the_local_model(model: Path) -> None:
+    local = tiny_model("mixtral").eval()
+    ids = torch.arange(5, 15)[None]
+    # Four of the eight experts of a span.
+    options = {"offload": "fast=74KB,prefetch=on", "kv_bytes": "16MB"}
+    with (
+        LocalSwarm(model, num_servers=2, **options) as swarm,
+        connect(swarm.initial_peers, SwarmConfig()) as connection,
+    ):
+        remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        arguments = {"max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(remote.generate(ids, **arguments), local.generate(ids, **arguments))
+        losses, grads = [], []
+        for base in (remote, local):
+            torch.manual_seed(1)
+            targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            tuned = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
+            loss = tuned(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.detach())
+            grads.append([parameter.grad for parameter in tuned.parameters() if parameter.requires_grad])
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    assert len(grads[0]) == len(grads[1]) > 0
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "offload", "message"),
+    [
+        ("llama", "fast=1MB", "has no experts"),
+        ("mixtral", "fast=1KB", "fast_bytes is 1000"),
+        ("mixtral", "quick=1GB", "known are fast, ram"),
+    ],
+)
+def test_wrong_uses_end_in_one_sentence(family: str, offload: str, message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "swarm_plugins", "serve", str(save_tiny(family, tmp_path / family))]
+    ended = subprocess.run([*command, "--offload", offload], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode != 0
+    assert message in ended.stderr.replace("\n", " ")
+    assert "Traceback" not in ended.stderr
