@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError
 
-__all__ = ["BufferPool", "device_buffer", "host_buffer", "pinned_buffer"]
+__all__ = ["BufferPool", "device_buffer", "host_buffer"]
 
 # Smaller buffers do not get a mapping of their own, which would cost at least a page.
 _MIN_MAPPED_BYTES = 1 << 16
@@ -30,11 +30,6 @@ def host_buffer(num_bytes: int) -> Tensor:
         # Weights are streamed through once a token: fewer page-table walks.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def pinned_buffer(num_bytes: int) -> Tensor:
-    """Returns ``[num_bytes]`` of uint8 in page-locked memory, from which a CUDA device copies asynchronously."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def device_buffer(device: torch.device) -> Callable[[int], Tensor]:

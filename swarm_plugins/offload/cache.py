@@ -5,19 +5,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
-from swarm_plugins.offload.budget import choose_fast_bytes
-from swarm_plugins.offload.buffers import BufferPool, host_buffer
+from swarm_plugins.offload.budget import choose_fast_bytes, choose_ram_bytes
+from swarm_plugins.offload.buffers import BufferPool, device_buffer, host_buffer
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.counters import Counters
+from swarm_plugins.offload.cuda_copies import CudaCopies
 from swarm_plugins.offload.guesses import Guesses
 from swarm_plugins.offload.loaders import DiskLoader, Loader
+from swarm_plugins.offload.pinned import PinnedLoader
 from swarm_plugins.offload.policy import Residency
 from swarm_plugins.offload.read_queue import ReadQueue
 from swarm_plugins.offload.slots import Slot, Slots
@@ -43,9 +45,12 @@ def make_cache(
     """
     computed = {layer: formats[layer].computed.num_bytes for layer in store.num_experts}
     fast_bytes = choose_fast_bytes(config, computed, store.num_experts, device)
-    return BoundedCache(
-        store, formats, config, DiskLoader(store, formats), BufferPool(fast_bytes, host_buffer, "fast_bytes")
-    )
+    if device.type != "cuda":
+        loader: Loader = DiskLoader(store, formats)
+        return BoundedCache(store, formats, config, loader, BufferPool(fast_bytes, host_buffer, "fast_bytes"))
+    stored = {layer: formats[layer].stored.num_bytes for layer in store.num_experts}
+    loader = PinnedLoader(store, formats, CudaCopies(device), choose_ram_bytes(config, stored, store.num_experts))
+    return BoundedCache(store, formats, config, loader, BufferPool(fast_bytes, device_buffer(device), "fast_bytes"))
 
 
 class BoundedCache:
@@ -85,7 +90,7 @@ class BoundedCache:
         self.on_asked: Callable[[int], bool] | None = None
         """Called with a layer when its experts have been asked of the disk: the time to guess. Says whether it has."""
 
-    def borrow(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+    def borrow(self, layer: int, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]], None, None]:
         """Yields each of the experts once, those at hand first, the others as they arrive.
 
         What is yielded stays untouched until the next one is asked for or the iterator is closed.
@@ -124,8 +129,8 @@ class BoundedCache:
                 if not ready:
                     self._await(loan)
                 slot = ready[0]
-                if slot.event is not None:
-                    _wait_on_stream(slot)
+                if slot.arrival is not None and slot.arrival.before_use():
+                    slot.arrival = None
                 yield slot.key.expert, slot.views
                 loan.used.append(ready.popleft())
                 if missing:
@@ -269,13 +274,3 @@ class _Loan:
                 raise slot.error
         self.ready.extend(slot for slot in self.waiting if slot.is_ready)
         self.waiting = [slot for slot in self.waiting if not slot.is_ready]
-
-
-def _wait_on_stream(slot: Slot) -> None:
-    """Makes the stream that computes wait for the copy into the buffer."""
-    event = slot.event
-    if event is None:
-        return
-    torch.cuda.current_stream(slot.buffer.device).wait_event(event)
-    if event.query():
-        slot.event = None

@@ -6,34 +6,43 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from swarm_plugins.offload.buffers import host_buffer
 from swarm_plugins.offload.reader import RangeReader
 from swarm_plugins.offload.types import ExpertFormat, ExpertKey, ExpertStore
 
-__all__ = ["DiskLoader", "Loader"]
+__all__ = ["Arrival", "DiskLoader", "Loader"]
+
+
+class Arrival(Protocol):
+    """A copy to a device that has been started."""
+
+    def before_use(self) -> bool:
+        """Makes the stream that computes wait for the copy.
+
+        Returns:
+            Whether the copy has ended, so that nobody has to ask again.
+        """
+        ...
 
 
 class Loader(Protocol):
     """Fills a buffer of fast memory."""
 
-    def quick(self, key: ExpertKey, into: Tensor) -> torch.cuda.Event | None:
-        """Starts filling the buffer without any waiting, if that is possible.
+    def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
+        """Starts filling the buffer without any waiting, if that is possible; called by whoever borrows.
 
         Returns:
-            What a stream that uses the buffer has to wait for; None if `load` has to be called.
+            The copy that fills it; None if `load` has to be called, on a reader thread.
         """
         ...
 
-    def load(
-        self, key: ExpertKey, into: Tensor, is_cancelled: Callable[[], bool]
-    ) -> tuple[int, torch.cuda.Event | None]:
+    def load(self, key: ExpertKey, into: Tensor, is_cancelled: Callable[[], bool]) -> tuple[int, Arrival | None]:
         """Fills the buffer; called on reader threads.
 
         Returns:
-            Bytes read from disk, and what a stream that uses the buffer has to wait for.
+            Bytes read from disk, and the copy that fills the buffer, if it has not been filled yet.
 
         Raises:
             CheckpointError: If the disk fails: names file and tensor.
@@ -60,7 +69,7 @@ class DiskLoader:
         self._reader = RangeReader()
         self._own = threading.local()
 
-    def quick(self, key: ExpertKey, into: Tensor) -> torch.cuda.Event | None:
+    def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
         """Returns None: a disk has to be waited for."""
         return None
 
