@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.load import load_offloaded
+from swarm_plugins.offload.quantizing import QuantizedSize, quantize_checkpoint
 
-__all__ = ["OffloadConfig", "load_offloaded"]
+__all__ = ["OffloadConfig", "QuantizedSize", "load_offloaded", "quantize_checkpoint"]

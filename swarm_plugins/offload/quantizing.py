@@ -56,7 +56,7 @@ class QuantizedSize(NamedTuple):
 
 def quantize_checkpoint(
     name_or_dir: str | Path,
-    out: Path,
+    out: str | Path,
     *,
     expert_bits: int,
     other_bits: int = 16,
@@ -84,7 +84,7 @@ def quantize_checkpoint(
     """
     _check_bits("expert_bits", expert_bits, EXPERT_BITS)
     _check_bits("other_bits", other_bits, OTHER_BITS)
-    target = out.expanduser().absolute()
+    target = Path(out).expanduser().absolute()
     with _work_directory(target) as work:
         parts = find_parts(name_or_dir, revision=revision)
         if parts.quantized is not None:

@@ -18,8 +18,8 @@ from swarm_plugins.testing.models import save_tiny
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-# The pages name a real model; the tests put a tiny random one in its place.
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# The pages name real models; the tests put tiny random ones in their place.
+MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llama", "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -41,8 +41,8 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("model"))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_tiny(family, tmp_path_factory.mktemp("model")) for name, family in MODELS.items()}
 
 
 def test_the_pages_have_code_and_commands() -> None:
@@ -54,10 +54,12 @@ def test_the_pages_have_code_and_commands() -> None:
 @pytest.mark.swarm
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_id)
-def test_code_of_a_page_runs_from_top_to_bottom(page: Path, tiny: Path, tmp_path: Path) -> None:
+def test_code_of_a_page_runs_from_top_to_bottom(page: Path, tiny: dict[str, Path], tmp_path: Path) -> None:
     code = "\n".join(blocks(page, "python"))
+    for name, path in tiny.items():
+        code = code.replace(f'"{name}"', repr(str(path)))
     script = tmp_path / "page.py"
-    script.write_text(code.replace(f'"{MODEL}"', repr(str(tiny))))
+    script.write_text(code)
     # A page with a Hub of its own needs the client to ask it.
     is_offline = "0" if "LocalHub" in code else "1"
     environment = {**os.environ, "HF_HUB_OFFLINE": is_offline, "PYTHONWARNINGS": "default"}
