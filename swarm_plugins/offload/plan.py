@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.config import EXPERT_BITS, OffloadConfig
 from swarm_plugins.offload.forecast import Forecast, Speeds, forecast
+from swarm_plugins.offload.formats.grouped import GROUP_SIZES
 from swarm_plugins.offload.model_sizes import ModelSizes
 
 __all__ = ["RUNTIME_BYTES", "Alternative", "OffloadPlan", "make_plan", "stored_bits_ratio"]
@@ -15,7 +16,6 @@ __all__ = ["RUNTIME_BYTES", "Alternative", "OffloadPlan", "make_plan", "stored_b
 RUNTIME_BYTES = 450_000_000
 """What Python, torch and transformers take before any model."""
 # One number for the scale and one for the offset, 16 bits each, of every group.
-_GROUP = 64
 _GROUP_BITS = 32
 
 
@@ -53,7 +53,7 @@ def stored_bits_ratio(bits: int, original_bits: int) -> float:
     """Returns the size of quantized experts over that of the original ones, scales included."""
     if bits >= original_bits:
         return 1.0
-    scales = _GROUP_BITS / _GROUP if bits < 16 else 0.0
+    scales = _GROUP_BITS / GROUP_SIZES[bits] if bits in GROUP_SIZES else 0.0
     return (bits + scales) / original_bits
 
 
