@@ -1,0 +1,145 @@
+"""Disks that fail, hang or are shared: one typed error, and the cache goes on."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_kit import FakeStore, borrowed, content, make, make_store
+
+from swarm_plugins.errors import CheckpointError, SwarmError
+from swarm_plugins.offload.cache import BoundedCache
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FakeStore:
+    return make_store(tmp_path)
+
+
+@pytest.fixture
+def cache(store: FakeStore) -> Iterator[BoundedCache]:
+    cache = make(store, num_fast=4)
+    yield cache
+    cache.close()
+
+
+def test_a_disk_that_fails_in_mid_run_is_an_error_once_and_then_forgotten(
+    store: FakeStore, cache: BoundedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    borrowed(cache, 0, [0])
+
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        for _ in range(5):
+            with pytest.raises(CheckpointError, match=r"layer1\.bin: tensor 'experts\.2\.up' cannot be read"):
+                borrowed(cache, 1, [2])
+        # What is in memory needs no disk.
+        assert borrowed(cache, 0, [0]) == {0: store.expected(0, 0)}
+    assert borrowed(cache, 1, [0, 1, 2, 3]) == {expert: store.expected(1, expert) for expert in range(4)}
+
+
+def test_what_arrived_before_an_error_was_right(store: FakeStore, cache: BoundedCache) -> None:
+    whole = store.path(0).read_bytes()
+    store.path(0).write_bytes(whole[: 13 + 3 * 2 * store.tensor_bytes(0)])
+    arrived = {}
+
+    def borrow() -> None:
+        for expert, views in cache.borrow(0, [0, 1, 2, 3]):
+            arrived[expert] = content(views)
+
+    with pytest.raises(CheckpointError, match=r"layer0\.bin: the file ends .*'experts\.3\.up'"):
+        borrow()
+    assert arrived == {expert: store.expected(0, expert) for expert in arrived}
+
+
+def test_a_hanging_disk_is_an_error_at_the_deadline(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make(store, num_fast=4, read_timeout_s=0.3)
+    go_on, real = threading.Event(), os.preadv
+
+    def hang(*arguments: Any) -> int:
+        go_on.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", hang)
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"layer0\.bin: tensor 'experts\.1\.up' .* was not read within 0\.3 s"):
+        borrowed(cache, 0, [1])
+    assert time.monotonic() - begin < 5
+    go_on.set()
+    assert borrowed(cache, 0, [1]) == {1: store.expected(0, 1)}
+    cache.close()
+
+
+def test_a_borrower_that_stops_half_way_leaves_nothing_held(store: FakeStore, cache: BoundedCache) -> None:
+    for _ in range(10):
+        lent = cache.borrow(0, [0, 1, 2, 3])
+        next(lent)
+        lent.close()
+    deadline = time.monotonic() + 5
+    # Reads that had begun end first.
+    while any(cache._policy.is_held(key) for key in store.contents):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_two_caches_on_the_same_files_do_not_disturb_each_other(store: FakeStore) -> None:
+    caches = [make(store, num_fast=3) for _ in range(2)]
+    loans = [zip(cache.borrow(0, range(4)), range(4), strict=True) for cache in caches]
+    for pair in zip(*loans, strict=True):
+        for (expert, views), _ in pair:
+            assert content(views) == store.expected(0, expert)
+    caches[0].close()
+    assert borrowed(caches[1], 2, [3]) == {3: store.expected(2, 3)}
+    caches[1].close()
+
+
+def test_a_cache_that_nobody_refers_to_is_gone_with_its_threads(store: FakeStore) -> None:
+    cache = make(store, num_fast=4)
+    borrowed(cache, 0, range(4))
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    deadline = time.monotonic() + 5
+    while any(thread.name == "expert-reader" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "readers without work have to end by themselves"
+        time.sleep(0.01)
+
+
+def test_closing_while_others_wait_wakes_them(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make(store, num_fast=4)
+    go_on, real, errors = threading.Event(), os.preadv, []
+
+    def hang(*arguments: Any) -> int:
+        go_on.wait(10)
+        return real(*arguments)
+
+    def borrow() -> None:
+        try:
+            borrowed(cache, 0, [0])
+        except SwarmError as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(os, "preadv", hang)
+    borrower = threading.Thread(target=borrow)
+    borrower.start()
+    time.sleep(0.1)
+    closer = threading.Thread(target=cache.close)
+    closer.start()
+    borrower.join(5)
+    go_on.set()
+    closer.join(5)
+    assert not borrower.is_alive()
+    assert len(errors) == 1
+    assert "closed" in errors[0]

@@ -1,0 +1,169 @@
+"""Ranges arrive byte for byte, past the page cache or not, and a bad disk is named."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.direct_file import CHUNK_BYTES
+from swarm_plugins.offload.reader import RangeReader, ReadCancelled
+from swarm_plugins.offload.types import FileRange
+
+SIZE = 3 * CHUNK_BYTES + 777
+
+
+@pytest.fixture(scope="module")
+def content() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, content: np.ndarray) -> Path:
+    path = tmp_path_factory.mktemp("reader") / "weights.safetensors"
+    path.write_bytes(content.tobytes())
+    return path
+
+
+def never() -> bool:
+    return False
+
+
+def read(ranges: Sequence[FileRange], num_bytes: int) -> np.ndarray:
+    reader = RangeReader()
+    into = np.zeros(num_bytes, np.uint8)
+    try:
+        reader.read(ranges, into, never)
+    finally:
+        reader.close()
+    return into
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that does not know O_DIRECT."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *arguments: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+@settings(max_examples=30, deadline=None)
+@given(pieces=st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(0, 2 * CHUNK_BYTES)), min_size=1, max_size=5))
+def test_any_ranges_arrive_where_they_belong(path: Path, content: np.ndarray, pieces: list[tuple[int, int]]) -> None:
+    ranges, expected, end = [], [], 0
+    for start, size in pieces:
+        size = min(size, SIZE - start)
+        ranges.append(FileRange(path, start, size, end, f"tensor at {start}"))
+        expected.append(content[start : start + size])
+        end += size
+    assert np.array_equal(read(ranges, end), np.concatenate(expected))
+
+
+def test_neighbours_are_read_in_one_go(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *arguments: calls.append(arguments) or real(*arguments))
+    read([FileRange(path, 100 + 50 * place, 50, 50 * place, "a") for place in range(10)], 500)
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
+def test_a_file_system_without_direct_reads_is_read_all_the_same(
+    path: Path, content: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_direct(monkeypatch)
+    assert np.array_equal(read([FileRange(path, 5, SIZE - 5, 0, "a")], SIZE - 5), content[5:])
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="the system has no O_DIRECT")
+def test_direct_reads_refused_at_the_first_read_are_given_up(
+    path: Path, content: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = os.preadv, [OSError(errno.EINVAL, "Invalid argument")]
+
+    def refusing(*arguments: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    assert np.array_equal(read([FileRange(path, 5, 5000, 0, "a")], 5000), content[5:5005])
+    assert not failures
+
+
+def test_a_disk_that_gives_little_at_a_time_is_asked_again(
+    path: Path, content: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+    # Multiples of a block, as O_DIRECT would give.
+    monkeypatch.setattr(os, "preadv", lambda fd, views, start: real(fd, [views[0][:8192]], start))
+    assert np.array_equal(read([FileRange(path, 4000, 100_000, 0, "a")], 100_000), content[4000:104_000])
+
+
+def test_a_truncated_file_is_named_with_the_tensor(path: Path) -> None:
+    ranges = [FileRange(path, SIZE - 100, 50, 0, "whole"), FileRange(path, SIZE - 50, 60, 50, "cut")]
+    with pytest.raises(CheckpointError, match=rf"weights\.safetensors: the file ends at byte {SIZE}, within .*'cut'"):
+        read(ranges, 110)
+
+
+def test_a_missing_file_is_named_with_the_tensor(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors: tensor 'w1' cannot be read: No such file"):
+        read([FileRange(tmp_path / "gone.safetensors", 0, 10, 0, "w1")], 10)
+
+
+def test_a_failing_disk_is_named_with_the_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=r"tensor 'w2' cannot be read: Input/output error; is the disk there"):
+        read([FileRange(path, 0, 10, 0, "w2")], 10)
+
+
+def test_a_file_that_vanishes_while_open_is_read_to_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)))
+    reader, into = RangeReader(), np.zeros(16, np.uint8)
+    reader.read([FileRange(path, 0, 16, 0, "a")], into, never)
+    path.unlink()
+    reader.read([FileRange(path, 16, 16, 0, "b")], into, never)
+    reader.close()
+    assert into.tolist() == list(range(16, 32))
+
+
+def test_a_cancelled_read_stops_at_the_next_chunk(path: Path) -> None:
+    reader, asked = RangeReader(), []
+
+    def after_one_chunk() -> bool:
+        asked.append(None)
+        return len(asked) > 1
+
+    with pytest.raises(ReadCancelled):
+        reader.read([FileRange(path, 0, SIZE, 0, "a")], np.zeros(SIZE, np.uint8), after_one_chunk)
+    reader.close()
+    assert len(asked) == 2
+
+
+def test_bytes_taken_are_counted(path: Path) -> None:
+    reader = RangeReader()
+    assert reader.read([FileRange(path, 3, 1000, 0, "a")], np.zeros(1000, np.uint8), never) == 1000
+    reader.close()
+
+
+def test_no_file_stays_open_after_close(path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        read([FileRange(path, 0, 10, 0, "a")], 10)
+    assert len(os.listdir("/proc/self/fd")) == before
