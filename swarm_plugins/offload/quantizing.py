@@ -100,7 +100,7 @@ def quantize_checkpoint(
         manifest = Manifest.make(parts.checkpoint.version, expert_bits, other_bits, layers, linears)
         _write_json(work / OWN_INDEX_FILE, {"weight_map": weight_map})
         _copy_small_files(parts.checkpoint, work)
-        _write_config(parts.checkpoint, work, manifest)
+        _write_config(parts, work, manifest)
         # Last: without them a directory is no model, and no store.
         (work / MANIFEST_FILE).write_bytes(manifest.encode())
         other_bytes = (work / _OTHERS_FILE).stat().st_size
@@ -211,8 +211,11 @@ def _write_others(model: PreTrainedModel, work: Path, bits: int) -> tuple[dict[s
     return dict.fromkeys(tensors, _OTHERS_FILE), linears
 
 
-def _write_config(checkpoint: Checkpoint, work: Path, manifest: Manifest) -> None:
-    config = json.loads(checkpoint.file_path(_CONFIG_FILE).read_text())
+def _write_config(parts: Parts, work: Path, manifest: Manifest) -> None:
+    config = json.loads(parts.checkpoint.file_path(_CONFIG_FILE).read_text())
+    if getattr(parts.config, "dtype", None) is None:
+        # Of codes nobody could tell.
+        config["dtype"] = str(parts.dtype).removeprefix("torch.")
     config["quantization_config"] = {
         "quant_method": QUANT_METHOD,
         "expert_bits": manifest.expert_bits,

@@ -146,6 +146,15 @@ def test_a_store_is_not_quantized_again(made: Path, tmp_path: Path) -> None:
         make(made, tmp_path / "out")
 
 
+def test_a_config_that_names_no_type_gets_that_of_the_weights(plain: Path, tmp_path: Path) -> None:
+    nameless = Path(shutil.copytree(plain, tmp_path / "nameless"))
+    config = json.loads((nameless / "config.json").read_text())
+    del config["dtype"]
+    (nameless / "config.json").write_text(json.dumps(config))
+    make(nameless, tmp_path / "out")
+    assert load_offloaded(tmp_path / "out", device="cpu").dtype == torch.float32
+
+
 def test_numbers_that_are_not_finite_are_named(plain: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(plain, tmp_path / "broken"))
     tensors = load_file(broken / "model.safetensors")
