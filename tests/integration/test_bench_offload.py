@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,19 +17,9 @@ from swarm_plugins.testing.models import save_tiny
 def test_offloaded_arms_run_under_the_limit_and_agree(tmp_path: Path) -> None:
     model = save_tiny("mixtral", tmp_path / "model", num_layers=2)
     file = tmp_path / "figures.json"
-    options = [
-        "--fast",
-        "50%",
-        "--rounds",
-        "1",
-        "--new-tokens",
-        "4",
-        "--without",
-        "resident",
-        "--without",
-        "accelerate",
-    ]
-    result = bench("--model", str(model), *options, "--json", str(file))
+    options = ["--fast=50%", "--rounds=1", "--new-tokens=4", "--without=resident", "--without=accelerate"]
+    command = [sys.executable, "-m", "swarm_plugins", "bench", "offload", f"--model={model}", f"--json={file}"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr
     content = json.loads(file.read_text())
     assert [one["arm"] for one in content["arms"]] == [
