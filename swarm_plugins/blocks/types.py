@@ -83,6 +83,11 @@ class SessionCache(Protocol):
         """Cached tokens per row, padding included."""
         ...
 
+    @property
+    def capacity(self) -> int:
+        """Tokens per row that memory is held for."""
+        ...
+
     def crop(self, length: int) -> None:
         """Keeps the first ``length`` tokens."""
         ...

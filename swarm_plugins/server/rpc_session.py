@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from swarm_plugins.blocks.kv import PAGE_TOKENS
 from swarm_plugins.blocks.types import AdapterUse, SessionCache, SpanOutputs, StepInputs
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.checks import (
@@ -78,6 +79,7 @@ class _Stream:
         prefix_tokens = check_prefix(request.prefix, blocks, request.batch_size)
         if prefix_tokens > max_tokens:
             raise _too_long(service, request.batch_size, prefix_tokens, max_tokens)
+        _check_share(service, self._peer, blocks, request.batch_size * self._first_tokens(request, prefix_tokens))
         service.sessions.reserve(self._peer)
         try:
             cache = await self._new_cache(request, blocks)
@@ -87,6 +89,12 @@ class _Stream:
         self._session = Session(self._peer, blocks, cache)
         service.sessions.add(self._session)
         return SessionOpened(session=self._session.name, max_tokens=max_tokens)
+
+    def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
+        """Returns the tokens per row that memory is taken for at once; an empty cache has a page already."""
+        if request.fork_of is None:
+            return max(prefix_tokens, PAGE_TOKENS)
+        return max(self._service.sessions.find(self._peer, request.fork_of).cache.length, PAGE_TOKENS)
 
     async def _new_cache(self, request: SessionOpen, blocks: range) -> SessionCache:
         """Makes the cache on the compute thread; nothing is left there if the stream ends meanwhile."""
@@ -207,16 +215,18 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> Non
     check_positions(request.position_ids, rows, num_new)
     check_mask(request.attention_mask, rows, cached + num_new)
     check_rows(request.adapter_rows, rows, len(request.adapters))
-    _check_share(service, session, rows * num_new)
+    held = session.cache.batch_size * session.cache.capacity
+    _check_share(service, session.peer, session.blocks, max(0, rows * (cached + num_new) - held))
 
 
-def _check_share(service: Service, session: Session, num_new: int) -> None:
+def _check_share(service: Service, peer: str, blocks: range, num_new: int) -> None:
+    """Refuses what would make one peer's caches too large; memory counts, filled with tokens or not."""
     share = service.limits.max_peer_kv_share
     if service.kv_tokens is None or share >= 1:
         return
     limit = share * service.kv_tokens * len(service.blocks)
-    used = service.sessions.cached_tokens(session.peer)
-    asked = num_new * len(session.blocks)
+    used = service.sessions.held_tokens(peer)
+    asked = num_new * len(blocks)
     if used + asked > limit:
         raise CapacityError(
             f"this client's sessions hold {used} tokens x blocks, {asked} more are asked, {int(limit)} are allowed: "

@@ -88,10 +88,10 @@ class SessionTable:
             raise RequestError("unknown_session", f"session {name[:64]!r} is not open here: open a new one and replay")
         return session
 
-    def cached_tokens(self, peer: str) -> int:
-        """Returns the tokens (rows times length times blocks) that a peer's sessions hold."""
+    def held_tokens(self, peer: str) -> int:
+        """Returns the tokens (rows times capacity times blocks) that a peer's sessions hold memory for."""
         return sum(
-            session.cache.batch_size * session.cache.length * len(session.blocks)
+            session.cache.batch_size * session.cache.capacity * len(session.blocks)
             for session in self._sessions.values()
             if session.peer == peer and not session.is_closed
         )

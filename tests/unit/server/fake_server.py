@@ -30,8 +30,13 @@ class FakeCache:
         self.runner = runner
         self.batch_size = batch_size
         self.length = length
+        self.spare = runner.spare_tokens
         self.is_closed = False
         runner.open_caches.append(self)
+
+    @property
+    def capacity(self) -> int:
+        return self.length + self.spare
 
     def crop(self, length: int) -> None:
         if self.is_closed:
@@ -63,6 +68,7 @@ class FakeRunner:
         self.threads: set[int] = set()
         self.block_s = 0.0
         self.max_cached = 1_000_000
+        self.spare_tokens = 0
         self.gate: threading.Event | None = None
         self.events: list[str] = []
 

@@ -301,18 +301,34 @@ def test_peer_may_hold_so_many_sessions(service: Service) -> None:
 
 
 def test_share_of_the_kv_budget_is_kept(service: Service) -> None:
-    service.limits = limits_with(service, max_peer_kv_share=0.5)
+    service.limits = limits_with(service, max_peer_kv_share=0.7)
 
     async def scene(channel: Channel, transport: LocalTransport) -> None:
         other = await transport.open("server", "rpc_session", timeout_s=5)
         for one in (channel, other):
-            await ask(one, OPEN)
-        assert isinstance(await ask(channel, step_of(60, 0)), SessionStepResponse)
-        answer = await ask(other, step_of(60, 0))
+            assert isinstance(await ask(one, OPEN), SessionOpened)
+        assert isinstance(await ask(channel, step_of(80, 0)), SessionStepResponse)
+        answer = await ask(other, step_of(80, 0))
         assert isinstance(answer, Failure)
         assert answer.kind == "out_of_memory"
-        assert "hold 240 tokens x blocks, 240 more are asked, 400 are allowed" in answer.message
-        assert isinstance(await ask(other, step_of(40, 0)), SessionStepResponse)
+        assert "hold 320 tokens x blocks, 320 more are asked, 560 are allowed" in answer.message
+        assert isinstance(await ask(other, step_of(60, 0)), SessionStepResponse)
+
+    play(service, scene)
+
+
+def test_empty_sessions_count_with_the_memory_they_hold(service: Service, runner: FakeRunner) -> None:
+    service.limits = limits_with(service, max_peer_kv_share=0.7)
+    runner.spare_tokens = 64
+
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        others = [await transport.open("server", "rpc_session", timeout_s=5) for _ in range(2)]
+        answers = [await ask(one, OPEN) for one in (channel, *others)]
+        assert [type(answer) for answer in answers] == [SessionOpened, SessionOpened, Failure]
+        assert isinstance(answers[2], Failure)
+        assert "hold 512 tokens x blocks, 256 more are asked, 560 are allowed" in answers[2].message
+        # What is held already may be filled.
+        assert isinstance(await ask(channel, step_of(64, 0)), SessionStepResponse)
 
     play(service, scene)
 
