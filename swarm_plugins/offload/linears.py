@@ -32,24 +32,29 @@ class QuantizedLinear(nn.Linear):
         bits: 8, 4, 3 or 2.
         parts: The stored parts of the weight.
         bias: ``[out]``.
+        device: Where it computes.
     """
 
     weight_scales: Tensor
 
     def __init__(
-        self, shape: tuple[int, int], bits: int, parts: Mapping[str, Tensor], bias: nn.Parameter | None
+        self,
+        shape: tuple[int, int],
+        bits: int,
+        parts: Mapping[str, Tensor],
+        bias: nn.Parameter | None,
+        device: torch.device,
     ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = shape
         self.bits = bits
-        device = parts["codes"].device
         self._matrix = matrix_format(shape, bits, device)
         if self._matrix.is_converted:
             stored = parts
             parts = {part.name: torch.empty(part.shape, dtype=part.dtype) for part in self._matrix.computed}
             self._matrix.convert(stored, parts)
-        self.weight = nn.Parameter(parts["codes"], requires_grad=False)
-        self.register_buffer("weight_scales", parts["scales"])
+        self.weight = nn.Parameter(parts["codes"].to(device), requires_grad=False)
+        self.register_buffer("weight_scales", parts["scales"].to(device))
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -111,9 +116,9 @@ def quantize_linears(
         on_layer: Called after each.
     """
     for name, linear in quantizable_linears(model).items():
-        shape = (linear.out_features, linear.in_features)
-        parts = matrix_format(shape, bits, linear.weight.device).quantize(linear.weight, is_fitted=is_fitted)
-        replace_module(model, name, QuantizedLinear(shape, bits, parts, linear.bias))
+        shape, device = (linear.out_features, linear.in_features), linear.weight.device
+        parts = matrix_format(shape, bits, device).quantize(linear.weight, is_fitted=is_fitted)
+        replace_module(model, name, QuantizedLinear(shape, bits, parts, linear.bias, device))
         on_layer()
 
 

@@ -50,10 +50,9 @@ def load_offloaded(
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     parts = find_parts(name_or_dir, revision=revision, dtype=dtype)
     formats = formats_of(parts, settings, place)
-    model = load_rest(parts)
+    model = load_rest(parts, place)
     if settings.other_bits in (4, 8) and parts.other_bits is None:
         quantize_linears(model, settings.other_bits)
-    model.to(place)  # type: ignore[arg-type]  # the wrapper around it has lost its signature
     cache = make_cache(parts.store, formats, settings, place)
     attach_experts(model, parts, formats, cache, place)
     install_prefetch(model, cache)

@@ -140,8 +140,12 @@ def parts_of(
     )
 
 
-def load_rest(parts: Parts) -> PreTrainedModel:
+def load_rest(parts: Parts, device: torch.device) -> PreTrainedModel:
     """Loads everything that is no expert.
+
+    Args:
+        parts: What there is.
+        device: Where to compute.
 
     Returns:
         HF's own class, its experts without weights, in evaluation mode.
@@ -158,8 +162,9 @@ def load_rest(parts: Parts) -> PreTrainedModel:
         parts.checkpoint.name,
     )
     model.__class__ = parts.model_class
+    model.to(device)  # type: ignore[arg-type]  # the wrapper around it has lost its signature
     if parts.quantized is not None:
-        parts.quantized.install_linears(model)
+        parts.quantized.install_linears(model, device)
     model.name_or_path = model.config.name_or_path = parts.checkpoint.name
     generation = parts.checkpoint.generation_config()
     if generation is not None and model.can_generate():

@@ -66,20 +66,21 @@ class QuantizedStore:
         taken.update(self._expert_tensors())
         return [name for name in self._checkpoint.tensors if name not in taken]
 
-    def install_linears(self, model: PreTrainedModel) -> None:
+    def install_linears(self, model: PreTrainedModel, device: torch.device) -> None:
         """Puts the quantized linear layers where they belong.
 
         Args:
             model: With any modules in their places.
+            device: Where they compute.
         """
         for name, shape in self.manifest.linears.items():
             names = {part: f"{name}.{full}" for part, full in PARTS.items()}
             bias_name = f"{name}.bias"
             has_bias = bias_name in self._checkpoint.tensors
             tensors = self._checkpoint.read([*names.values(), *([bias_name] if has_bias else [])], progress=False)
-            bias = nn.Parameter(tensors[bias_name], requires_grad=False) if has_bias else None
+            bias = nn.Parameter(tensors[bias_name].to(device), requires_grad=False) if has_bias else None
             parts = {part: tensors[full] for part, full in names.items()}
-            replace_module(model, name, QuantizedLinear(shape, self.manifest.other_bits, parts, bias))
+            replace_module(model, name, QuantizedLinear(shape, self.manifest.other_bits, parts, bias, device))
 
     def check(self) -> None:
         """Compares what the store says of itself with its files, before anything is allocated for it.

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarm_plugins import OffloadConfig, load_offloaded
+from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
+from swarm_plugins.offload.formats import grouped
 from swarm_plugins.offload.formats.experts import matrix_format
 from swarm_plugins.offload.linears import QuantizedLinear, quantizable_linears
 from swarm_plugins.offload.quantizing import quantize_checkpoint
@@ -147,3 +149,15 @@ def test_quantized_layers_keep_their_types_when_the_model_is_cast_and_copied(tmp
     model.to(torch.float32)
     assert {layer.weight.dtype for layer in layers} == {torch.uint8}
     assert float((logits(model, ids) - expected).abs().mean()) < 0.1
+
+
+def test_a_cpu_with_another_order_of_codes_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_toy("mixtral", tmp_path / "plain")
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "q", expert_bits=3, other_bits=4, progress=False)
+    ids = tokens(1, 12)
+    expected = logits(load_offloaded(tmp_path / "q", FEW, device="cpu"), ids)
+    monkeypatch.setattr(grouped, "is_native_order", lambda: False)
+    model = load_offloaded(tmp_path / "q", FEW, device="cpu")
+    assert torch.equal(logits(model, ids), expected)
+    with pytest.raises(UnsupportedError, match="cannot be moved to meta: load the model with device='meta'"):
+        model.to("meta")
