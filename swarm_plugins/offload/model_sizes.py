@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload.quantized_store import QuantizedStore, open_quantized
 
 __all__ = ["ExpertLayer", "ModelSizes", "experts_modules", "meta_model", "model_sizes", "stored_dtype"]
 
@@ -47,7 +48,7 @@ class ModelSizes:
     """Those with experts."""
     num_layers: int
     dtype: torch.dtype
-    """That most of the checkpoint's bytes have."""
+    """To compute in: that most of the checkpoint's bytes have, if it is not quantized."""
     other_bytes: int
     """Of everything that is no expert: always in fast memory."""
     context_tokens: int
@@ -55,6 +56,13 @@ class ModelSizes:
     """Of the attention cache after ``context_tokens``."""
     activation_bytes: int
     """An estimate of what a forward over ``context_tokens`` needs beside weights and cache."""
+    quantized_bits: int | None = None
+    """Width of the experts, if `swarm quantize` made the checkpoint."""
+
+    @property
+    def expert_bits(self) -> int:
+        """Width of the experts as they are stored."""
+        return self.dtype.itemsize * 8 if self.quantized_bits is None else self.quantized_bits
 
     @property
     def expert_bytes(self) -> int:
@@ -87,7 +95,8 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
     Raises:
         UnsupportedError: If the model has no experts that can be offloaded, or cannot be built without weights.
     """
-    dtype = stored_dtype(checkpoint)
+    store = open_quantized(checkpoint)
+    dtype = stored_dtype(checkpoint) if store is None else getattr(torch, str(checkpoint.config.dtype).split(".")[-1])
     model = meta_model(checkpoint.config, dtype)
     experts = experts_modules(model)
     if not experts:
@@ -96,14 +105,15 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
             "interface: only mixture-of-experts models can be offloaded; load a dense one with transformers itself"
         )
     picked, cache_bytes = _dry_run(model, experts, context_tokens, checkpoint.name)
-    layers = tuple(_expert_layer(layer, module, picked[layer], dtype) for layer, module in experts.items())
+    layers = tuple(_expert_layer(layer, module, picked[layer], dtype, store) for layer, module in experts.items())
     in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
     other = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in in_experts)
     return ModelSizes(
         layers=layers,
         num_layers=len(find_layers(model)),
         dtype=dtype,
-        other_bytes=other,
+        other_bytes=other if store is None else other - store.saved_bytes(dtype),
+        quantized_bits=None if store is None else store.manifest.expert_bits,
         context_tokens=context_tokens,
         cache_bytes=cache_bytes,
         activation_bytes=_activation_bytes(checkpoint.config, max(layer.experts_per_token for layer in layers), dtype),
@@ -147,11 +157,14 @@ def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
     return found
 
 
-def _expert_layer(layer: int, module: nn.Module, picked: int, dtype: torch.dtype) -> ExpertLayer:
+def _expert_layer(
+    layer: int, module: nn.Module, picked: int, dtype: torch.dtype, store: QuantizedStore | None
+) -> ExpertLayer:
     parameters = list(module.parameters())
     num_experts = parameters[0].shape[0]
     numel = sum(math.prod(parameter.shape[1:]) for parameter in parameters)
-    return ExpertLayer(layer, num_experts, numel * dtype.itemsize, picked)
+    num_bytes = numel * dtype.itemsize if store is None else store.stored_layout(layer).num_bytes
+    return ExpertLayer(layer, num_experts, num_bytes, picked)
 
 
 def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) -> tuple[dict[int, int], int]:

@@ -104,7 +104,9 @@ def make_plan(
 
 
 def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) -> Sequence[Alternative]:
-    original_bits = sizes.dtype.itemsize * 8
+    if sizes.quantized_bits is not None:
+        return ()
+    original_bits = sizes.expert_bits
     found = []
     for bits in sorted((bits for bits in EXPERT_BITS if bits < original_bits), reverse=True):
         ratio = stored_bits_ratio(bits, original_bits)

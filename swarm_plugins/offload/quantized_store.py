@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -81,6 +82,15 @@ class QuantizedStore:
             bias = nn.Parameter(tensors[bias_name].to(device), requires_grad=False) if has_bias else None
             parts = {part: tensors[full] for part, full in names.items()}
             replace_module(model, name, QuantizedLinear(shape, self.manifest.other_bits, parts, bias, device))
+
+    def saved_bytes(self, dtype: torch.dtype) -> int:
+        """Returns how much less memory the linear layers take than in a floating type."""
+        saved = 0
+        for shape in self.manifest.linears.values():
+            parts = matrix_format(shape, self.manifest.other_bits, torch.device("cpu")).computed
+            saved += math.prod(shape) * dtype.itemsize
+            saved -= sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
+        return saved
 
     def check(self) -> None:
         """Compares what the store says of itself with its files, before anything is allocated for it.

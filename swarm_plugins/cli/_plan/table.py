@@ -23,7 +23,8 @@ def print_plan(console: Console, planned: Planned) -> None:
     console.print(_memory_table(planned))
     link = f", RAM to {planned.device} {format_bytes(speeds.link_bytes_per_s)}/s" if speeds.link_bytes_per_s else ""
     console.print(
-        f"disk {format_bytes(speeds.disk_bytes_per_s)}/s ({planned.disk_source}){link}; "
+        f"disk {format_bytes(speeds.disk_bytes_per_s)}/s, {format_bytes(speeds.lone_bytes_per_s)}/s for one "
+        f"expert alone ({planned.disk_source}){link}; "
         f"a token with everything in memory {speeds.step_s * 1e3:.0f} ms (measured, {name} on {planned.device})\n"
     )
     console.print(_forecast_table(planned))
@@ -32,7 +33,7 @@ def print_plan(console: Console, planned: Planned) -> None:
         "even); in brackets: if every expert were equally likely at any time\n"
         "other widths: from a store that `swarm quantize` writes; products are taken to be as fast\n"
     )
-    if plan.fits:
+    if plan.fits and sizes.quantized_bits is None:
         console.print("Everything fits: transformers alone will do, offloading gains nothing.")
     console.print(f"swarm run {planned.name} --offload {format_offload(plan.config)}", soft_wrap=True, highlight=False)
 
@@ -68,7 +69,7 @@ def _forecast_table(planned: Planned) -> Table:
     table.add_column("experts", no_wrap=True)
     for heading in ("size", "in memory", "hits", "read per token", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
-    bits = plan.sizes.dtype.itemsize * 8
+    bits = plan.sizes.expert_bits
     rows = [(bits, plan.sizes.expert_bytes, plan.forecast)]
     rows += [(other.expert_bits, other.expert_bytes, other.forecast) for other in plan.alternatives]
     for width, size, expected in rows:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from swarm_plugins.cli._run.offload_option import parse_offload
 from swarm_plugins.cli.main import app
+from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.offload.plan import RUNTIME_BYTES
 from swarm_plugins.testing.models import save_tiny
 
@@ -37,6 +38,21 @@ def test_numbers_add_up_and_the_settings_can_be_given_to_run(mixtral: Path) -> N
     assert found["forecast"]["tokens_per_s"] == found["forecast"]["resident_tokens_per_s"] > 0
     assert parse_offload(found["offload"]).fast_bytes // 10**6 == found["config"]["fast_bytes"] // 10**6
     assert [other["expert_bits"] for other in found["alternatives"]] == [16, 8, 4, 3, 2]
+
+
+def test_a_quantized_store_is_planned_with_what_it_takes(mixtral: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(mixtral, tmp_path / "q", expert_bits=8, other_bits=8, progress=False)
+    plain, store = (
+        json.loads(plan(str(path), "--memory", "1GB", "--context", "64", "--disk-rate", "1GB", "--json")[1])
+        for path in (mixtral, tmp_path / "q")
+    )
+    # Two matrices of int8 codes and float32 scales for each row, aligned.
+    assert store["sizes"]["layers"][0]["expert_bytes"] == 96 * 32 + 96 * 4 + 32 * 48 + 32 * 4
+    assert store["sizes"]["other_bytes"] < plain["sizes"]["other_bytes"]
+    assert store["alternatives"] == []
+    code, out, _ = plan(str(tmp_path / "q"), "--memory", "1GB", "--disk-rate", "1GB")
+    assert code == 0
+    assert "8-bit, as stored" in out
 
 
 def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> None:
