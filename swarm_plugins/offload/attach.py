@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.adapters import AdapterWatch
+from swarm_plugins.offload.ahead import ReadingAhead
 from swarm_plugins.offload.cache import BoundedCache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.experts import IMPLEMENTATION
@@ -70,7 +71,8 @@ def attach_experts(
     """
     # The parts' paths start at the whole model; a base model is what its prefix names there.
     prefix = f"{parts.outline.base_model_prefix}." if model.base_model is model else ""
-    loans = {layer: ExpertLoans(layer, form, cache) for layer, form in formats.items()}
+    ahead = ReadingAhead(cache, cache.num_experts) if cache.config.prefetch else None
+    loans = {layer: ExpertLoans(layer, form, cache, ahead) for layer, form in formats.items()}
     for layer, whole_path in parts.paths.items():
         path = whole_path.removeprefix(prefix)
         turn_into_offloaded(model.get_submodule(path), parts.outline.get_submodule(whole_path), device, loans[layer])

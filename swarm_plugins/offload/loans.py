@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import expert_mlp
+from swarm_plugins.offload.ahead import ReadingAhead
 from swarm_plugins.offload.types import ExpertCache, ExpertFormat
 
 __all__ = ["ExpertLoans", "LowRank", "refuse_pickling"]
@@ -65,12 +66,14 @@ class ExpertLoans:
         layer: Index of the layer.
         form: What their bytes mean.
         cache: Where they are.
+        ahead: Announces the next layer's; None: nothing is read ahead.
     """
 
-    def __init__(self, layer: int, form: ExpertFormat, cache: ExpertCache) -> None:
+    def __init__(self, layer: int, form: ExpertFormat, cache: ExpertCache, ahead: ReadingAhead | None = None) -> None:
         self._layer = layer
         self._form = form
         self._cache = cache
+        self._ahead = ahead
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertLoans:
         # Read-only and bound to files and threads: copies of a model share it.
@@ -83,6 +86,12 @@ class ExpertLoans:
         """Yields each expert once, as it arrives; what is yielded holds until the next is asked for."""
         # To be closed at once when a product fails, not when the traceback is gone.
         return cast("Generator[tuple[int, Mapping[str, Tensor]]]", self._cache.borrow(self._layer, experts))
+
+    def borrow_again(self, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]]]:
+        """Does the same in a backward pass."""
+        if self._ahead is not None:
+            self._ahead.backward(self._layer)
+        return self.borrow(experts)
 
     def run(
         self, module: Any, rows: Tensor, expert: int, tensors: Mapping[str, Tensor], adapters: Iterable[LowRank] = ()
@@ -130,7 +139,10 @@ class ExpertLoans:
             ``[N, D]``.
         """
         down: Tensor | None = None
-        with closing(self.borrow(list(spans))) as lent:
+        experts = list(spans)
+        if self._ahead is not None:
+            self._ahead.forward(self._layer, experts)
+        with closing(self.borrow(experts)) as lent:
             for expert, tensors in lent:
                 result = self.run(module, rows[spans[expert]], expert, tensors, adapters(expert))
                 if down is None:

@@ -107,7 +107,7 @@ class _Experts(torch.autograd.Function):
         rows = hidden[routing.tokens]  # [T * k, D]
         grad_rows = torch.zeros_like(rows)
         adapters = adapters_of(ctx.deltas, routing.tokens, routing.num_tokens, ctx.spans)
-        with closing(ctx.loans.borrow(list(ctx.spans))) as lent:
+        with closing(ctx.loans.borrow_again(list(ctx.spans))) as lent:
             for expert, tensors in lent:
                 span = ctx.spans[expert]
                 own = [

@@ -1,0 +1,43 @@
+"""Reading ahead where no guess is needed: in passes over many tokens, and in backward passes.
+
+Many tokens together need most experts of every layer. And a backward pass goes through the layers in reverse, where
+each needs what it used in the forward pass. What is announced is read while the layer before still computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from swarm_plugins.offload.types import ExpertCache
+
+__all__ = ["ReadingAhead"]
+
+
+class ReadingAhead:
+    """Announces to a cache what the next layer of a pass will need.
+
+    Args:
+        cache: Who is told.
+        num_experts: Number of experts of each layer that has any.
+    """
+
+    def __init__(self, cache: ExpertCache, num_experts: Mapping[int, int]) -> None:
+        self._cache = cache
+        self._num_experts = num_experts
+        self._after = dict(pairwise(sorted(num_experts)))
+        self._before = {after: before for before, after in self._after.items()}
+        self._used: dict[int, Sequence[int]] = {}
+
+    def forward(self, layer: int, experts: Sequence[int]) -> None:
+        """Notes what a layer needs now; if it is most of its experts, all of the next layer's are announced."""
+        self._used[layer] = experts
+        after = self._after.get(layer)
+        if after is not None and 2 * len(experts) > self._num_experts[layer]:
+            self._cache.guess(after, range(self._num_experts[after]))
+
+    def backward(self, layer: int) -> None:
+        """Announces what the layer before this one has used."""
+        before = self._before.get(layer)
+        if before is not None and self._used.get(before):
+            self._cache.guess(before, self._used[before])
