@@ -45,6 +45,7 @@ class Residency:
         self._pinned: dict[int, frozenset[int]] = dict.fromkeys(num_experts, frozenset())
         self.quotas: dict[int, int] = {}
         self._uses = 0
+        self._last_use = dict.fromkeys(num_experts, 0)
         self._review_interval = _FIRST_REVIEW * len(self._needs)
         self._next_review = self._review_interval
         self._share()
@@ -65,6 +66,7 @@ class Residency:
         """Notes that experts of a layer are used together, resident or not."""
         self._needs[layer].use(experts)
         self._uses += 1
+        self._last_use[layer] = self._uses
         if self._uses >= self._next_review:
             self._review()
 
@@ -118,8 +120,11 @@ class Residency:
         }
 
     def _victim(self, layer: int, excess: Mapping[int, int], taken: Sequence[ExpertKey]) -> ExpertKey | None:
-        """Returns who goes first: of the layer furthest beyond its quota (at equal excess this one) the oldest."""
-        order = sorted(excess, key=lambda other: (-excess[other], other != layer))
+        """Returns who goes first: the oldest of the layer that is furthest beyond its quota.
+
+        At equal excess it is this layer's, or the layer's that was used last: its turn comes last again.
+        """
+        order = sorted(excess, key=lambda other: (-excess[other], other != layer, -self._last_use[other]))
         for other in order:
             for expert in reversed(self._needs[other].recency):
                 if self._may_go(key := ExpertKey(other, expert)) and key not in taken:

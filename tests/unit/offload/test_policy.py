@@ -25,6 +25,7 @@ class SlowModel:
     quotas: dict[int, int]
     now: int = 0
     last: dict[ExpertKey, int] = field(default_factory=dict)
+    last_of_layer: dict[int, int] = field(default_factory=dict)
     resident: set[ExpertKey] = field(default_factory=set)
     holds: dict[ExpertKey, int] = field(default_factory=dict)
 
@@ -33,6 +34,7 @@ class SlowModel:
         for expert in reversed(experts):
             self.now += 1
             self.last[ExpertKey(layer, expert)] = self.now
+        self.last_of_layer[layer] = self.now
 
     def admit(self, key: ExpertKey) -> set[ExpertKey] | None:
         resident, victims = self.resident | {key}, set()
@@ -44,7 +46,8 @@ class SlowModel:
             def rank(one: ExpertKey) -> tuple[int, bool, int, int, int]:
                 excess = sum(other.layer == one.layer for other in resident) - self.quotas[one.layer]
                 # Never used: the later in the layer, the sooner it goes.
-                return -excess, one.layer != key.layer, one.layer, self.last.get(one, -one.expert - 1), 0
+                age = self.last.get(one, -one.expert - 1)
+                return -excess, one.layer != key.layer, -self.last_of_layer.get(one.layer, 0), one.layer, age
 
             victim = min(may_go, key=rank)
             resident.remove(victim)
@@ -195,3 +198,16 @@ def test_busiest_counts_by_byte() -> None:
 @pytest.mark.parametrize("budget", [0, 9])
 def test_a_budget_of_nothing_admits_nobody(budget: int) -> None:
     assert Residency(COUNTS, SIZES, budget).admit(ExpertKey(0, 0)) is None
+
+
+def test_between_equal_layers_the_one_used_last_gives_first() -> None:
+    policy = Residency(dict.fromkeys(range(4), 2), dict.fromkeys(range(4), 1), 8)
+    policy.budget_bytes = 4
+    policy.quotas = dict.fromkeys(range(4), 1)
+    for layer in (0, 1, 2, 3):
+        policy.admit(ExpertKey(layer, 0))
+    for layer in (0, 1):
+        policy.use(layer, [0])
+    policy.hold(ExpertKey(2, 0))
+    # Layer 3 is the next but one; layer 1 has just been used, and comes again after all others.
+    assert policy.admit(ExpertKey(2, 1)) == [ExpertKey(1, 0)]

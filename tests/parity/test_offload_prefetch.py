@@ -1,0 +1,127 @@
+"""Speculative loading changes what is read when, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offload_models import SETTINGS, save_toy, tokens
+from torch import nn
+
+from swarm_plugins.offload import OffloadConfig, load_offloaded
+from swarm_plugins.offload.prefetch import MAX_ROWS, _Predictor
+from swarm_plugins.offload.stats import OffloadStats
+
+# Its routers' modules are called by other names, or not before the experts.
+WITHOUT_GUESSES: frozenset[str] = frozenset()
+BUDGET_BYTES = 150_000
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directories: dict[str, Path] = {}
+
+    def directory(family: str) -> Path:
+        if family not in directories:
+            directories[family] = tmp_path_factory.mktemp(family)
+            save_toy(family, directories[family])
+        return directories[family]
+
+    return directory
+
+
+def load(directory: Path, *, prefetch: Any) -> Any:
+    return load_offloaded(directory, OffloadConfig(fast_bytes=BUDGET_BYTES, prefetch=prefetch))
+
+
+def generate(model: Any, length: int = 12) -> torch.Tensor:
+    return model.generate(tokens(1), max_new_tokens=length, do_sample=False, eos_token_id=None)
+
+
+def stats_of(model: Any) -> OffloadStats:
+    # Readers may still be at work on a last guess.
+    time.sleep(0.01)
+    return model.offload_stats()
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_tokens_are_the_same_and_guesses_are_made(toys: Any, family: str) -> None:
+    guessing, plain = load(toys(family), prefetch=True), load(toys(family), prefetch=False)
+    assert torch.equal(generate(guessing), generate(plain))
+    assert (stats_of(guessing).guesses > 0) == (family not in WITHOUT_GUESSES)
+    assert stats_of(plain).guesses == 0
+
+
+def test_guesses_find_more_than_chance(toys: Any) -> None:
+    model = load(toys("mixtral"), prefetch=True)
+    generate(model, 40)
+    stats = stats_of(model)
+    # Two of six at random: a third.
+    assert stats.recall > 0.4
+    assert stats.guesses_used <= stats.guesses
+
+
+def test_nothing_is_guessed_while_training(toys: Any) -> None:
+    model = load(toys("mixtral"), prefetch=True).train()
+    with torch.no_grad():
+        for _ in range(3):
+            model(tokens(1, 1))
+    assert stats_of(model).guesses == 0
+
+
+def test_routers_are_asked_early_for_few_tokens_only(toys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(toys("mixtral"), prefetch=True)
+    asked: list[int] = []
+    monkeypatch.setattr(_Predictor, "_apply", lambda self, layer, *others: asked.append(layer) or ())
+    for length in (MAX_ROWS + 1, MAX_ROWS, 1):
+        model(tokens(1, length))
+    assert asked == [1, 2, 1, 2]
+
+
+def test_guessing_draws_no_random_numbers_and_records_no_router_logits(toys: Any) -> None:
+    model = load(toys("mixtral"), prefetch=True)
+    state = torch.get_rng_state()
+    model(tokens(1, 1))  # what the routers are called with has to be seen once
+    output = model(tokens(1, 1), output_router_logits=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(output.router_logits) == model.config.num_hidden_layers
+    assert stats_of(model).guesses > 0
+
+
+def test_tokens_and_passes_are_counted(toys: Any) -> None:
+    model = load(toys("mixtral"), prefetch=False)
+    model(tokens(2, 5))
+    model(tokens(1, 1))
+    stats = stats_of(model)
+    assert (stats.tokens, stats.passes) == (11, 2)
+    assert sum(stats.uses[0]) <= 12
+
+
+class MovingRouter(nn.Module):
+    """A router that gets something new with each token."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, hidden: torch.Tensor, state: torch.Tensor | None = None) -> Any:
+        return self.router(hidden)
+
+
+def test_a_router_that_gets_something_else_each_time_is_left_alone(toys: Any) -> None:
+    model = load(toys("mixtral"), prefetch=False)
+    cache = model.model.layers[0].mlp.experts._loans._cache
+    routers = {layer: MovingRouter(model.model.layers[layer].mlp.gate) for layer in range(3)}
+    predictor = _Predictor(cache, routers)
+    for layer, router in routers.items():
+        router.register_forward_pre_hook(predictor.hook(layer), with_kwargs=True)
+    for _ in range(2):
+        for router in routers.values():
+            router(torch.ones(1, 32), torch.ones(1))
+    assert predictor._unfit == {0, 1, 2}
+    routers[0](torch.ones(1, 32), torch.ones(1))
+    assert not predictor.predict(0)
+    cache.close()
