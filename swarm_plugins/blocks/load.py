@@ -236,5 +236,13 @@ def _cut(model: nn.Module, path: str, blocks: range) -> None:
     for name, child in list(model.named_children()):
         # Whatever else has weights (embeddings, final norm) is the client's; `Span` checks that hidden states then
         # really pass unchanged.
-        if name != top and next(child.parameters(), None) is not None:
+        # OLMo's final norm has no weights and is told by its name; a rotary embedding has none either and stays.
+        is_norm = type(child).__name__.endswith("Norm")
+        if name != top and (is_norm or next(child.parameters(), None) is not None):
             setattr(model, name, nn.Identity())
+    outside = [name for name, _ in model.named_parameters() if not name.startswith(f"{path}.")]
+    if outside:
+        raise UnsupportedError(
+            f"{type(model).__name__} has weights beside its blocks that cannot be cut off, such as {outside[0]}: it "
+            "adds positions or projects hidden states in its own forward, so its blocks cannot be served apart from it"
+        )

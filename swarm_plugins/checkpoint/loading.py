@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from swarm_plugins.errors import CheckpointError
+from swarm_plugins.errors import CheckpointError, UnsupportedError
 
 __all__ = ["model_from_tensors"]
 
@@ -45,6 +45,8 @@ def model_from_tensors(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
+    except UnsupportedError:
+        raise  # the class's own word; a RuntimeError too
     except RuntimeError as exc:
         raise CheckpointError(f"{name} has tensors that do not fit its config: {exc}") from exc
     model: PreTrainedModel = loaded[0]

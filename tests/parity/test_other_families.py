@@ -11,6 +11,8 @@ from generation_modes import MODES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
@@ -48,6 +50,7 @@ def save_other(model_type: str, directory: Path, **settings: object) -> Path:
         pytest.param(lambda path: save_tiny("gemma2", path), id="gemma2"),
         pytest.param(lambda path: save_other("gpt_neox", path), id="gpt_neox"),  # calls its cache `layer_past`
         pytest.param(lambda path: save_other("phi", path), id="phi"),
+        pytest.param(lambda path: save_other("olmo", path), id="olmo"),  # norms without weights
         pytest.param(lambda path: save_other("cohere", path, num_key_value_heads=2), id="cohere"),
     ],
 )
@@ -82,3 +85,9 @@ def test_families_with_masks_of_their_own_are_refused_at_loading(
     directory = save_other(model_type, tmp_path, **settings)
     with InProcessSwarm(directory) as swarm, pytest.raises(UnsupportedError, match=reason):
         AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+
+
+def test_a_family_with_weights_beside_its_blocks_is_refused_by_a_server(tmp_path: Path) -> None:
+    directory = save_other("opt", tmp_path, ffn_dim=48, word_embed_proj_dim=32)
+    with pytest.raises(UnsupportedError, match=r"OPTModel has weights beside its blocks .* decoder.embed_tokens"):
+        load_span(Checkpoint.open(str(directory)), range(4))
