@@ -30,7 +30,7 @@ _PAGE = mmap.PAGESIZE
 _LINK_BYTES = 64 << 20
 
 
-def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 1.0, num_readers: int = 2) -> float:
+def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, num_readers: int = 2) -> float:
     """Reads pieces of files at random places, past the page cache where the file system allows it.
 
     Args:

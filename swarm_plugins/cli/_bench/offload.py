@@ -15,9 +15,10 @@ from swarm_plugins.cli._bench.arms import prompt_tokens
 from swarm_plugins.cli._bench.offload_arms import ArmName
 from swarm_plugins.cli._bench.offload_figures import ArmFigures, OffloadReport, add_goals
 from swarm_plugins.cli._bench.offload_worker import ArmProcess, Job
+from swarm_plugins.cli._plan.planning import measured_disk
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.offload.forecast import Speeds, forecast
-from swarm_plugins.offload.measure import disk_rate, step_seconds
+from swarm_plugins.offload.measure import step_seconds
 from swarm_plugins.offload.model_sizes import meta_model, model_sizes
 
 __all__ = ["bench_offload", "parse_share"]
@@ -74,9 +75,8 @@ def bench_offload(
     fast = max(smallest, _padded(int(share * sizes.expert_bytes)))
     budget = sizes.other_bytes + fast
     limit = int(1.1 * budget) + sizes.cache_bytes + sizes.activation_bytes + _SPARE_BYTES
-    files = sorted(directory / file for file in {info.file for info in checkpoint.tensors.values()})
     bar = progress.add_task("measuring the disk, loading", total=2 + len(arms) * (rounds + 2))
-    rates = [disk_rate(files, block_bytes=sizes.largest_expert_bytes)]
+    rates = [measured_disk(checkpoint, sizes.largest_expert_bytes)]
     progress.advance(bar)
     with ExitStack() as stack:
         running: dict[ArmName, ArmProcess] = {}
@@ -97,10 +97,11 @@ def bench_offload(
             prompt = prompt_tokens(directory, length=PROMPT_TOKENS, vocab_size=vocab_size, shift=index)
             _round(running, index, prompt[0].tolist(), new_tokens)
             progress.advance(bar, len(arms))
-        rates.append(disk_rate(files, block_bytes=sizes.largest_expert_bytes))
+        rates.append(measured_disk(checkpoint, sizes.largest_expert_bytes))
     step = step_seconds(meta_model(checkpoint.config, sizes.dtype), device=torch.device("cpu"))
     progress.advance(bar)
-    speeds = Speeds(disk_bytes_per_s=statistics.mean(rates), step_s=step)
+    together, alone = (statistics.mean(rate[index] for rate in rates) for index in range(2))
+    speeds = Speeds(disk_bytes_per_s=together, lone_bytes_per_s=alone, step_s=step)
     report.expert_bytes, report.fast_bytes, report.limit_bytes = sizes.expert_bytes, fast, limit
     report.budget_bytes, report.speeds = budget, speeds
     report.forecast = forecast(sizes, speeds, fast_bytes=fast)

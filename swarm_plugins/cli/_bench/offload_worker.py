@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import resource
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -75,7 +78,10 @@ class ArmProcess:
 
     def __enter__(self) -> ArmProcess:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
+            [sys.executable, "-c", _START],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self._send(msgspec.json.encode(self.job))
         return self
@@ -140,7 +146,11 @@ def main() -> None:
         limit = _memory("VmData") + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     started, written = time.perf_counter(), _disk_bytes("write_bytes")
-    with load_arm(arm, directory, fast_bytes=job.fast_bytes, smallest_bytes=job.smallest_bytes) as loaded:
+    with ExitStack() as stack:
+        # Bars of several processes would overwrite each other, and that of the command.
+        with contextlib.redirect_stderr(io.StringIO()):
+            arm_loading = load_arm(arm, directory, fast_bytes=job.fast_bytes, smallest_bytes=job.smallest_bytes)
+            loaded = stack.enter_context(arm_loading)
         load_s = time.perf_counter() - started
         _answer(Ready(load_s=load_s, written_bytes=_disk_bytes("write_bytes") - written))
         for line in sys.stdin.buffer:
@@ -234,8 +244,3 @@ def _disk_bytes(field: str) -> int:
 def _answer(message: msgspec.Struct) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
-
-
-def _environment() -> dict[str, str]:
-    # Bars of several processes would overwrite each other, and that of the command.
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -15,7 +14,7 @@ from swarm_plugins.offload.measure import disk_rate, link_rate, step_seconds
 from swarm_plugins.offload.model_sizes import meta_model, model_sizes
 from swarm_plugins.offload.plan import OffloadPlan, make_plan
 
-__all__ = ["Planned", "free_bytes", "plan_model"]
+__all__ = ["Planned", "free_bytes", "measured_disk", "plan_model"]
 
 # A middling NVMe disk; said to be a guess wherever it is used.
 _ASSUMED_DISK_BYTES_PER_S = 1_000_000_000.0
@@ -62,9 +61,14 @@ def plan_model(
     target = _device(device)
     checkpoint = Checkpoint.open(name, revision=revision)
     sizes = model_sizes(checkpoint, context_tokens=context_tokens)
-    rate, source = _disk(checkpoint, sizes.largest_expert_bytes, disk_bytes_per_s)
+    source = "given" if disk_bytes_per_s else "measured" if checkpoint.directory else "assumed"
+    if source == "measured":
+        together, alone = measured_disk(checkpoint, sizes.largest_expert_bytes)
+    else:
+        together = alone = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
     speeds = Speeds(
-        disk_bytes_per_s=rate,
+        disk_bytes_per_s=together,
+        lone_bytes_per_s=alone,
         step_s=step_seconds(meta_model(checkpoint.config, sizes.dtype), device=target),
         link_bytes_per_s=link_rate(target),
     )
@@ -94,11 +98,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _disk(checkpoint: Checkpoint, block_bytes: int, given: float | None) -> tuple[float, str]:
-    if given is not None:
-        return given, "given"
-    if checkpoint.directory is None:
-        return _ASSUMED_DISK_BYTES_PER_S, "assumed"
+def measured_disk(checkpoint: Checkpoint, block_bytes: int) -> tuple[float, float]:
+    """Returns the bytes per second of two readers, and of one, on the files of a checkpoint that lies here."""
     files = {info.file for info in checkpoint.tensors.values()}
-    paths = [Path(checkpoint.directory) / file for file in sorted(files)]
-    return disk_rate(paths, block_bytes=block_bytes), "measured"
+    paths = [checkpoint.file_path(file) for file in sorted(files)]
+    together = disk_rate(paths, block_bytes=block_bytes, num_readers=2)
+    return together, disk_rate(paths, block_bytes=block_bytes, num_readers=1)
