@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
 
+from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.attach import attach_experts, formats_of
 from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
@@ -58,4 +60,14 @@ def load_offloaded(
     install_prefetch(model, cache)
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
+    model.save_pretrained = _refuse_saving  # type: ignore[method-assign]
     return model
+
+
+def _refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
+    # What would be written looks like a model, but has no experts.
+    raise UnsupportedError(
+        "a model with offloaded experts is not saved as a whole, its experts stay in the checkpoint that it was loaded "
+        "from: train an adapter and save that (get_peft_model(model, ...).save_pretrained), or save other tensors that "
+        "were trained from model.state_dict()"
+    )

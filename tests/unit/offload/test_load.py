@@ -146,6 +146,12 @@ def test_a_model_is_not_pickled(model: PreTrainedModel) -> None:
         torch.save(model, io.BytesIO())
 
 
+def test_a_model_is_not_saved_without_its_experts(model: PreTrainedModel, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"experts stay in the checkpoint.*get_peft_model"):
+        copy.deepcopy(model).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_experts_are_not_read_or_written_as_tensors(model: PreTrainedModel) -> None:
     weight = model.model.layers[0].mlp.experts.down_proj
     assert "OffloadedWeight(shape=(6, 32, 48)" in repr(weight)
