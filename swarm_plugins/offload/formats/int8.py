@@ -75,7 +75,7 @@ class Int8Matrix:
 
 
 # Without them the integer product is either slow or adds pairs in 16 bits, which overflow.
-_HAS_DOT_PRODUCTS = torch.cpu._is_vnni_supported()
+_HAS_DOT_PRODUCTS: bool = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
 
 
 def _split_product(rows: Tensor, codes: Tensor) -> Tensor:
