@@ -12,7 +12,7 @@ from swarm_plugins.backbone.auto import (
     AutoSwarmModelForSequenceClassification,
 )
 from swarm_plugins.backbone.context import SwarmSettings, active_swarm
-from swarm_plugins.backbone.version import ServedBlocks, base_version, served_blocks
+from swarm_plugins.backbone.version import ServedBlocks, base_blocks, base_version, served_blocks
 
 __all__ = [
     "AutoSwarmModel",
@@ -21,6 +21,7 @@ __all__ = [
     "ServedBlocks",
     "SwarmSettings",
     "active_swarm",
+    "base_blocks",
     "base_version",
     "served_blocks",
 ]

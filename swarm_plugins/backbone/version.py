@@ -13,11 +13,11 @@ from torch import nn
 from swarm_plugins.backbone.block import RemoteBlock
 from swarm_plugins.backbone.recognition import cached_commit
 from swarm_plugins.backbone.stack import RemoteStack
-from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.checkpoint import Checkpoint, block_fingerprints, layer_list_name
+from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["ServedBlocks", "base_version", "served_blocks"]
+__all__ = ["ServedBlocks", "base_blocks", "base_version", "served_blocks"]
 
 
 class ServedBlocks(NamedTuple):
@@ -48,20 +48,51 @@ def base_version(model: nn.Module) -> ModelVersion | None:
     stack = _stack_of(model)
     if stack is not None:
         return stack.version
-    config: Any = getattr(model, "config", None)
-    name = getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None)
-    if not isinstance(name, str) or not name:
+    name = _name_of(model)
+    if not name:
         return None
     if Path(name).is_dir():
         return Checkpoint.open(name).version
     return _hub_version(model, name)
 
 
+def base_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Returns the fingerprint of each block of the base's weights, in order.
+
+    Empty if they are not at hand: for a base on the Hub its commit covers them, and of the blocks on a swarm a client
+    has no byte.
+
+    Args:
+        model: A model of transformers, with or without adapters of PEFT around it.
+
+    Raises:
+        CheckpointError: If the files of its directory cannot be read, or are not those of the model any more.
+    """
+    name = _name_of(model)
+    if not name or not Path(name).is_dir():
+        return ()
+    checkpoint = Checkpoint.open(name)
+    stack = _stack_of(model)
+    if stack is not None and checkpoint.version != stack.version:
+        raise CheckpointError(f"{name} holds {checkpoint.version}, but the model was loaded as {stack.version}")
+    return block_fingerprints(checkpoint, layer_list_name(_base_of(model)))
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _name_of(model: nn.Module) -> str:
+    # One with remote blocks was not loaded by transformers, which would have told its config.
+    told: Any = getattr(model, "config", None) if _stack_of(model) is None else _base_of(model)
+    name = getattr(told, "name_or_path", None) or getattr(told, "_name_or_path", None)
+    return name if isinstance(name, str) else ""
+
+
 def _hub_version(model: nn.Module, name: str) -> ModelVersion | None:
     try:
         validate_repo_id(name)
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        commit = cached_commit(base, name)
+        commit = cached_commit(_base_of(model), name)
         return None if commit is None else ModelVersion(name, commit)
     except (HFValidationError, ConfigError):
         return None

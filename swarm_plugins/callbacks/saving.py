@@ -6,6 +6,7 @@ The folder appears under its name when it is whole, so that nobody publishes hal
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,13 +19,15 @@ from peft import PeftModel
 from peft.utils.other import EMBEDDING_LAYER_NAMES
 from torch import nn
 
-from swarm_plugins.backbone import base_version, served_blocks
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.backbone import base_blocks, base_version, served_blocks
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
 from swarm_plugins.hub import AdapterFacts, Manifest, PushTarget, ServedSpan, card_text
 from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["AdapterSource", "find_adapter", "write_version"]
+
+log = logging.getLogger(__name__)
 
 _TASKS = {
     "CAUSAL_LM": "text-generation",
@@ -47,6 +50,8 @@ class AdapterSource:
     """PEFT's name of the adapter."""
     base: ModelVersion | None
     """The version of the base; None if it is not known."""
+    blocks: tuple[str, ...] = ()
+    """Fingerprint of each block of the base; empty if they are not known."""
 
     @property
     def peft_type(self) -> str:
@@ -82,7 +87,16 @@ def find_adapter(module: nn.Module) -> AdapterSource:
     model = trained[0]
     active = model.active_adapter
     name = active if isinstance(active, str) else active[0]
-    return AdapterSource(model=model, name=name, base=base_version(model))
+    return AdapterSource(model=model, name=name, base=base_version(model), blocks=_blocks_of(model))
+
+
+def _blocks_of(model: PeftModel) -> tuple[str, ...]:
+    try:
+        return base_blocks(model)
+    except SwarmError as exc:
+        # They help to find out what differs; training and publishing do without.
+        log.warning("the adapter is published without fingerprints of the base's blocks: %s", exc)
+        return ()
 
 
 def write_version(
@@ -183,6 +197,7 @@ def manifest_of(source: AdapterSource, *, event: str, step: int, metrics: dict[s
     return Manifest(
         base_name=None if source.base is None else source.base.name,
         base_revision=None if source.base is None else source.base.revision,
+        block_fingerprints=source.blocks,
         spans=tuple(spans),
         peft_type=source.peft_type,
         event=event,

@@ -6,6 +6,7 @@ by byte range; the functions beside it say which tensors are whose.
 
 from __future__ import annotations
 
+from swarm_plugins.checkpoint.block_identity import block_fingerprints
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.loading import model_from_tensors
 from swarm_plugins.checkpoint.partition import block_tensors, client_tensors, find_layers, layer_list_name, layer_prefix
@@ -14,6 +15,7 @@ from swarm_plugins.checkpoint.source import Checkpoint
 __all__ = [
     "Checkpoint",
     "TensorInfo",
+    "block_fingerprints",
     "block_tensors",
     "client_tensors",
     "find_layers",

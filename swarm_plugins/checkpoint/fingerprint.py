@@ -22,7 +22,7 @@ from swarm_plugins.checkpoint.files import Piece, read_pieces
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "tensors_fingerprint"]
 
 _FORMAT = b"swarm_plugins fingerprint 1\n"
 _VOLATILE = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"}
@@ -45,18 +45,37 @@ def fingerprint(directory: Path, tensors: Mapping[str, TensorInfo]) -> str:
     """
     digest = hashlib.blake2b(_FORMAT, digest_size=20)
     digest.update(_config(directory))
+    _add_tensors(digest, directory, tensors)
+    return digest.hexdigest()
+
+
+def tensors_fingerprint(directory: Path, tensors: Mapping[str, TensorInfo]) -> str:
+    """Returns 40 hexadecimal digits that identify the content of some tensors, under the names that are given.
+
+    Args:
+        directory: Where their files lie.
+        tensors: Where each of them lies in there.
+
+    Raises:
+        CheckpointError: If a file cannot be read.
+    """
+    digest = hashlib.blake2b(_FORMAT, digest_size=20)
+    _add_tensors(digest, directory, tensors)
+    return digest.hexdigest()
+
+
+def _add_tensors(digest: hashlib.blake2b, directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
     num_large = sum(info.num_bytes > _WHOLE_BYTES for info in tensors.values())
     spots = min(max(_ALL_SPOTS // max(num_large, 1), _MIN_SPOTS), _MAX_SPOTS)
     # File by file and forwards, so that even a disk with a head is read quickly; joined by name afterwards.
     parts = {
-        info.name: _sample(directory, info, spots)
-        for info in sorted(tensors.values(), key=lambda info: (info.file, info.start))
+        name: _sample(directory, name, info, spots)
+        for name, info in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))
     }
     for name in sorted(parts):
         info = tensors[name]
         digest.update(msgspec.json.encode([name, str(info.dtype), info.shape]))
         digest.update(parts[name])
-    return digest.hexdigest()
 
 
 def _config(directory: Path) -> bytes:
@@ -69,21 +88,21 @@ def _config(directory: Path) -> bytes:
     return msgspec.json.encode(kept, order="deterministic")
 
 
-def _sample(directory: Path, info: TensorInfo, spots: int) -> bytes:
+def _sample(directory: Path, name: str, info: TensorInfo, spots: int) -> bytes:
     ranges = [(info.start, info.num_bytes)]
     if info.num_bytes > _WHOLE_BYTES:
-        ranges = list(_spots(info, spots))
+        ranges = list(_spots(name, info, spots))
     buffers = [bytearray(size) for _, size in ranges]
     pieces = [Piece(start, memoryview(buffer)) for (start, _), buffer in zip(ranges, buffers, strict=True)]
     read_pieces(directory / info.file, pieces, lambda _: None)
     return hashlib.blake2b(b"".join(buffers), digest_size=20).digest()
 
 
-def _spots(info: TensorInfo, count: int) -> Iterator[tuple[int, int]]:
+def _spots(name: str, info: TensorInfo, count: int) -> Iterator[tuple[int, int]]:
     """One spot in each of ``count`` equal parts, at a place given by the name: no pattern can slip through."""
     stride = info.num_bytes // count
     for index in range(count):
-        seed = hashlib.blake2b(f"{index} {info.name}".encode(), digest_size=8).digest()
+        seed = hashlib.blake2b(f"{index} {name}".encode(), digest_size=8).digest()
         offset = int.from_bytes(seed, "little") % max(stride - _SPOT_BYTES, 1)
         start = info.start + index * stride + offset
         yield start, min(_SPOT_BYTES, info.end - start)

@@ -46,6 +46,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The base's id on the Hub, or what its directory was called."""
     base_revision: str | None = None
     """Its commit, or ``local-`` and the fingerprint of its content. None: not known."""
+    block_fingerprints: tuple[str, ...] = ()
+    """Of each block's weights, in order; empty if the base is on the Hub, where the commit covers them."""
     spans: tuple[ServedSpan, ...] = ()
     """The servers' spans; empty if the base was not on a swarm."""
     peft_type: str = ""

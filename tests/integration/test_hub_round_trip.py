@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from swarm_plugins import AutoSwarmModelForCausalLM, find_adapters, load_adapter
 from swarm_plugins.backbone import base_version
 from swarm_plugins.callbacks.publishing import Publishing
+from swarm_plugins.checkpoint import Checkpoint, block_fingerprints
 from swarm_plugins.hub import Manifest
 from swarm_plugins.testing import LocalHub
 from swarm_plugins.testing.in_process import InProcessSwarm
@@ -106,6 +107,8 @@ def test_an_adapter_of_a_model_on_the_swarm_loads_into_the_plain_one(tmp_path: P
             (0, 1, "none"),
             (1, 2, "none"),
         ]
+        assert manifest.block_fingerprints == block_fingerprints(Checkpoint.open(directory), "model.layers")
+        assert len(manifest.block_fingerprints) == 2
         with torch.no_grad():
             expected = model(input_ids=tokens).logits
         plain = AutoModelForCausalLM.from_pretrained(directory)

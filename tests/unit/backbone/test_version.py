@@ -11,8 +11,9 @@ from huggingface_hub import snapshot_download
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM
 
-from swarm_plugins.backbone import AutoSwarmModelForCausalLM, base_version, served_blocks
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM, base_blocks, base_version, served_blocks
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import CheckpointError
 from swarm_plugins.testing import LocalHub
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny, tiny_model
@@ -35,9 +36,20 @@ def test_remote_and_plain_models_of_a_directory_agree(directory: Path) -> None:
             (2, 4, "none"),
         ]
         assert served_blocks(plain) == []
+        assert base_blocks(remote) == base_blocks(plain)
+        assert len(set(base_blocks(remote))) == 4
         for model in (remote, plain):
             adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
             assert base_version(adapted) == expected
+
+
+def test_blocks_of_a_directory_that_was_overwritten_are_not_those_of_the_model(tmp_path: Path) -> None:
+    directory = save_tiny("llama", tmp_path / "base")
+    with InProcessSwarm(directory) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        save_tiny("llama", directory, seed=1)
+        with pytest.raises(CheckpointError, match="but the model was loaded as"):
+            base_blocks(remote)
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_little_of_a_large_tensor_is_read(large: Path, monkeypatch: pytest.Monke
 def test_spots_lie_in_their_part_of_the_tensor(large: Path) -> None:
     info = Checkpoint.open(large).tensors["model.layers.0.big"]
     for count in (4, 7, 64):
-        spots = list(fingerprint_module._spots(info, count))
+        spots = list(fingerprint_module._spots(info.name, info, count))
         stride = info.num_bytes // count
         assert len(spots) == count
         for index, (start, size) in enumerate(spots):
