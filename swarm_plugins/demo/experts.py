@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["GatedMLP", "cut_expert"]
+__all__ = ["GatedMLP", "cut_expert", "moments"]
 
-_RIDGE = 0.1
+_RIDGE = 0.3
+_TINY = 1e-10
 
 
 class GatedMLP(NamedTuple):
@@ -28,26 +29,36 @@ class GatedMLP(NamedTuple):
         return functional.silu(states @ self.gate.T) * (states @ self.up.T)
 
 
-def cut_expert(dense: GatedMLP, states: Tensor, num_neurons: int) -> GatedMLP:
-    """Returns an expert of fewer neurons that does for these states nearly what the dense MLP does.
-
-    The second layer is the ridge regression of the dense output on the kept neurons, drawn towards the dense weights
-    instead of zero: where the states say nothing, these stay.
+def moments(dense: GatedMLP, states: Tensor) -> Tensor:
+    """Returns the second moments of the neurons' values over some states, ``[F, F]``.
 
     Args:
         dense: The dense MLP.
-        states: Inputs of the tokens that this expert serves, ``[T, D]``.
-        num_neurons: Neurons to keep.
+        states: Its inputs, ``[T, D]``.
     """
     inner = dense.inner(states)  # [T, F]
-    weight_of_neuron = inner.square().mean(0).sqrt() * dense.down.norm(dim=0)  # [F]
+    return inner.T @ inner / max(len(inner), 1)
+
+
+def cut_expert(dense: GatedMLP, over: Tensor, num_neurons: int) -> GatedMLP:
+    """Returns an expert of fewer neurons that does for some states nearly what the dense MLP does.
+
+    The second layer is the ridge regression of the dense output on the kept neurons, drawn towards the dense weights
+    instead of zero: where the states say nothing, these stay. The ridge is relative to each neuron, since a few of
+    them have values a thousand times those of the rest.
+
+    Args:
+        dense: The dense MLP.
+        over: Second moments of its neurons over these states, ``[F, F]``.
+        num_neurons: Neurons to keep.
+    """
+    weight_of_neuron = over.diagonal().sqrt() * dense.down.norm(dim=0)  # [F]
     kept = weight_of_neuron.topk(num_neurons).indices.sort().values  # [K]
-    lost = torch.ones(len(weight_of_neuron), dtype=torch.bool)
-    lost[kept] = False
-    inner_kept, down = inner[:, kept], dense.down[:, kept]  # [T, K], [D, K]
-    missing = inner[:, lost] @ dense.down[:, lost].T  # [T, D]
-    gram = inner_kept.T @ inner_kept  # [K, K]
-    gram.diagonal().add_(_RIDGE * gram.diagonal().mean() + 1e-12)
-    factor = torch.linalg.cholesky(gram)
-    correction = torch.cholesky_solve(inner_kept.T @ missing, factor)  # [K, D]
-    return GatedMLP(gate=dense.gate[kept], up=dense.up[kept], down=down + correction.T)
+    is_lost = torch.ones(len(weight_of_neuron), dtype=torch.bool)
+    is_lost[kept] = False
+    lost = is_lost.nonzero().flatten()
+    gram = over[kept[:, None], kept]  # [K, K]
+    gram.diagonal().mul_(1 + _RIDGE).add_(_TINY)
+    missing = over[kept[:, None], lost] @ dense.down[:, lost].T  # [K, D]
+    correction = torch.cholesky_solve(missing, torch.linalg.cholesky(gram))  # [K, D]
+    return GatedMLP(gate=dense.gate[kept], up=dense.up[kept], down=dense.down[:, kept] + correction.T)

@@ -30,7 +30,7 @@ VARIANTS = {one.name: one for one in (Variant(num_experts=4, neurons=1536), Vari
 """By name: 4x1536 computes exactly what the dense model does; 8x1152 has experts that really differ."""
 _ABOUT_FILE = "demo_model.json"
 _FORMAT = 1
-_CALIBRATION_PIECES = {4: 16, 8: 40}
+_CALIBRATION_PIECES = {4: 16, 8: 32}
 """By number of experts: routers alone need less text than experts that are fitted to it."""
 _NEEDED_BYTES = 2_500_000_000
 _LOCK_S = 1800.0
@@ -142,13 +142,13 @@ def _build(variant: Variant, out: Path, seed: int, source: Path) -> BuiltModel:
     pieces = demo_pieces(tokenizer)
     dense = _load(source)
     step = max(1, len(pieces.train) // _CALIBRATION_PIECES.get(variant.num_experts, 64))
-    states = calibrate(dense, pieces.train[::step])
+    seen = calibrate(dense, pieces.train[::step])
     mixtral_config(dense.config, variant).save_pretrained(out)  # type: ignore[arg-type]  # a Llama's, as made
     if dense.generation_config is not None:
         dense.generation_config.save_pretrained(out)
     tokenizer.save_pretrained(out)
     try:
-        entropy = write_weights(dense, states, variant, out, seed=seed)
+        entropy = write_weights(dense, seen, variant, out, seed=seed)
     except SafetensorError as exc:
         raise CheckpointError(f"the weights could not be written to {out.parent.parent} ({exc})") from exc
     probe = pieces.held_out[:2]

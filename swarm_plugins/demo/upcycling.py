@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -18,12 +19,16 @@ from tqdm import tqdm
 from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 
 from swarm_plugins.demo.clusters import load_entropy, router_of, uses
-from swarm_plugins.demo.experts import GatedMLP, cut_expert
+from swarm_plugins.demo.experts import GatedMLP, cut_expert, moments
 
-__all__ = ["TOP_K", "Variant", "calibrate", "mixtral_config", "write_weights"]
+__all__ = ["TOP_K", "Seen", "Variant", "calibrate", "mixtral_config", "write_weights"]
 
 TOP_K = 2
 """Experts of a token."""
+_OF_ALL = 0.2
+"""Share of all states beside those that an expert is sent: few are, and a fit to them alone follows their noise."""
+_OF_FIRST = 1 / 64
+"""Weight of first positions, against one for the others of a text: as often as they occur in short ones."""
 _LAYERS_PER_FILE = 5
 _ROWS_AT_ONCE = 8
 _KEPT = (
@@ -61,6 +66,15 @@ class Variant:
         return f"{self.num_experts}x{self.neurons}"
 
 
+class Seen(NamedTuple):
+    """What goes into an MLP, ``[N, D]`` each."""
+
+    states: Tensor
+    """At all positions but the first."""
+    first: Tensor
+    """At the first one, to which all later ones attend: its state is like no other, a hundred times as large."""
+
+
 def mixtral_config(dense: LlamaConfig, variant: Variant) -> MixtralConfig:
     """Returns the config of the mixture: what the dense model is, but for its MLPs."""
     return MixtralConfig(
@@ -74,8 +88,8 @@ def mixtral_config(dense: LlamaConfig, variant: Variant) -> MixtralConfig:
     )
 
 
-def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Tensor]:
-    """Returns what goes into the MLP of each layer, ``[N, D]`` each.
+def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Seen]:
+    """Returns what goes into the MLP of each layer.
 
     Args:
         model: A dense model of Llama's build.
@@ -87,8 +101,7 @@ def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Tensor]:
     for layer, found in zip(layers, seen, strict=True):
 
         def keep(_: nn.Module, inputs: tuple[Tensor, ...], found: list[Tensor] = found) -> None:
-            # Not the first position: all attend to it, and its state is like no other.
-            found.append(inputs[0][:, 1:].flatten(0, 1).clone())
+            found.append(inputs[0].clone())  # [B, S, D]
 
         hooks.append(layer.get_submodule("mlp").register_forward_pre_hook(keep))
     try:
@@ -99,15 +112,16 @@ def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [torch.cat(found) for found in seen]
+    joined = map(torch.cat, seen)
+    return [Seen(states=one[:, 1:].flatten(0, 1), first=one[:, 0]) for one in joined]
 
 
-def write_weights(model: PreTrainedModel, states: list[Tensor], variant: Variant, folder: Path, *, seed: int) -> float:
+def write_weights(model: PreTrainedModel, seen: list[Seen], variant: Variant, folder: Path, *, seed: int) -> float:
     """Writes the mixture's weights.
 
     Args:
         model: The dense model.
-        states: What goes into its MLPs; emptied on the way.
+        seen: What goes into its MLPs; emptied on the way.
         variant: How the experts are made.
         folder: Where to.
         seed: Of the routers.
@@ -133,11 +147,10 @@ def write_weights(model: PreTrainedModel, states: list[Tensor], variant: Variant
     chunk: dict[str, Tensor] = {}
     with torch.inference_mode():
         for index, layer in enumerate(tqdm(layers, desc="making experts", unit="layer", leave=False)):
-            inputs, states[index] = states[index], torch.empty(0)
-            router = router_of(inputs, variant.num_experts, top_k=TOP_K, generator=generator)
-            used = uses(inputs, router, TOP_K)
-            entropy = min(entropy, load_entropy(used))
-            chunk.update(_mixture_layer(f"model.layers.{index}.", layer, router, inputs, used, variant.neurons))
+            inputs, seen[index] = seen[index], Seen(torch.empty(0), torch.empty(0))
+            router = router_of(inputs.states, variant.num_experts, top_k=TOP_K, generator=generator)
+            entropy = min(entropy, load_entropy(uses(inputs.states, router, TOP_K)))
+            chunk.update(_mixture_layer(f"model.layers.{index}.", layer, router, inputs, variant.neurons))
             if (index + 1) % _LAYERS_PER_FILE == 0 or index + 1 == len(layers):
                 write(2 + index // _LAYERS_PER_FILE, chunk)
                 chunk = {}
@@ -158,19 +171,28 @@ def _outside_layers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _mixture_layer(
-    prefix: str, layer: nn.Module, router: Tensor, states: Tensor, used: Tensor, neurons: int
+    prefix: str, layer: nn.Module, router: Tensor, inputs: Seen, neurons: int
 ) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in layer.state_dict().items():
         if not name.startswith("mlp."):
             yield prefix + name, tensor.contiguous()
     yield f"{prefix}block_sparse_moe.gate.weight", router.contiguous()
     weights = [layer.get_parameter(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")]
-    dense = GatedMLP(*weights)
-    for number in range(router.shape[0]):
-        is_whole = neurons == dense.gate.shape[0]
-        expert = dense if is_whole else cut_expert(dense, states[used[:, number] > 0], neurons)
+    for number, expert in enumerate(_experts(GatedMLP(*weights), router, inputs, neurons)):
         names = f"{prefix}block_sparse_moe.experts.{number}."
         # Each a copy of its own: the file format has no shared tensors.
         yield f"{names}w1.weight", expert.gate.clone().contiguous()
         yield f"{names}w3.weight", expert.up.clone().contiguous()
         yield f"{names}w2.weight", expert.down.clone().contiguous()
+
+
+def _experts(dense: GatedMLP, router: Tensor, inputs: Seen, neurons: int) -> Iterator[GatedMLP]:
+    if neurons == dense.gate.shape[0]:
+        yield from [dense] * len(router)
+        return
+    used = uses(inputs.states, router, TOP_K)  # [N, E]
+    # Any expert may get a first position, and one that fails there fails everywhere after it.
+    common = _OF_ALL * moments(dense, inputs.states) + _OF_FIRST * moments(dense, inputs.first)
+    for number in range(len(router)):
+        its_own = moments(dense, inputs.states[used[:, number] > 0])
+        yield cut_expert(dense, (1 - _OF_ALL) * its_own + common, neurons)

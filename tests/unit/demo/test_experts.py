@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swarm_plugins.demo.experts import GatedMLP, cut_expert
+from swarm_plugins.demo.experts import GatedMLP, cut_expert, moments
 
 WIDTH, NEURONS = 12, 40
 
@@ -21,7 +21,7 @@ def output(mlp: GatedMLP, states: torch.Tensor) -> torch.Tensor:
 
 def test_with_all_neurons_nothing_changes() -> None:
     states = torch.randn(200, WIDTH, generator=torch.Generator().manual_seed(1))
-    cut = cut_expert(dense(), states, NEURONS)
+    cut = cut_expert(dense(), moments(dense(), states), NEURONS)
     assert torch.equal(cut.gate, dense().gate)
     assert torch.equal(cut.down, dense().down)
 
@@ -31,7 +31,7 @@ def test_the_fit_makes_up_for_part_of_what_was_cut_on_other_states_too() -> None
     # Of few directions, as the states of one cluster are.
     mixing = torch.randn(4, WIDTH, generator=generator)
     fitted_on, others = (torch.randn(400, 4, generator=generator) @ mixing for _ in range(2))
-    cut = cut_expert(dense(), fitted_on, NEURONS * 3 // 4)
+    cut = cut_expert(dense(), moments(dense(), fitted_on), NEURONS * 3 // 4)
     kept = [int((dense().gate == row).all(1).nonzero()) for row in cut.gate]
     unfitted = cut._replace(down=dense().down[:, kept])
     wanted = output(dense(), others)
@@ -41,7 +41,7 @@ def test_the_fit_makes_up_for_part_of_what_was_cut_on_other_states_too() -> None
 
 def test_states_that_say_nothing_leave_the_dense_weights() -> None:
     states = torch.zeros(3, WIDTH)
-    cut = cut_expert(dense(), states, 30)
+    cut = cut_expert(dense(), moments(dense(), states), 30)
     assert cut.down.shape == (WIDTH, 30)
     assert torch.isfinite(cut.down).all()
     assert all((column == dense().down.T).all(1).any() for column in cut.down.T)
