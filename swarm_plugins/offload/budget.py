@@ -83,7 +83,7 @@ def choose_ram_bytes(config: OffloadConfig, stored_bytes: Mapping[int, int], num
 
 def free_host_bytes() -> int:
     """Returns the RAM that this process can still take: of the machine, its control group and its own limits."""
-    return max(0, min(psutil.virtual_memory().available, *_process_limits(), *_group_limits()))
+    return max(0, min([psutil.virtual_memory().available, *_process_limits(), *_group_limits()]))
 
 
 def _less_reserve(free: int) -> int:
