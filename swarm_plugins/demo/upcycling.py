@@ -21,7 +21,7 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 from swarm_plugins.demo.clusters import load_entropy, router_of, uses
 from swarm_plugins.demo.experts import GatedMLP, cut_expert, moments
 
-__all__ = ["TOP_K", "Seen", "Variant", "calibrate", "mixtral_config", "write_weights"]
+__all__ = ["TOP_K", "Seen", "Variant", "calibrate", "cut_experts", "mixtral_config", "write_weights"]
 
 TOP_K = 2
 """Experts of a token."""
@@ -178,7 +178,7 @@ def _mixture_layer(
             yield prefix + name, tensor.contiguous()
     yield f"{prefix}block_sparse_moe.gate.weight", router.contiguous()
     weights = [layer.get_parameter(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")]
-    for number, expert in enumerate(_experts(GatedMLP(*weights), router, inputs, neurons)):
+    for number, expert in enumerate(cut_experts(GatedMLP(*weights), router, inputs, neurons)):
         names = f"{prefix}block_sparse_moe.experts.{number}."
         # Each a copy of its own: the file format has no shared tensors.
         yield f"{names}w1.weight", expert.gate.clone().contiguous()
@@ -186,7 +186,15 @@ def _mixture_layer(
         yield f"{names}w2.weight", expert.down.clone().contiguous()
 
 
-def _experts(dense: GatedMLP, router: Tensor, inputs: Seen, neurons: int) -> Iterator[GatedMLP]:
+def cut_experts(dense: GatedMLP, router: Tensor, inputs: Seen, neurons: int) -> Iterator[GatedMLP]:
+    """Yields the experts of a layer, one after the other.
+
+    Args:
+        dense: The dense MLP.
+        router: Weight of the router, ``[E, D]``.
+        inputs: What goes into both.
+        neurons: Neurons of an expert.
+    """
     if neurons == dense.gate.shape[0]:
         yield from [dense] * len(router)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from swarm_plugins.demo.experts import GatedMLP, cut_expert, moments
+from swarm_plugins.demo.upcycling import Seen, cut_experts
 
 WIDTH, NEURONS = 12, 40
 
@@ -37,6 +38,24 @@ def test_the_fit_makes_up_for_part_of_what_was_cut_on_other_states_too() -> None
     wanted = output(dense(), others)
     error, without = ((output(mlp, others) - wanted).norm() for mlp in (cut, unfitted))
     assert error < 0.7 * without
+
+
+def test_a_neuron_that_only_first_positions_use_is_in_every_expert() -> None:
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(400, WIDTH, generator=generator)
+    states[:, 0] = 0
+    first = torch.zeros(8, WIDTH)
+    first[:, 0] = 30.0
+    whole = dense()
+    # Open to the first positions alone.
+    whole.gate[7], whole.up[7] = torch.eye(WIDTH)[0], torch.eye(WIDTH)[0]
+    router = torch.randn(4, WIDTH, generator=generator)
+    experts = list(cut_experts(whole, router, Seen(states=states, first=first), NEURONS // 2))
+    assert len(experts) == 4
+    wanted = output(whole, first)
+    for expert in experts:
+        assert (expert.gate == whole.gate[7]).all(1).any()
+        assert (output(expert, first) - wanted).norm() < 0.1 * wanted.norm()
 
 
 def test_states_that_say_nothing_leave_the_dense_weights() -> None:
