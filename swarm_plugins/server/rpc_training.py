@@ -141,6 +141,9 @@ async def _backward(service: Service, peer: str, kept: KeptForward | SpanInputs,
             needs_hidden=request.needs_hidden,
             needs_adapters=request.needs_adapters,
             needs_prefix=request.needs_prefix,
+            limit_bytes=service.limits.max_backward_bytes,
+            weights=service.weights,
+            between=service.runner.on_block_boundary or (lambda: None),
         )
         return Gradients(
             hidden=None if found.hidden is None else found.hidden.cpu(),

@@ -31,6 +31,10 @@ class ServiceLimits:
     max_batch_tokens: int = 16_384
     """Largest ``B * S`` of one request."""
 
+    max_backward_bytes: int = 4 << 30
+    """Largest graph of a backward whose forward was not kept. A larger one is made block by block, and the graph of
+    one block must be within it."""
+
     max_session_tokens: int = 32_768
     """Longest sequence of one session."""
 

@@ -6,7 +6,7 @@ Shapes: ``B`` batch, ``S`` tokens, ``D`` width, ``P`` prefix.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs, SpanRunner
 from swarm_plugins.server.activations import GraphMeter
+from swarm_plugins.server.blockwise import Blockwise
 from swarm_plugins.server.failures import RequestError
 
 __all__ = ["Gradients", "KeptForward", "forward_keeping", "forward_only", "gradients"]
@@ -36,6 +37,10 @@ class Gradients:
     adapters: tuple[Tensor, ...] = ()
     """Of all tensors of all adapters, in order."""
     prefix: tuple[Tensor, ...] = ()
+
+
+def _nothing() -> None:
+    pass
 
 
 def forward_only(runner: SpanRunner, inputs: SpanInputs) -> SpanOutputs:
@@ -77,23 +82,59 @@ def gradients(
     needs_hidden: bool = True,
     needs_adapters: bool = False,
     needs_prefix: bool = False,
+    limit_bytes: int = 1 << 62,
+    weights: Collection[int] = (),
+    between: Callable[[], None] = _nothing,
 ) -> Gradients:
     """Returns the gradients of a kept forward, or of one that is run (again) for it.
 
+    Args:
+        runner: The span.
+        kept: The forward, or what it gets.
+        grad_hidden: Gradient of the last output, ``[B, S, D]``.
+        grad_hidden_states: Of the inner outputs, or none.
+        grad_router_logits: Of the router logits, or none.
+        needs_hidden: Whether the gradient of the hidden states is wanted.
+        needs_adapters: Those of the adapters.
+        needs_prefix: Those of the prefix.
+        limit_bytes: A graph made here that is larger gives way to one for each block.
+        weights: Addresses of the span's own storages, which do not count.
+        between: Called between two blocks of such a pass.
+
     Raises:
         RequestError: ``bad_request`` if the gradients given do not fit the outputs.
+        CapacityError: If the graph of a single block is larger than ``limit_bytes``.
     """
     if isinstance(kept, SpanInputs):
         inputs = _as_leaves(kept, hidden=needs_hidden, adapters=needs_adapters, prefix=needs_prefix)
-        with torch.enable_grad():
-            kept = KeptForward(inputs=inputs, outputs=runner.forward(inputs))
-    outputs, grads = _paired(kept.outputs, grad_hidden, grad_hidden_states, grad_router_logits)
+        meter = GraphMeter(limit_bytes, weights)
+        with torch.enable_grad(), meter.recording():
+            # With what is between the blocks: it is where a pass block by block starts.
+            outputs = runner.forward(dataclasses.replace(inputs, collect_hidden=True))
+        if not kept.collect_hidden and grad_hidden_states:
+            raise _uneven("grad_hidden_states", len(grad_hidden_states), 0)
+        if meter.is_over:
+            outputs = _detached(outputs)
+            _paired(outputs, grad_hidden, grad_hidden_states, grad_router_logits)
+            blockwise = Blockwise(
+                runner=runner, inputs=inputs, limit_bytes=limit_bytes, weights=weights, between=between
+            )
+            grad = blockwise.run(outputs, grad_hidden, grad_hidden_states, grad_router_logits)
+            leaves = _wanted(inputs, hidden=False, adapters=needs_adapters, prefix=needs_prefix)
+            rest = [blockwise.gradients.get(id(leaf), torch.zeros_like(leaf)) for leaf in leaves]
+            return _sorted([grad, *rest] if needs_hidden else rest, inputs, needs_hidden, needs_prefix)
+        kept = KeptForward(inputs=inputs, outputs=outputs)
+    live, grads = _paired(kept.outputs, grad_hidden, grad_hidden_states, grad_router_logits)
     wanted = _wanted(kept.inputs, hidden=needs_hidden, adapters=needs_adapters, prefix=needs_prefix)
     found: Sequence[Tensor | None] = [None] * len(wanted)
-    if outputs and wanted:
-        found = torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
+    if live and wanted:
+        found = torch.autograd.grad(live, wanted, grads, allow_unused=True)
     results = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(wanted, found, strict=True)]
-    num_prefix = len(kept.inputs.prefix) if needs_prefix else 0
+    return _sorted(results, kept.inputs, needs_hidden, needs_prefix)
+
+
+def _sorted(results: Sequence[Tensor], inputs: SpanInputs, needs_hidden: bool, needs_prefix: bool) -> Gradients:
+    num_prefix = len(inputs.prefix) if needs_prefix else 0
     return Gradients(
         hidden=results[0] if needs_hidden else None,
         adapters=tuple(results[int(needs_hidden) : len(results) - num_prefix]),
@@ -111,9 +152,7 @@ def _paired(
         ("grad_router_logits", outputs.router_logits, router_logits),
     ):
         if given and len(given) != len(made):
-            raise RequestError(
-                "bad_request", f"{name} has {len(given)} tensors, the forward had {len(made)}: give one each, or none"
-            )
+            raise _uneven(name, len(given), len(made))
         pairs.extend(zip(made, given, strict=False))
     for output, grad in pairs:
         if output.shape != grad.shape:
@@ -122,6 +161,10 @@ def _paired(
             )
     live = [(output, grad.to(output.dtype)) for output, grad in pairs if output.requires_grad]
     return [output for output, _ in live], [grad for _, grad in live]
+
+
+def _uneven(name: str, given: int, made: int) -> RequestError:
+    return RequestError("bad_request", f"{name} has {given} tensors, the forward had {made}: give one each, or none")
 
 
 def _wanted(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> list[Tensor]:
