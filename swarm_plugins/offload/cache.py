@@ -45,12 +45,15 @@ def make_cache(
     """
     computed = {layer: formats[layer].computed.num_bytes for layer in store.num_experts}
     fast_bytes = choose_fast_bytes(config, computed, store.num_experts, device)
+    queue = ReadQueue(config.num_readers)
     if device.type != "cuda":
-        loader: Loader = DiskLoader(store, formats)
-        return BoundedCache(store, formats, config, loader, BufferPool(fast_bytes, host_buffer, "fast_bytes"))
+        pool = BufferPool(fast_bytes, host_buffer, "fast_bytes")
+        return BoundedCache(store, formats, config, DiskLoader(store, formats, queue), pool, queue)
     stored = {layer: formats[layer].stored.num_bytes for layer in store.num_experts}
-    loader = PinnedLoader(store, formats, CudaCopies(device), choose_ram_bytes(config, stored, store.num_experts))
-    return BoundedCache(store, formats, config, loader, BufferPool(fast_bytes, device_buffer(device), "fast_bytes"))
+    ram_bytes = choose_ram_bytes(config, stored, store.num_experts)
+    pool = BufferPool(fast_bytes, device_buffer(device), "fast_bytes")
+    loader = PinnedLoader(store, formats, CudaCopies(device), ram_bytes, queue)
+    return BoundedCache(store, formats, config, loader, pool, queue)
 
 
 class BoundedCache:
@@ -62,6 +65,7 @@ class BoundedCache:
         config: Budgets and habits.
         loader: Where an expert comes from that is not in fast memory.
         pool: The fast memory.
+        queue: The threads that load.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class BoundedCache:
         config: OffloadConfig,
         loader: Loader,
         pool: BufferPool,
+        queue: ReadQueue,
     ) -> None:
         self.config = config
         self.num_experts = dict(store.num_experts)
@@ -82,7 +87,7 @@ class BoundedCache:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._policy = Residency(self.num_experts, sizes, pool.limit_bytes, config.pinned_share)
-        self._queue = ReadQueue(config.num_readers)
+        self._queue = queue
         self._slots = Slots(self._policy, pool, layouts, loader, self._queue, self._changed)
         self._guesses = Guesses(self._slots)
         self._counters = Counters(self.num_experts)

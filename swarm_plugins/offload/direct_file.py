@@ -21,7 +21,7 @@ __all__ = ["CHUNK_BYTES", "Bounce", "Bytes", "DirectFile"]
 
 Bytes = npt.NDArray[np.uint8]
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 """Bytes asked for at once: enough for the disk's full speed, and a read that is cancelled stops soon."""
 
 # Block devices ask for their logical block (512 or 4096), file systems for at most a page.

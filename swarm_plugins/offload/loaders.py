@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
 from swarm_plugins.offload.buffers import host_buffer
+from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.reader import RangeReader
 from swarm_plugins.offload.types import ExpertFormat, ExpertKey, ExpertStore
 
@@ -38,7 +39,7 @@ class Loader(Protocol):
         """
         ...
 
-    def load(self, key: ExpertKey, into: Tensor, is_cancelled: Callable[[], bool]) -> tuple[int, Arrival | None]:
+    def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, Arrival | None]:
         """Fills the buffer; called on reader threads.
 
         Returns:
@@ -61,26 +62,27 @@ class DiskLoader:
     Args:
         store: Says where the bytes are.
         formats: What they mean, by layer.
+        queue: The threads that load.
     """
 
-    def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat]) -> None:
+    def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], queue: ReadQueue) -> None:
         self._store = store
         self._formats = formats
-        self._reader = RangeReader()
+        self._reader = RangeReader(queue)
         self._own = threading.local()
 
     def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
         """Returns None: a disk has to be waited for."""
         return None
 
-    def load(self, key: ExpertKey, into: Tensor, is_cancelled: Callable[[], bool]) -> tuple[int, None]:
+    def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, None]:
         """Reads an expert from disk, see `Loader.load`."""
         expert_format = self._formats[key.layer]
         ranges = self._store.ranges(key)
         if expert_format.stored is expert_format.computed:
-            return self._reader.read(ranges, into.numpy(), is_cancelled), None
+            return self._reader.read(ranges, into.numpy(), job), None
         stored = self._staging(expert_format.stored.num_bytes)
-        num_bytes = self._reader.read(ranges, stored.numpy(), is_cancelled)
+        num_bytes = self._reader.read(ranges, stored.numpy(), job)
         expert_format.convert(stored, into)
         return num_bytes, None
 

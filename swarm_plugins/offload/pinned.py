@@ -12,6 +12,7 @@ from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.buffers import BufferPool
 from swarm_plugins.offload.loaders import Arrival
 from swarm_plugins.offload.policy import Residency
+from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.reader import RangeReader
 from swarm_plugins.offload.types import ExpertFormat, ExpertKey, ExpertStore
 
@@ -50,13 +51,21 @@ class PinnedLoader:
         formats: What they mean, by layer.
         copies: How they get to the device.
         ram_bytes: Bytes for experts in RAM. An expert that does not fit passes through a buffer of its reader.
+        queue: The threads that load.
     """
 
-    def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], copies: Copies, ram_bytes: int) -> None:
+    def __init__(
+        self,
+        store: ExpertStore,
+        formats: Mapping[int, ExpertFormat],
+        copies: Copies,
+        ram_bytes: int,
+        queue: ReadQueue,
+    ) -> None:
         self._store = store
         self._formats = formats
         self._copies = copies
-        self._reader = RangeReader()
+        self._reader = RangeReader(queue)
         self._lock = threading.Lock()
         stored = {layer: formats[layer].stored.num_bytes for layer in store.num_experts}
         self._policy = Residency(store.num_experts, stored, ram_bytes)
@@ -76,12 +85,12 @@ class PinnedLoader:
             buffer = self._kept.get(key)
             return None if buffer is None else self._start(key, buffer, into)
 
-    def load(self, key: ExpertKey, into: Tensor, is_cancelled: Callable[[], bool]) -> tuple[int, Arrival | None]:
+    def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, Arrival | None]:
         """Reads an expert from disk into RAM and starts the copy, see `Loader.load`."""
         buffer, is_kept = self._buffer(key)
         try:
             target = buffer[: self._formats[key.layer].stored.num_bytes]
-            num_bytes = self._reader.read(self._store.ranges(key), target.numpy(), is_cancelled)
+            num_bytes = self._reader.read(self._store.ranges(key), target.numpy(), job)
             with self._lock:
                 arrival = self._start(key, target, into)
         except BaseException:

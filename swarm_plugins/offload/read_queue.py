@@ -25,13 +25,14 @@ class Job:
         is_guess: Whether nobody needs it yet.
     """
 
-    __slots__ = ("is_cancelled", "is_counted", "is_guess", "run")
+    __slots__ = ("has_begun", "is_cancelled", "is_counted", "is_guess", "run")
 
     def __init__(self, run: Callable[[Job], None], *, is_guess: bool) -> None:
         self.run = run
         self.is_guess = is_guess
         self.is_cancelled = False
         """Set by `ReadQueue.cancel`, looked at by whoever runs the job."""
+        self.has_begun = False
         self.is_counted = False
         """Whether it is one of the needed jobs that are running."""
 
@@ -84,8 +85,7 @@ class ReadQueue:
             for queue in (self._guesses, self._needed):
                 if job in queue:
                     queue.remove(job)
-                    return True
-            return False
+            return not job.has_begun
 
     def is_own_thread(self) -> bool:
         """Says whether the caller is one of the readers."""
@@ -149,7 +149,9 @@ class ReadQueue:
             job = self._needed.popleft()
             job.is_counted = True
             self._num_needed_running += 1
-            return job
-        if self._guesses and not self._num_needed_running:
-            return self._guesses.popleft()
-        return None
+        elif self._guesses and not self._num_needed_running:
+            job = self._guesses.popleft()
+        else:
+            return None
+        job.has_begun = True
+        return job

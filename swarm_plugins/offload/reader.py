@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.direct_file import CHUNK_BYTES, Bounce, Bytes, DirectFile
+from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.types import FileRange
 
 __all__ = ["RangeReader", "ReadCancelled"]
@@ -23,20 +25,26 @@ class ReadCancelled(Exception):
 
 
 class RangeReader:
-    """Fills buffers from files. Thread-safe; files are opened when first needed and stay open."""
+    """Fills buffers from files. Thread-safe; files are opened when first needed and stay open.
 
-    def __init__(self) -> None:
+    Args:
+        queue: The threads that call `read`: one that has nothing to do takes half of an expert that is needed now,
+            so that one of them copies while the other waits for the disk.
+    """
+
+    def __init__(self, queue: ReadQueue | None = None) -> None:
+        self._queue = queue
         self._files: dict[Path, DirectFile] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
 
-    def read(self, ranges: Sequence[FileRange], into: Bytes, is_cancelled: Callable[[], bool]) -> int:
+    def read(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
         """Reads one expert.
 
         Args:
             ranges: Its bytes.
             into: ``[num_bytes]`` of uint8, writable.
-            is_cancelled: Asked between chunks.
+            job: What it is read for; whether it is cancelled is looked at between chunks.
 
         Returns:
             Bytes taken from disk.
@@ -45,7 +53,22 @@ class RangeReader:
             CheckpointError: If a file is missing, ends early, or the disk fails: names file and tensor.
             ReadCancelled: If the read was cancelled.
         """
-        return sum(self._read_run(run, into, is_cancelled) for run in _runs(ranges))
+        half = sum(item.num_bytes for item in ranges) // 2
+        if self._queue is None or job.is_guess or half < CHUNK_BYTES:
+            return self._read_runs(ranges, into, job)
+        first, second = _split(ranges, half)
+        other = _Half(lambda: self._read_runs(second, into, job))
+        self._queue.submit(other.job)
+        try:
+            num_bytes = self._read_runs(first, into, job)
+        except BaseException:
+            # The other half writes to the buffer, too: it has to end first.
+            if not self._queue.cancel(other.job):
+                other.result()
+            raise
+        if self._queue.cancel(other.job):
+            return num_bytes + self._read_runs(second, into, job)
+        return num_bytes + other.result()
 
     def close(self) -> None:
         """Closes all files; no read may be running."""
@@ -54,11 +77,14 @@ class RangeReader:
                 file.close()
             self._files.clear()
 
-    def _read_run(self, run: Sequence[FileRange], into: Bytes, is_cancelled: Callable[[], bool]) -> int:
+    def _read_runs(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
+        return sum(self._read_run(run, into, job) for run in _runs(ranges))
+
+    def _read_run(self, run: Sequence[FileRange], into: Bytes, job: Job) -> int:
         position, end = run[0].start, run[-1].start + run[-1].num_bytes
         bounce = self._bounce()
         while position < end:
-            if is_cancelled():
+            if job.is_cancelled:
                 raise ReadCancelled
             try:
                 file = self._file(run[0].path)
@@ -89,6 +115,47 @@ class RangeReader:
             if file is None:
                 file = self._files[path] = DirectFile(path)
             return file
+
+
+class _Half:
+    """Half of a read, on whichever thread gets to it."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._done = threading.Event()
+        self._num_bytes = 0
+        self._error: Exception | None = None
+        self.job = Job(self._run, is_guess=False)
+
+    def result(self) -> int:
+        """Waits, and returns the bytes taken from disk; the disk's own time is the only bound, as for any read."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._num_bytes
+
+    def _run(self, job: Job) -> None:
+        try:
+            self._num_bytes = self._read()
+        except (CheckpointError, ReadCancelled) as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+
+def _split(ranges: Sequence[FileRange], num_bytes: int) -> tuple[list[FileRange], list[FileRange]]:
+    """Returns the first so many bytes and the rest."""
+    first: list[FileRange] = []
+    second: list[FileRange] = []
+    for item in ranges:
+        size = min(item.num_bytes, max(0, num_bytes))
+        num_bytes -= item.num_bytes
+        if size:
+            first.append(replace(item, num_bytes=size))
+        if size < item.num_bytes:
+            rest = replace(item, start=item.start + size, num_bytes=item.num_bytes - size, offset=item.offset + size)
+            second.append(rest)
+    return first, second
 
 
 def _runs(ranges: Sequence[FileRange]) -> Iterator[list[FileRange]]:

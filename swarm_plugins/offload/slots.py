@@ -150,7 +150,7 @@ class Slots:
         slot.started_s = time.perf_counter()
         num_bytes, arrival, error = 0, None, None
         try:
-            num_bytes, arrival = self._loader.load(slot.key, slot.buffer, lambda: job.is_cancelled)
+            num_bytes, arrival = self._loader.load(slot.key, slot.buffer, job)
         except (SwarmError, ReadCancelled) as caught:
             error = caught
         except Exception as caught:  # noqa: BLE001 - a reader that died would leave everybody waiting

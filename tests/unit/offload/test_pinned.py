@@ -17,6 +17,7 @@ from swarm_plugins.offload.buffers import BufferPool
 from swarm_plugins.offload.cache import BoundedCache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.pinned import PinnedLoader
+from swarm_plugins.offload.read_queue import ReadQueue
 
 
 @dataclass
@@ -59,9 +60,10 @@ def make(
     store: FakeStore, num_fast: int, num_ram: int, kind: type[PlainFormat] = PlainFormat
 ) -> tuple[BoundedCache, LateCopies]:
     copies, size, formats = LateCopies(), store.stored_layout(0).num_bytes, formats_of(store, kind)
-    loader = PinnedLoader(store, formats, copies, num_ram * size)
+    queue = ReadQueue(2)
+    loader = PinnedLoader(store, formats, copies, num_ram * size, queue)
     pool = BufferPool(num_fast * size, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), "fast_bytes")
-    return BoundedCache(store, formats, OffloadConfig(), loader, pool), copies
+    return BoundedCache(store, formats, OffloadConfig(), loader, pool, queue), copies
 
 
 @pytest.fixture

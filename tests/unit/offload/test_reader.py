@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.direct_file import CHUNK_BYTES
+from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.reader import RangeReader, ReadCancelled
 from swarm_plugins.offload.types import FileRange
 
@@ -33,15 +35,15 @@ def path(tmp_path_factory: pytest.TempPathFactory, content: np.ndarray) -> Path:
     return path
 
 
-def never() -> bool:
-    return False
+def job() -> Job:
+    return Job(lambda job: None, is_guess=False)
 
 
-def read(ranges: Sequence[FileRange], num_bytes: int) -> np.ndarray:
-    reader = RangeReader()
+def read(ranges: Sequence[FileRange], num_bytes: int, queue: ReadQueue | None = None) -> np.ndarray:
+    reader = RangeReader(queue)
     into = np.zeros(num_bytes, np.uint8)
     try:
-        reader.read(ranges, into, never)
+        reader.read(ranges, into, job())
     finally:
         reader.close()
     return into
@@ -136,29 +138,77 @@ def test_a_file_that_vanishes_while_open_is_read_to_the_end(tmp_path: Path) -> N
     path = tmp_path / "weights"
     path.write_bytes(bytes(range(256)))
     reader, into = RangeReader(), np.zeros(16, np.uint8)
-    reader.read([FileRange(path, 0, 16, 0, "a")], into, never)
+    reader.read([FileRange(path, 0, 16, 0, "a")], into, job())
     path.unlink()
-    reader.read([FileRange(path, 16, 16, 0, "b")], into, never)
+    reader.read([FileRange(path, 16, 16, 0, "b")], into, job())
     reader.close()
     assert into.tolist() == list(range(16, 32))
 
 
-def test_a_cancelled_read_stops_at_the_next_chunk(path: Path) -> None:
-    reader, asked = RangeReader(), []
+def test_a_cancelled_read_stops_at_the_next_chunk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, wanted = RangeReader(), job()
+    real, calls = os.preadv, []
 
-    def after_one_chunk() -> bool:
-        asked.append(None)
-        return len(asked) > 1
+    def read_and_cancel(*arguments: Any) -> int:
+        calls.append(arguments)
+        wanted.is_cancelled = True
+        return real(*arguments)
 
+    monkeypatch.setattr(os, "preadv", read_and_cancel)
     with pytest.raises(ReadCancelled):
-        reader.read([FileRange(path, 0, SIZE, 0, "a")], np.zeros(SIZE, np.uint8), after_one_chunk)
+        reader.read([FileRange(path, 0, SIZE, 0, "a")], np.zeros(SIZE, np.uint8), wanted)
     reader.close()
-    assert len(asked) == 2
+    assert len(calls) == 1
+
+
+@pytest.fixture
+def queue() -> Iterator[ReadQueue]:
+    queue = ReadQueue(2)
+    yield queue
+    queue.close()
+
+
+def test_an_idle_reader_takes_half(path: Path, content: np.ndarray, queue: ReadQueue, monkeypatch: Any) -> None:
+    threads, real, both = set(), os.preadv, threading.Barrier(2)
+
+    def meet(*arguments: Any) -> int:
+        if threading.current_thread() not in threads:
+            threads.add(threading.current_thread())
+            both.wait(5)  # for ever, if one thread read everything
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", meet)
+    ranges = [FileRange(path, 7, SIZE // 3, 0, "a"), FileRange(path, 9, SIZE // 2, SIZE // 3, "b")]
+    expected = np.concatenate([content[7 : 7 + SIZE // 3], content[9 : 9 + SIZE // 2]])
+    assert np.array_equal(read(ranges, len(expected), queue), expected)
+    assert len(threads) == 2
+
+
+def test_a_reader_without_help_reads_both_halves(path: Path, content: np.ndarray, queue: ReadQueue) -> None:
+    block = threading.Event()
+    for _ in range(2):
+        queue.submit(Job(lambda job: block.wait(10), is_guess=False))
+    assert np.array_equal(read([FileRange(path, 1, SIZE - 1, 0, "a")], SIZE - 1, queue), content[1:])
+    block.set()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_either_half_may_fail(path: Path, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch, bad: int) -> None:
+    real = os.preadv
+
+    def fail(fd: int, views: Any, start: int) -> int:
+        if (start >= SIZE // 2) == bool(bad):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, views, start)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CheckpointError, match=r"tensor 'a' cannot be read: Input/output error"):
+        read([FileRange(path, 0, SIZE, 0, "a")], SIZE, queue)
 
 
 def test_bytes_taken_are_counted(path: Path) -> None:
     reader = RangeReader()
-    assert reader.read([FileRange(path, 3, 1000, 0, "a")], np.zeros(1000, np.uint8), never) == 1000
+    assert reader.read([FileRange(path, 3, 1000, 0, "a")], np.zeros(1000, np.uint8), job()) == 1000
     reader.close()
 
 
