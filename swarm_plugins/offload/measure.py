@@ -26,6 +26,7 @@ __all__ = ["disk_rate", "link_rate", "step_seconds"]
 # Of each shape, beyond every last-level cache: weights are really fetched from memory, as those of a whole model are.
 _POOL_BYTES = 64 << 20
 _MOST_COPIES = 64
+_MOST_STEPS = 100
 _PAGE = mmap.PAGESIZE
 _LINK_BYTES = 64 << 20
 
@@ -95,7 +96,7 @@ def link_rate(device: torch.device) -> float | None:
     return _LINK_BYTES / min(times)
 
 
-def step_seconds(model: PreTrainedModel, *, device: torch.device, steps: int = 3) -> float:
+def step_seconds(model: PreTrainedModel, *, device: torch.device, seconds: float = 1.5) -> float:
     """Measures one decoding step of a model that has no weights, as if all of them were in fast memory.
 
     Every parameter is replaced by one of its shape from a pool that is larger than the processor's caches but far
@@ -104,21 +105,25 @@ def step_seconds(model: PreTrainedModel, *, device: torch.device, steps: int = 3
     Args:
         model: On the meta device; it is not usable for anything else afterwards.
         device: Where to compute.
-        steps: Steps whose median counts, after one to warm up.
+        seconds: For how long; at least one step after one to warm up.
 
     Returns:
-        Seconds of one token.
+        Seconds of one token: the median.
     """
     _fill(model, device)
     ids = torch.zeros((1, 1), dtype=torch.long, device=device)
     run: Any = model
     with torch.no_grad():
-        cache = run(input_ids=ids.expand(1, 16), use_cache=True, logits_to_keep=1).past_key_values
+        cache = run(input_ids=ids, use_cache=True).past_key_values
 
         def step() -> None:
             run(input_ids=ids, past_key_values=cache, use_cache=True)
 
-        return statistics.median([_timed(step, device) for _ in range(steps + 1)][1:])
+        _timed(step, device)
+        times = [_timed(step, device)]
+        while sum(times) < seconds and len(times) < _MOST_STEPS:
+            times.append(_timed(step, device))
+    return statistics.median(times)
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

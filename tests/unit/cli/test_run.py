@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from typer.testing import CliRunner
 
 from swarm_plugins.cli._run.report import describe
@@ -48,6 +49,15 @@ def test_without_prompts_it_talks_until_the_input_ends(mixtral: Path) -> None:
     code, out, err = run(str(mixtral), "--offload", "fast=100KB", said=f"{PROMPT}\n/exit\n")
     assert code == 0, err
     assert expected_answer().rstrip("\n") in out
+
+
+def test_an_adapter_changes_the_answer(mixtral: Path, tmp_path: Path) -> None:
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(tiny_model("mixtral", num_layers=2), config).save_pretrained(tmp_path)
+    code, out, err = run(str(mixtral), "--offload", "fast=100KB", "--prompt", PROMPT, "--adapter", str(tmp_path))
+    assert code == 0, err
+    assert out.strip()
+    assert out.rstrip("\n") != expected_answer().rstrip("\n")
 
 
 @pytest.mark.parametrize(
