@@ -20,7 +20,7 @@ from swarm_plugins.client.loop import LoopThread
 from swarm_plugins.client.network import LastingNetwork, Network
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
-from swarm_plugins.client.splitting import run_in_row_chunks
+from swarm_plugins.client.splitting import run_in_row_chunks, tokens_per_message
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.messages import CacheOp
@@ -132,9 +132,10 @@ class RemoteBlocks:
         """
         if not self.view.infos:
             self.connection.loop.run(self.view.refresh(force=False))
+        largest = tokens_per_message(inputs, len(blocks))
         return run_in_row_chunks(
             inputs,
-            self.view.max_batch_tokens(blocks),
+            min(self.view.max_batch_tokens(blocks) or largest, largest),
             lambda part: run_blocks(self.connection.loop, self._new_call, part, blocks),
         )
 

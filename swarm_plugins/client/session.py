@@ -21,6 +21,7 @@ from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.history import History, SentStep
 from swarm_plugins.client.peers import Peers, check_answer, num_tokens
 from swarm_plugins.client.retries import Retries
+from swarm_plugins.client.splitting import tokens_per_message
 from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
 from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.channel import Channel
@@ -212,6 +213,8 @@ class ClientSession:
             current.check_room(*inputs.hidden.shape[:2])
         info = self.view.infos.get(current.span.peer)
         limit = info.max_batch_tokens if info is not None and info.max_batch_tokens > 0 else inputs.hidden.numel()
+        if inputs.hidden.shape[1] > 1:
+            limit = min(limit, tokens_per_message(inputs, current.span.end - current.span.start))
         chunk = max(1, limit // inputs.hidden.shape[0])
         if inputs.hidden.shape[1] <= chunk:
             return await self._send(current, inputs)

@@ -9,8 +9,21 @@ import torch
 
 from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
 from swarm_plugins.client.checks import check_same_routers
+from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
-__all__ = ["run_in_row_chunks"]
+__all__ = ["run_in_row_chunks", "tokens_per_message"]
+
+
+def tokens_per_message(inputs: BlockInputs, num_blocks: int) -> int:
+    """Returns how many tokens of an input may go at once, so that no answer is larger than a message may be.
+
+    Args:
+        inputs: What the blocks get.
+        num_blocks: Blocks whose outputs may come in one answer, if they are asked for.
+    """
+    num_states = (num_blocks if inputs.collect_hidden else 1) + (num_blocks if inputs.collect_router else 0)
+    token_bytes = inputs.hidden.shape[-1] * inputs.hidden.element_size()
+    return max(1, DEFAULT_LIMITS.max_message_bytes // (num_states * token_bytes))
 
 
 def run_in_row_chunks(

@@ -16,6 +16,7 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.transport.codec import has_non_finite
 
 __all__ = [
+    "check_answer_size",
     "check_batch_tokens",
     "check_blocks",
     "check_finite",
@@ -104,6 +105,18 @@ def check_batch_tokens(service: Service, hidden: Tensor) -> None:
             "bad_request",
             f"the batch has {hidden.shape[0]} x {hidden.shape[1]} = {tokens} tokens, "
             f"{limit} are allowed in one request: split it",
+        )
+
+
+def check_answer_size(service: Service, hidden: Tensor, blocks: range, *, collect_hidden: bool) -> None:
+    """Refuses to compute what would be too large to be sent back."""
+    num_states = len(blocks) if collect_hidden else 1
+    size, limit = hidden.nbytes * num_states, service.limits.max_answer_bytes
+    if size > limit:
+        raise RequestError(
+            "bad_request",
+            f"the answer would have {num_states} hidden states of {hidden.nbytes} bytes = {size} bytes, {limit} are "
+            "allowed: send fewer tokens at once, or ask for fewer blocks at once",
         )
 
 

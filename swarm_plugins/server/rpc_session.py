@@ -9,6 +9,7 @@ from swarm_plugins.blocks.kv import PAGE_TOKENS
 from swarm_plugins.blocks.types import AdapterUse, SessionCache, SpanOutputs, StepInputs
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.checks import (
+    check_answer_size,
     check_blocks,
     check_hidden,
     check_mask,
@@ -197,6 +198,7 @@ def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) ->
 
 def _check_step(service: Service, session: Session, request: SessionStep) -> None:
     check_hidden(service, request.hidden)
+    check_answer_size(service, request.hidden, session.blocks, collect_hidden=request.collect_hidden)
     rows, num_new = request.hidden.shape[:2]
     batch_size, cached = shape_after(
         request.ops, session.cache.batch_size, session.cache.length, max_rows=service.limits.max_batch_tokens

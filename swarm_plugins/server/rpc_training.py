@@ -9,6 +9,7 @@ import torch
 
 from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.server.checks import (
+    check_answer_size,
     check_batch_tokens,
     check_blocks,
     check_finite,
@@ -79,6 +80,7 @@ def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanI
     blocks = check_blocks(service, request.start, request.end)
     check_hidden(service, request.hidden)
     check_batch_tokens(service, request.hidden)
+    check_answer_size(service, request.hidden, blocks, collect_hidden=request.collect_hidden)
     batch_size, length = request.hidden.shape[:2]
     check_positions(request.position_ids, batch_size, length)
     prefix_tokens = check_prefix(request.prefix, blocks, batch_size)

@@ -15,6 +15,7 @@ from swarm_plugins.server.adapters import AdapterStore
 from swarm_plugins.server.scheduler import Scheduler, SchedulerRunner
 from swarm_plugins.server.sessions import SessionTable
 from swarm_plugins.server.training import KeptForward
+from swarm_plugins.transport.limits import DEFAULT_LIMITS
 from swarm_plugins.transport.messages import ServerInfo
 
 __all__ = ["AdapterCheck", "Service", "ServiceLimits"]
@@ -34,6 +35,9 @@ class ServiceLimits:
     max_backward_bytes: int = 4 << 30
     """Largest graph of a backward whose forward was not kept. A larger one is made block by block, and the graph of
     one block must be within it."""
+
+    max_answer_bytes: int = DEFAULT_LIMITS.max_message_bytes
+    """Tensors of one answer; clients take no larger message."""
 
     max_session_tokens: int = 32_768
     """Longest sequence of one session."""

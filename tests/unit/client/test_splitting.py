@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
-from swarm_plugins.client.splitting import run_in_row_chunks
+from swarm_plugins.client.splitting import run_in_row_chunks, tokens_per_message
 from swarm_plugins.errors import ProtocolError
+from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
 
 def run(inputs: BlockInputs) -> BlockOutputs:
@@ -48,3 +49,13 @@ def test_parts_with_routers_that_differ_are_refused_by_name() -> None:
 
     with pytest.raises(ProtocolError, match=r"\[\(3, 4\)\] for one part .* \[\(3, 8\)\] for another"):
         run_in_row_chunks(BlockInputs(hidden=torch.zeros(2, 3, 4), collect_router=True), 3, lying)
+
+
+@pytest.mark.parametrize(
+    ("collected", "states"), [({}, 1), ({"collect_hidden": True}, 30), ({"collect_router": True}, 31)], ids=str
+)
+def test_no_answer_is_larger_than_a_message(collected: dict[str, bool], states: int) -> None:
+    inputs = BlockInputs(hidden=torch.zeros(1, 1, 64, dtype=torch.float32), **collected)
+    found = tokens_per_message(inputs, 30)
+    size = states * 64 * 4
+    assert found * size <= DEFAULT_LIMITS.max_message_bytes < (found + 1) * size

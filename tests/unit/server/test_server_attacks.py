@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 import torch
 from fake_server import VERSION, WIDTH, FakeCache, FakeRunner, transport_to
@@ -154,3 +156,27 @@ def test_prefix_is_bounded_also_where_positions_are_given(service: Service) -> N
         assert answer.message == "prefix and sequence have 1001 tokens, 256 are allowed: shorten the prefix"
 
     play(service, "rpc_forward", scene)
+
+
+@pytest.mark.parametrize("rpc", ["rpc_forward", "rpc_session"])
+def test_an_answer_too_large_to_be_sent_is_not_computed(service: Service, runner: FakeRunner, rpc: str) -> None:
+    # Three tokens fit as one hidden state, not as one of each of four blocks.
+    hidden = torch.ones(1, 3, WIDTH)
+    service.limits = dataclasses.replace(service.limits, max_answer_bytes=2 * hidden.nbytes)
+
+    async def scene(ask: Ask) -> None:
+        if rpc == "rpc_session":
+            await ask(OPEN)
+        message: Message = (
+            SessionStep(hidden=hidden, cached_tokens=0)
+            if rpc == "rpc_session"
+            else ForwardRequest(version=VERSION, start=2, end=6, hidden=hidden)
+        )
+        answer = await ask(msgspec.structs.replace(message, collect_hidden=True))
+        assert isinstance(answer, Failure)
+        assert answer.kind == "bad_request"
+        assert "4 hidden states of 48 bytes = 192 bytes, 96 are allowed" in answer.message
+        assert runner.events == []
+        assert not isinstance(await ask(message), Failure)
+
+    play(service, rpc, scene)
