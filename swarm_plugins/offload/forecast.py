@@ -30,9 +30,9 @@ class Speeds:
     """What the machine can do."""
 
     disk_bytes_per_s: float
-    """Reading whole experts at random places, past the page cache, several at a time."""
-    lone_bytes_per_s: float
-    """The same, one at a time: what a layer that misses a single expert waits for."""
+    """Of the disk itself: pieces as large as experts at random places, past the page cache, two at a time."""
+    expert_bytes_per_s: float
+    """Of experts that are read one after the other while a layer waits for them."""
     step_s: float
     """One token with every expert in fast memory."""
     link_bytes_per_s: float | None = None
@@ -109,17 +109,13 @@ def forecast(
         return token_bytes * (1 - hits) if speeds.link_bytes_per_s else 0.0, token_bytes * (1 - hits_below)
 
     def seconds(copied: float, read: float) -> float:
-        # Experts that a layer misses at once; no more than two reads at a time bring anything.
-        together = picked * read / token_bytes - 1
-        gain = (speeds.disk_bytes_per_s - speeds.lone_bytes_per_s) * min(1.0, max(0.0, together))
-        moving = read / (speeds.lone_bytes_per_s + gain)
+        moving = read / speeds.expert_bytes_per_s
         if speeds.link_bytes_per_s:
             # Copies follow reads: the slower of the two sets the pace.
             moving = max(moving, copied / speeds.link_bytes_per_s)
         hidden = _HIDDEN * min(_RECALL * moving, speeds.step_s) if prefetch else 0.0
         return speeds.step_s + moving - hidden
 
-    picked = sum(layer.experts_per_token for layer in sizes.layers) / len(sizes.layers)
     experts = min(layer.num_experts for layer in sizes.layers)
     likely = missed(hit_ratio(fast, experts), hit_ratio(fast + ram, experts))
     even = missed(fast, fast + ram)

@@ -1,4 +1,4 @@
-"""How fast this machine reads experts and computes tokens: two short measurements, each with an end."""
+"""How fast this machine reads experts and computes tokens: short measurements, each with an end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,8 +21,11 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.model_sizes import experts_modules
+from swarm_plugins.offload.read_queue import Job, ReadQueue
+from swarm_plugins.offload.reader import RangeReader
+from swarm_plugins.offload.types import FileRange
 
-__all__ = ["disk_rate", "link_rate", "step_seconds"]
+__all__ = ["disk_rate", "expert_rate", "link_rate", "step_seconds"]
 
 # Of each shape, beyond every last-level cache: weights are really fetched from memory, as those of a whole model are.
 _POOL_BYTES = 64 << 20
@@ -55,19 +59,61 @@ def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, 
     return total / (time.perf_counter() - started)
 
 
-def _read_pieces(files: Sequence[Path], block: int, ends_at: float, seed: int) -> int:
-    choose = random.Random(seed)
-    path = files[0]
-    total = 0
-    with mmap.mmap(-1, block) as buffer:  # page-aligned, as direct reads need it
+def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, num_readers: int = 2) -> float:
+    """Reads pieces as experts are read that a layer waits for: one after the other, each by all readers.
+
+    Args:
+        files: The model's own files.
+        block_bytes: Size of a piece: that of an expert.
+        seconds: For how long.
+        num_readers: Threads.
+
+    Returns:
+        Bytes per second.
+
+    Raises:
+        CheckpointError: If a file cannot be read.
+    """
+    choose = random.Random(0)
+    sizes = {path: size for path, size in _sizes(files).items() if size}
+    into = np.empty(block_bytes, dtype=np.uint8)
+    queue = ReadQueue(num_readers - 1)
+    reader = RangeReader(queue)
+    started, total = time.perf_counter(), 0
+    try:
+        while total == 0 or time.perf_counter() - started < seconds:
+            (path,) = choose.choices(list(sizes), weights=list(sizes.values()))
+            num_bytes = min(block_bytes, sizes[path])
+            piece = FileRange(path, choose.randint(0, sizes[path] - num_bytes), num_bytes, 0, "(a piece to measure by)")
+            total += reader.read([piece], into, Job(lambda _: None, is_guess=False))
+        return total / (time.perf_counter() - started)
+    finally:
+        queue.close()
+        reader.close()
+
+
+def _sizes(files: Sequence[Path]) -> dict[Path, int]:
+    sizes = {}
+    for path in files:
         try:
-            sizes = {path: path.stat().st_size for path in files}
-            while total == 0 or time.monotonic() < ends_at:
-                (path,) = choose.choices(files, weights=list(sizes.values()))
-                start = choose.randrange(max(1, sizes[path] - block)) // _PAGE * _PAGE
-                total += _read_piece(path, start, buffer)
+            sizes[path] = path.stat().st_size
         except OSError as exc:
             raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
+    return sizes
+
+
+def _read_pieces(files: Sequence[Path], block: int, ends_at: float, seed: int) -> int:
+    choose = random.Random(seed)
+    sizes = _sizes(files)
+    total = 0
+    with mmap.mmap(-1, block) as buffer:  # page-aligned, as direct reads need it
+        while total == 0 or time.monotonic() < ends_at:
+            (path,) = choose.choices(files, weights=list(sizes.values()))
+            start = choose.randrange(max(1, sizes[path] - block)) // _PAGE * _PAGE
+            try:
+                total += _read_piece(path, start, buffer)
+            except OSError as exc:
+                raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
     return total
 
 

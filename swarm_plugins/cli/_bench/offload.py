@@ -100,8 +100,8 @@ def bench_offload(
         rates.append(measured_disk(checkpoint, sizes.largest_expert_bytes))
     step = step_seconds(meta_model(checkpoint.config, sizes.dtype), device=torch.device("cpu"))
     progress.advance(bar)
-    together, alone = (statistics.mean(rate[index] for rate in rates) for index in range(2))
-    speeds = Speeds(disk_bytes_per_s=together, lone_bytes_per_s=alone, step_s=step)
+    disk, experts = (statistics.mean(rate[index] for rate in rates) for index in range(2))
+    speeds = Speeds(disk_bytes_per_s=disk, expert_bytes_per_s=experts, step_s=step)
     report.expert_bytes, report.fast_bytes, report.limit_bytes = sizes.expert_bytes, fast, limit
     report.budget_bytes, report.speeds = budget, speeds
     report.forecast = forecast(sizes, speeds, fast_bytes=fast)

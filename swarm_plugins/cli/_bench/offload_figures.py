@@ -93,11 +93,11 @@ class OffloadReport:
         console.print(_arms_table(self))
         console.print(_goals_table(self.goals))
         if self.speeds is not None:
-            rates = [format_bytes(rate) for rate in (self.speeds.disk_bytes_per_s, self.speeds.lone_bytes_per_s)]
+            rates = [format_bytes(rate) for rate in (self.speeds.disk_bytes_per_s, self.speeds.expert_bytes_per_s)]
             console.print(
                 f"  experts {format_bytes(self.expert_bytes)}, of which {format_bytes(self.fast_bytes)} may be in "
-                f"memory; limit {format_bytes(self.limit_bytes)} beside the libraries; disk {rates[0]}/s for whole "
-                f"experts, {rates[1]}/s one at a time; medians of {self.rounds} rounds of {self.new_tokens} tokens"
+                f"memory; limit {format_bytes(self.limit_bytes)} beside the libraries; disk {rates[0]}/s, experts "
+                f"one after the other {rates[1]}/s; medians of {self.rounds} rounds of {self.new_tokens} tokens"
             )
         for note in self.notes:
             console.print(f"  {note}")

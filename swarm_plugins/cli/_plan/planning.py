@@ -10,7 +10,7 @@ import torch
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.forecast import Speeds
-from swarm_plugins.offload.measure import disk_rate, link_rate, step_seconds
+from swarm_plugins.offload.measure import disk_rate, expert_rate, link_rate, step_seconds
 from swarm_plugins.offload.model_sizes import meta_model, model_sizes
 from swarm_plugins.offload.plan import OffloadPlan, make_plan
 
@@ -63,12 +63,12 @@ def plan_model(
     sizes = model_sizes(checkpoint, context_tokens=context_tokens)
     source = "given" if disk_bytes_per_s else "measured" if checkpoint.directory else "assumed"
     if source == "measured":
-        together, alone = measured_disk(checkpoint, sizes.largest_expert_bytes)
+        disk, experts = measured_disk(checkpoint, sizes.largest_expert_bytes)
     else:
-        together = alone = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
+        disk = experts = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
     speeds = Speeds(
-        disk_bytes_per_s=together,
-        lone_bytes_per_s=alone,
+        disk_bytes_per_s=disk,
+        expert_bytes_per_s=experts,
         step_s=step_seconds(meta_model(checkpoint.config, sizes.dtype), device=target),
         link_bytes_per_s=link_rate(target),
     )
@@ -99,8 +99,7 @@ def _device(name: str) -> torch.device:
 
 
 def measured_disk(checkpoint: Checkpoint, block_bytes: int) -> tuple[float, float]:
-    """Returns the bytes per second of two readers, and of one, on the files of a checkpoint that lies here."""
+    """Returns bytes per second of the disk itself, and of experts read from it, for a checkpoint that lies here."""
     files = {info.file for info in checkpoint.tensors.values()}
     paths = [checkpoint.file_path(file) for file in sorted(files)]
-    together = disk_rate(paths, block_bytes=block_bytes, num_readers=2)
-    return together, disk_rate(paths, block_bytes=block_bytes, num_readers=1)
+    return disk_rate(paths, block_bytes=block_bytes), expert_rate(paths, block_bytes=block_bytes)

@@ -23,8 +23,8 @@ def print_plan(console: Console, planned: Planned) -> None:
     console.print(_memory_table(planned))
     link = f", RAM to {planned.device} {format_bytes(speeds.link_bytes_per_s)}/s" if speeds.link_bytes_per_s else ""
     console.print(
-        f"disk {format_bytes(speeds.disk_bytes_per_s)}/s, {format_bytes(speeds.lone_bytes_per_s)}/s for one "
-        f"expert alone ({planned.disk_source}){link}; "
+        f"disk {format_bytes(speeds.disk_bytes_per_s)}/s, {format_bytes(speeds.expert_bytes_per_s)}/s for "
+        f"experts one after the other ({planned.disk_source}){link}; "
         f"a token with everything in memory {speeds.step_s * 1e3:.0f} ms "
         f"(measured with {name} weights on {planned.device})\n"
     )

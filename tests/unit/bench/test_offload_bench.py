@@ -63,7 +63,7 @@ def figures(arm: ArmName, tokens_per_s: float, **changes: Any) -> ArmFigures:
 
 def report(share: float = 0.5, hits: float = 0.6) -> OffloadReport:
     found = OffloadReport(command="swarm bench offload", model="toy", share=share, budget_bytes=100)
-    found.speeds = Speeds(disk_bytes_per_s=1e9, lone_bytes_per_s=1e9, step_s=0.1)
+    found.speeds = Speeds(disk_bytes_per_s=1e9, expert_bytes_per_s=1e9, step_s=0.1)
     found.forecast = Forecast(
         fast_share=share,
         ram_share=0.0,

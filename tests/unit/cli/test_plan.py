@@ -59,7 +59,7 @@ def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> Non
     code, out, _ = plan(str(mixtral), "--memory", "1GB", "--disk-rate", "500MB")
     assert code == 0
     assert "8 experts in 2 layers" in out
-    assert "500 MB/s for one expert alone (given)" in out
+    assert "500 MB/s for experts one after the other (given)" in out
     assert "Everything fits" in out
     assert f"swarm run {mixtral} --offload fast=" in out
 

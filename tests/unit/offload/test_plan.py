@@ -14,7 +14,7 @@ from swarm_plugins.offload.model_sizes import ExpertLayer, ModelSizes
 from swarm_plugins.offload.plan import RUNTIME_BYTES, make_plan, stored_bits_ratio
 
 MB = 10**6
-SPEEDS = Speeds(disk_bytes_per_s=1000.0 * MB, lone_bytes_per_s=800.0 * MB, step_s=0.05)
+SPEEDS = Speeds(disk_bytes_per_s=1000.0 * MB, expert_bytes_per_s=1000.0 * MB, step_s=0.05)
 
 
 def sizes(**changes: Any) -> ModelSizes:
@@ -76,7 +76,7 @@ def test_more_memory_is_never_slower_and_reading_ahead_never_costs() -> None:
 def test_ram_counts_only_beside_a_device_with_a_memory_of_its_own() -> None:
     alone = forecast(sizes(), SPEEDS, fast_bytes=160 * MB, ram_bytes=480 * MB)
     speeds = Speeds(
-        disk_bytes_per_s=1000.0 * MB, lone_bytes_per_s=800.0 * MB, step_s=0.05, link_bytes_per_s=10_000.0 * MB
+        disk_bytes_per_s=1000.0 * MB, expert_bytes_per_s=1000.0 * MB, step_s=0.05, link_bytes_per_s=10_000.0 * MB
     )
     beside = forecast(sizes(), speeds, fast_bytes=160 * MB, ram_bytes=480 * MB)
     assert alone.ram_share == 0.0

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.measure import disk_rate, link_rate, step_seconds
+from swarm_plugins.offload.measure import disk_rate, expert_rate, link_rate, step_seconds
 from swarm_plugins.offload.model_sizes import meta_model
 from swarm_plugins.testing.models import tiny_config
 
 CPU = torch.device("cpu")
 
 
-def test_the_disk_is_read_for_about_as_long_as_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measure", [disk_rate, expert_rate])
+def test_the_disk_is_read_for_about_as_long_as_told(measure: Callable[..., float], tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(1 << 20))
     started = time.perf_counter()
-    rate = disk_rate([file], block_bytes=100_000, seconds=0.1)
+    rate = measure([file], block_bytes=100_000, seconds=0.1)
     assert 0.1 <= time.perf_counter() - started < 5.0
     assert rate > 0
 
 
-def test_a_file_smaller_than_a_piece_is_read_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measure", [disk_rate, expert_rate])
+def test_a_file_smaller_than_a_piece_is_read_whole(measure: Callable[..., float], tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(5000))
-    assert disk_rate([file], block_bytes=1 << 20, seconds=0.01) > 0
+    assert measure([file], block_bytes=1 << 20, seconds=0.01) > 0
 
 
-def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measure", [disk_rate, expert_rate])
+def test_a_file_that_vanished_is_named(measure: Callable[..., float], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"gone\.safetensors cannot be read \(No such file"):
-        disk_rate([tmp_path / "gone.safetensors"], block_bytes=4096, seconds=0.01)
+        measure([tmp_path / "gone.safetensors"], block_bytes=4096, seconds=0.01)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss"])
