@@ -11,8 +11,7 @@ cached and new tokens, ``H`` heads, ``W`` head width.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -79,7 +78,6 @@ class PackedPast(Past):
         self.attention = attention
         self._joined = joined
         self._handed: tuple[int, Tensor, Tensor] | None = None
-        self._functions: dict[type[nn.Module], Callable[..., Any]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -103,7 +101,7 @@ class PackedPast(Past):
         block, handed_key, handed_value = self._handed
         is_untouched = key is handed_key and value is handed_value
         self._joined.setdefault(block, not is_untouched)
-        function = self._function(module)
+        function = ALL_ATTENTION_FUNCTIONS[self.attention]
         outputs = []
         start = 0
         for index, part in enumerate(self.parts):
@@ -120,12 +118,6 @@ class PackedPast(Past):
     def _join(self, block: int) -> tuple[Tensor, Tensor]:
         keys, values = zip(*(part.session.view(block, part.length) for part in self.parts), strict=True)
         return _flat(keys), _flat(values)
-
-    def _function(self, module: nn.Module) -> Callable[..., Any]:
-        kind = type(module)
-        if kind not in self._functions:
-            self._functions[kind] = _family_attention(kind, self.attention)
-        return self._functions[kind]
 
 
 class PackedMask:
@@ -178,18 +170,6 @@ def _packed_attention(
 
 def _packed_mask(**arguments: Any) -> PackedMask:
     return PackedMask(_current(), arguments)
-
-
-def _family_attention(kind: type[nn.Module], attention: str) -> Callable[..., Any]:
-    if attention != "eager":
-        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[attention]
-        return function
-    for ancestor in kind.__mro__:
-        found = getattr(sys.modules.get(ancestor.__module__), "eager_attention_forward", None)
-        if found is not None:
-            eager: Callable[..., Any] = found
-            return eager
-    raise UnsupportedError(f"{kind.__name__} has no eager_attention_forward beside it: its blocks cannot be packed")
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

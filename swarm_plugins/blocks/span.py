@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.blocks.apply import adapter_patches
 from swarm_plugins.blocks.checks import check_blocks, check_hidden, check_mask, check_positions, check_prefix
 from swarm_plugins.blocks.context import Call, CallStack
+from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.kv import BlockKV, KVPool, Session
 from swarm_plugins.blocks.layers import BlockList, SkippedBlock, Watched
 from swarm_plugins.blocks.outputs import collected, padding_of, plain, positions_of, unpacked
@@ -86,6 +87,8 @@ class Span:
         self.device = parameter.device
         self.dtype = dtype or _compute_dtype(model)
         self._attention: str = self.config._attn_implementation
+        if self._attention == "eager" and model._supports_attention_backend:
+            self._attention = EAGER  # the same attention, in cuts of bounded size
         self._calls = CallStack(layers, self.config)
         self._skipped = [SkippedBlock(layer, in_tuple=False) for layer in self._layers]
         self._tables: dict[tuple[int, int], list[Any]] = {}
