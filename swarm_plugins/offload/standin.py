@@ -65,6 +65,17 @@ def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Offl
     return OffloadedWeight(one.expand(shape), requires_grad=False)
 
 
+def _applied(fn: Callable[[Tensor], Tensor], weight: OffloadedWeight) -> OffloadedWeight:
+    one = fn(torch.zeros((), dtype=weight.dtype, device=weight.device))
+    if one.device != weight.device:
+        raise UnsupportedError(
+            f"offloaded experts compute on {weight.device} and cannot move to {one.device}: load the model there with "
+            f"load_offloaded(..., device={str(one.device)!r})"
+        )
+    # The same object stays in place: optimizers and PEFT may hold it.
+    return weight if one.dtype == weight.dtype else _hollow(weight.shape, one.dtype, one.device)
+
+
 class OffloadedExperts(nn.Module):
     """Mixed in before a family's experts class: has no weights of its own, borrows an expert when it is needed."""
 
@@ -85,17 +96,19 @@ class OffloadedExperts(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OffloadedExperts:
-        """Applies a cast or move to one element and expands it again: `.to()` would fill in the full weights."""
-        hollow = {name: p for name, p in self._parameters.items() if isinstance(p, OffloadedWeight)}
+        """Applies a cast to one element and expands it again: `.to()` would fill in the full weights.
+
+        Raises:
+            UnsupportedError: If the experts are to move to another device.
+        """
+        hollow = {name: one for name, one in self._parameters.items() if isinstance(one, OffloadedWeight)}
+        changed = {name: _applied(fn, one) for name, one in hollow.items()}
         for name in hollow:
             self._parameters[name] = None
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
-            for name, parameter in hollow.items():
-                one = fn(torch.zeros((), dtype=parameter.dtype, device=parameter.device))
-                is_same = (one.dtype, one.device) == (parameter.dtype, parameter.device)
-                self._parameters[name] = parameter if is_same else _hollow(parameter.shape, one.dtype, one.device)
+            self._parameters.update(changed)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -111,6 +111,13 @@ def test_another_type_reaches_the_other_weights_and_takes_no_memory(model: PreTr
     assert logits(model).isfinite().all()
 
 
+def test_experts_do_not_move_to_another_device(model: PreTrainedModel) -> None:
+    before = dict(model.model.layers[0].mlp.experts.named_parameters())
+    with pytest.raises(UnsupportedError, match=r"compute on cpu and cannot move to meta.*device='meta'"):
+        model.model.layers[0].mlp.experts.to("meta")
+    assert dict(model.model.layers[0].mlp.experts.named_parameters()) == before
+
+
 def test_a_copy_shares_the_experts_and_outlives_the_original(model: PreTrainedModel, directory: Path) -> None:
     before = logits(model)
     twin = copy.deepcopy(model)
