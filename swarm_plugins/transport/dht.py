@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from swarm_plugins.transport.records import (
     sign_record,
 )
 
-__all__ = ["ModelInfo", "SwarmDHT"]
+__all__ = ["ModelInfo", "SwarmDHT", "majority"]
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,28 @@ class ModelInfo(NamedTuple):
     num_blocks: int
     """Blocks of the whole model."""
     num_servers: int
-    """Peers that say they serve some of it."""
+    """Peers that say they serve some of it, and agree on its number of blocks."""
+
+
+def majority(records: Iterable[ModelRecord]) -> dict[str, ModelInfo]:
+    """Returns what most peers say of each model version: one that lies about it does not hide what the others serve.
+
+    Args:
+        records: What peers say they serve, one record of each.
+
+    Returns:
+        By version: the number of blocks that most of its peers agree on, what most of these call it, and how many
+        these are.
+    """
+    names: dict[tuple[str, int], Counter[str]] = {}
+    for record in records:
+        if record.version:
+            names.setdefault((record.version, record.num_blocks), Counter())[record.model] += 1
+    found: dict[str, ModelInfo] = {}
+    for (version, num_blocks), models in names.items():
+        if version not in found or models.total() > found[version].num_servers:
+            found[version] = ModelInfo(models.most_common(1)[0][0], num_blocks, models.total())
+    return found
 
 
 class SwarmDHT:
@@ -152,13 +174,8 @@ class SwarmDHT:
         return found
 
     async def models(self) -> dict[str, ModelInfo]:
-        """Returns all model versions that are announced, by version."""
-        found: dict[str, ModelInfo] = {}
-        for _, record in await self._find(model_keys()):
-            if isinstance(record, ModelRecord) and record.version:
-                known = found.get(record.version, ModelInfo(record.model, record.num_blocks, 0))
-                found[record.version] = known._replace(num_servers=known.num_servers + 1)
-        return found
+        """Returns all model versions that are announced, by version; see `majority`."""
+        return majority(record for _, record in await self._find(model_keys()) if isinstance(record, ModelRecord))
 
     def _gone(self) -> dict[str, Record]:
         version = self._version or ""

@@ -13,6 +13,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.utils import MSGPackSerializer
 
 from swarm_plugins.errors import ConfigError, ProtocolError
+from swarm_plugins.transport.dht import ModelInfo, majority
 from swarm_plugins.transport.identity import Identity, IdentityFile, create_identity_file, load_identity
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import (
@@ -225,3 +226,12 @@ def test_an_unusable_identity_says_which_file_and_what_to_do(tmp_path: Path) -> 
         IdentityFile.take(tmp_path / "text")
     with pytest.raises(ConfigError, match="cannot read the identity"):
         IdentityFile.take(tmp_path)
+
+
+def test_one_peer_that_lies_about_a_version_does_not_hide_it() -> None:
+    liar = ModelRecord(version="v", model="x", num_blocks=99)
+    honest = ModelRecord(version="v", model="m", num_blocks=4)
+    renamed = ModelRecord(version="v", model="copy", num_blocks=4)
+    gone = ModelRecord(version="", model="", num_blocks=0)
+    for records in ([liar, liar, honest, honest, renamed, gone], [renamed, honest, honest, gone, liar]):
+        assert majority(records) == {"v": ModelInfo("m", 4, 3)}
