@@ -154,3 +154,26 @@ def test_merging_is_refused_with_the_cure(folder: Path) -> None:
     _, few = pair(folder, "mixtral")
     with pytest.raises(UnsupportedError, match="keep the adapter apart"):
         get_peft_model(few, experts_lora("mixtral")).merge_and_unload()
+
+
+def test_an_adapter_on_a_bias_of_experts_is_refused_with_the_cure(folder: Path) -> None:
+    _, few = pair(folder, "gpt_oss")
+    tuned = get_peft_model(few, LoraConfig(target_modules=[], target_parameters=["experts.down_proj_bias"]))
+    with pytest.raises(UnsupportedError, match=r"ParamWrapper on 'down_proj_bias' cannot work.*gate_up_proj"):
+        tuned(tokens())
+
+
+def test_experts_to_be_trained_as_a_whole_are_refused_with_the_cure(folder: Path) -> None:
+    _, few = pair(folder, "mixtral")
+    tuned = get_peft_model(few, LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"]))
+    with pytest.raises(UnsupportedError, match="freeze it"):
+        tuned(tokens())
+
+
+def test_adapters_on_the_router_and_on_experts_in_few_bits_train(folder: Path) -> None:
+    pair(folder, "mixtral")
+    few = load_offloaded(folder / "mixtral", OffloadConfig(fast_bytes=FEW_BYTES, expert_bits=8), device="cpu")
+    config = LoraConfig(target_modules=[], target_parameters=["experts.down_proj", "gate.weight"])
+    found = gradients(adapted(few, config).train(), tokens())
+    assert len(found) == 2 * 2 * 3
+    assert all(one.isfinite().all() and one.norm() > 0 for one in found.values())
