@@ -119,10 +119,17 @@ class SwarmView:
                 for peer, info in self._announced.items()
                 if info.state == "online" and not self.bans.is_banned(peer)
             }
-            probed = await asyncio.gather(*(self._probe(peer) for peer in spread_sample(online, _MAX_PROBES)))
+            probed = await asyncio.gather(*(self._probe(peer) for peer in self._sample(online)))
             self._entries = {entry.peer: entry for entry in probed if entry is not None}
             self._forget_departed()
             self._refreshed_at = time.monotonic()
+
+    def _sample(self, online: dict[str, tuple[int, int]]) -> list[str]:
+        """Chooses whom to ask; who has answered before is not crowded out by a flood of announcements."""
+        known = {peer: span for peer, span in online.items() if peer in self._entries}
+        again = spread_sample(known, _MAX_PROBES // 2)
+        others = {peer: span for peer, span in online.items() if peer not in again}
+        return [*again, *spread_sample(others, _MAX_PROBES - len(again))]
 
     def _forget_departed(self) -> None:
         for peer in [peer for peer in self.infos if peer not in self._announced]:

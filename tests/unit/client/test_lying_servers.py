@@ -151,3 +151,18 @@ def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: p
         assert list(view.infos) == ["server3", "server4"]
 
     asyncio.run(body())
+
+
+def test_a_flood_of_announcements_does_not_crowd_out_who_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.directory._MAX_PROBES", 4)
+
+    async def body() -> None:
+        swarm = Swarm({"honest": INFO})
+        view = view_of(swarm)
+        await view.refresh(force=True)
+        swarm.infos |= {f"flood{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(200)}
+        for _ in range(10):
+            await view.refresh(force=True)
+            assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
+
+    asyncio.run(body())
