@@ -5,5 +5,6 @@ from __future__ import annotations
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.load import load_offloaded
 from swarm_plugins.offload.quantizing import QuantizedSize, quantize_checkpoint
+from swarm_plugins.offload.stats import OffloadStats
 
-__all__ = ["OffloadConfig", "QuantizedSize", "load_offloaded", "quantize_checkpoint"]
+__all__ = ["OffloadConfig", "OffloadStats", "QuantizedSize", "load_offloaded", "quantize_checkpoint"]

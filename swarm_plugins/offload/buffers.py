@@ -11,10 +11,10 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError
 
-__all__ = ["BufferPool", "device_buffer", "host_buffer"]
+__all__ = ["MIN_MAPPED_BYTES", "BufferPool", "device_buffer", "host_buffer"]
 
-# Smaller buffers do not get a mapping of their own, which would cost at least a page.
-_MIN_MAPPED_BYTES = 1 << 16
+MIN_MAPPED_BYTES = 1 << 16
+"""Smaller buffers do not get a mapping of their own, which would cost at least a page."""
 
 
 def host_buffer(num_bytes: int) -> Tensor:
@@ -23,7 +23,7 @@ def host_buffer(num_bytes: int) -> Tensor:
     Raises:
         OSError: If there is no memory.
     """
-    if num_bytes < _MIN_MAPPED_BYTES:
+    if num_bytes < MIN_MAPPED_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from swarm_plugins.offload.buffers import host_buffer
+from swarm_plugins.offload.buffers import MIN_MAPPED_BYTES, host_buffer
 
 __all__ = ["CudaCopies", "CudaCopy"]
 
@@ -56,7 +56,8 @@ class CudaCopies:
             RuntimeError: If the driver refuses.
         """
         # torch's own pinned memory comes in powers of two, up to twice what the budget says.
-        buffer = host_buffer(num_bytes)
+        # A page can be locked once: no two buffers may share one.
+        buffer = host_buffer(max(num_bytes, MIN_MAPPED_BYTES))[:num_bytes]
         runtime = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
         if code:
@@ -79,7 +80,8 @@ class CudaCopies:
             convert: Makes the buffer's bytes from the source's, on the device; None if they are the same.
         """
         stream = self._own_stream()
-        with torch.cuda.stream(stream), torch.no_grad():
+        # Whoever asks first: the staging buffer must be of use outside of inference mode, too.
+        with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
             into.record_stream(stream)
             if convert is None:
                 into.copy_(source, non_blocking=True)
