@@ -23,6 +23,10 @@ pytestmark = [
 Fit = Callable[..., Result]
 LORA = "lora_sotu.yaml"
 FAST = ("--trainer.fast_dev_run", "true", "--trainer.accelerator", "cpu")
+HUB = (
+    "  strategy: swarm\n  callbacks:\n    - class_path: swarm_plugins.HubAdapterCallback\n"
+    "      init_args: {{ {}: a b/c }}"
+)
 SHORT = ("--trainer.accelerator", "cpu", "--trainer.val_check_interval", "1.0", "--data.length", "16")
 
 
@@ -70,6 +74,8 @@ def test_the_classifier_reports_its_accuracy_beside_that_of_the_majority(fit: Fi
         pytest.param("AdapterTuner", "AdapterTunr", r"'AdapterTunr'; it has AdapterTuner", id="class"),
         pytest.param("peft_type: LORA", "peft_type: LORRA", r"'LORRA'.*LORA, IA3", id="method"),
         pytest.param("2.0e-3", "quick", r"learning_rate.*float.*quick", id="value"),
+        pytest.param("  strategy: swarm", HUB.format("repo_id"), r"'a b/c' cannot be the name of a repo", id="repo"),
+        pytest.param("  strategy: swarm", HUB.format("rep_id"), r"'rep_id' .*allowed are repo_id", id="callback"),
     ],
 )
 def test_a_misspelt_recipe_is_told_what_is_allowed(old: str, new: str, said: str, tmp_path: Path, fit: Fit) -> None:

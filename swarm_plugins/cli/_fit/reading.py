@@ -17,7 +17,9 @@ from swarm_plugins.errors import ConfigError, SwarmError
 
 __all__ = ["first_swarm_error", "read_recipe"]
 
-_IN_CLASS = re.compile(r"Problem with given class_path '([\w.]+)': (.*?)(?= Expected a <class 'NoneType'>|$)")
+_IN_CLASS = re.compile(
+    r"Problem with given class_path '([\w.]+)': (.*?)(?= Expected a <class 'NoneType'>| Not a valid subclass |$)"
+)
 _KEYS = ("seed_everything", "trainer", "model", "data")
 _REFUSED = re.compile(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'")
 

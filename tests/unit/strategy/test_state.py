@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import find_layers
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.strategy.inspection import base_versions, check_remote, check_trainable, has_remote_blocks
-from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, trained_state
+from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, readable, trained_state
 from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.versions import ModelVersion
 
@@ -109,6 +110,21 @@ def test_a_checkpoint_that_names_no_base_is_taken_with_a_warning(
 ) -> None:
     check_base(checkpoint, module)
     assert "does not say on which base model" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        pytest.param(FileNotFoundError(2, "x"), r"no checkpoint 'run.ckpt'; give the path", id="absent"),
+        pytest.param(EOFError(), r"'run.ckpt' cannot be read .*damaged", id="cut-off"),
+        pytest.param(RuntimeError("PytorchStreamReader failed"), r"PytorchStreamReader failed.*damaged", id="archive"),
+        # torch's advice to trust the file is not repeated.
+        pytest.param(pickle.UnpicklingError("set weights_only=False"), r"\(not what torch\.save writes", id="code"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_told_so(error: Exception, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said), readable("run.ckpt"):
+        raise error
 
 
 def test_a_module_without_remote_blocks_is_refused_with_the_cure() -> None:
