@@ -71,9 +71,10 @@ class Guesses:
         guess = self._active
         if guess is None:
             return
+        needed = frozenset(experts) if guess.layer == layer else frozenset()
         if guess.layer == layer:
             slots = {slot.key.expert: slot for slot in guess.held}
-            used = [expert for expert in guess.experts if expert in experts]
+            used = [expert for expert in guess.experts if expert in needed]
             counters.guesses += len(guess.experts)
             counters.guesses_used += len(used)
             counters.guesses_late += sum(expert in slots and not slots[expert].is_ready for expert in used)
@@ -83,13 +84,13 @@ class Guesses:
         else:
             counters.guesses += len(guess.experts)
             counters.guessed_loads += len(guess.loads)
-        self._end(experts if guess.layer == layer else ())
+        self._end(needed)
 
     def drop(self) -> None:
         """Gives the guess up."""
-        self._end(())
+        self._end(frozenset())
 
-    def _end(self, keep: Sequence[int]) -> None:
+    def _end(self, keep: frozenset[int]) -> None:
         guess, self._active = self._active, None
         if guess is None:
             return

@@ -115,7 +115,7 @@ class Residency:
     def _excess(self) -> dict[int, int]:
         """Returns how many residents each layer has beyond its quota, pinned ones apart."""
         return {
-            layer: len(residents - self._pinned[layer]) - self.quotas[layer]
+            layer: len(residents) - len(residents & self._pinned[layer]) - self.quotas[layer]
             for layer, residents in self._resident.items()
         }
 
