@@ -177,3 +177,17 @@ def test_adapters_on_the_router_and_on_experts_in_few_bits_train(folder: Path) -
     found = gradients(adapted(few, config).train(), tokens())
     assert len(found) == 2 * 2 * 3
     assert all(one.isfinite().all() and one.norm() > 0 for one in found.values())
+
+
+@pytest.mark.parametrize("bits", [None, 16, 8])
+def test_memory_that_was_taken_in_inference_mode_serves_training_too(folder: Path, bits: int | None) -> None:
+    # Lightning validates in inference mode before the first step.
+    pair(folder, "mixtral")
+    config = OffloadConfig(fast_bytes=1 << 30, expert_bits=bits)
+    models = [load_offloaded(folder / "mixtral", config, device="cpu") for _ in range(2)]
+    local, few = (adapted(model, experts_lora("mixtral")) for model in models)
+    with torch.inference_mode():
+        few.eval()(tokens())
+    assert_close(gradients(few.train(), tokens()), gradients(local.train(), tokens()))
+    with torch.inference_mode():
+        assert torch.equal(few.eval()(tokens()).logits, few(tokens()).logits)
