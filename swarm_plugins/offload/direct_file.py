@@ -60,6 +60,7 @@ class DirectFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._fd = -1
         self._fd, self.is_direct = _open(path)
 
     def read(self, start: int, num_bytes: int, bounce: Bounce) -> Bytes:
@@ -87,6 +88,10 @@ class DirectFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def __del__(self) -> None:
+        # A model that is collected leaves its cache to the collector.
+        self.close()
 
     def _fill(self, view: memoryview, start: int) -> int:
         if self.is_direct:

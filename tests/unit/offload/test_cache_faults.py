@@ -104,7 +104,8 @@ def test_two_caches_on_the_same_files_do_not_disturb_each_other(store: FakeStore
     caches[1].close()
 
 
-def test_a_cache_that_nobody_refers_to_is_gone_with_its_threads(store: FakeStore) -> None:
+def test_a_cache_that_nobody_refers_to_is_gone_with_its_threads_and_files(store: FakeStore) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
     cache = make(store, num_fast=4)
     borrowed(cache, 0, range(4))
     gone = weakref.ref(cache)
@@ -115,6 +116,7 @@ def test_a_cache_that_nobody_refers_to_is_gone_with_its_threads(store: FakeStore
     while any(thread.name == "expert-reader" for thread in threading.enumerate()):
         assert time.monotonic() < deadline, "readers without work have to end by themselves"
         time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) == num_open
 
 
 def test_closing_while_others_wait_wakes_them(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
