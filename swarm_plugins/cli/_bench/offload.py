@@ -78,6 +78,8 @@ def bench_offload(
     bar = progress.add_task("measuring the disk, loading", total=2 + len(arms) * (rounds + 2))
     rates = [measured_disk(checkpoint, sizes.largest_expert_bytes)]
     progress.advance(bar)
+    # Before and after: other processes come and go.
+    steps = [_step_seconds(checkpoint, sizes.dtype)]
     with ExitStack() as stack:
         running: dict[ArmName, ArmProcess] = {}
         for arm in arms:
@@ -98,16 +100,20 @@ def bench_offload(
             _round(running, index, prompt[0].tolist(), new_tokens)
             progress.advance(bar, len(arms))
         rates.append(measured_disk(checkpoint, sizes.largest_expert_bytes))
-    step = step_seconds(meta_model(checkpoint.config, sizes.dtype), device=torch.device("cpu"))
+        steps.append(_step_seconds(checkpoint, sizes.dtype))
     progress.advance(bar)
     disk, experts = (statistics.mean(rate[index] for rate in rates) for index in range(2))
-    speeds = Speeds(disk_bytes_per_s=disk, expert_bytes_per_s=experts, step_s=step)
+    speeds = Speeds(disk_bytes_per_s=disk, expert_bytes_per_s=experts, step_s=statistics.mean(steps))
     report.expert_bytes, report.fast_bytes, report.limit_bytes = sizes.expert_bytes, fast, limit
     report.budget_bytes, report.speeds = budget, speeds
     report.forecast = forecast(sizes, speeds, fast_bytes=fast)
     report.arms = [_figures(arm, process) for arm, process in running.items()]
     report.rounds, report.new_tokens = rounds, new_tokens
     add_goals(report)
+
+
+def _step_seconds(checkpoint: Checkpoint, dtype: torch.dtype) -> float:
+    return step_seconds(meta_model(checkpoint.config, dtype), device=torch.device("cpu"))
 
 
 def _padded(num_bytes: int) -> int:
