@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,9 +39,9 @@ def remote() -> nn.Module:
 
 
 @pytest.fixture
-def module() -> Iterator[Head]:
+def module() -> Head:
     torch.manual_seed(0)
-    yield Head(get_peft_model(remote(), LoraConfig(r=2, target_modules=["q_proj"])))
+    return Head(get_peft_model(remote(), LoraConfig(r=2, target_modules=["q_proj"])))
 
 
 def test_only_what_a_run_changes_is_kept(module: Head) -> None:
