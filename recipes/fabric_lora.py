@@ -6,6 +6,8 @@ export SWARM_INITIAL_PEERS=/ip4/...    # as `swarm serve MODEL` prints it
 fabric run --strategy swarm recipes/fabric_lora.py
 fabric run --strategy swarm recipes/fabric_lora.py --steps 400 --resume    # goes on from the checkpoint
 ```
+
+Two runs at once on one machine: give one of them another ``--main-port``, an option of ``fabric run``.
 """
 
 from __future__ import annotations

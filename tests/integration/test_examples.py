@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -51,6 +52,14 @@ def run(folder: Path, *command: str | Path, environment: Mapping[str, str]) -> s
 
 def example(name: str) -> tuple[str, Path]:
     return sys.executable, ROOT / "examples" / name
+
+
+def fabric_run() -> list[str | Path]:
+    # Of the launcher; its default is one number for all runs of a machine.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [FABRIC, "run", "--strategy", "swarm", f"--main-port={port}", ROOT / "recipes" / "fabric_lora.py"]
 
 
 def numbers(pattern: str, said: str) -> list[float]:
@@ -102,7 +111,7 @@ def test_the_quickstart_goes_the_whole_way(model: Path, tmp_path: Path) -> None:
 
 def test_fabric_run_knows_the_strategy_and_resumes(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
     options = ["--base", model, "--dataset", TEXT, "--length", "16", "--output", tmp_path / "out"]
-    command = [FABRIC, "run", "--strategy", "swarm", ROOT / "recipes" / "fabric_lora.py", *options]
+    command = [*fabric_run(), *options]
     first = run(tmp_path, *command, "--steps", "10", environment=peers)
     before, after = numbers(r"held-out loss ([\d.]+)", first)
     assert after < before
@@ -118,9 +127,8 @@ def test_fabric_run_knows_the_strategy_and_resumes(model: Path, peers: Mapping[s
 
 
 def test_fabric_run_without_a_swarm_says_how_to_name_one(model: Path, tmp_path: Path) -> None:
-    recipe = ROOT / "recipes" / "fabric_lora.py"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "SWARM_INITIAL_PEERS": ""}
-    command = [FABRIC, "run", "--strategy", "swarm", recipe, "--base", model, "--dataset", TEXT]
+    command = [*fabric_run(), "--base", model, "--dataset", TEXT]
     done = subprocess.run(
         [str(word) for word in command],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=END_S, check=False,
