@@ -100,7 +100,7 @@ class IdentityFile:
         identity: What is in it.
         lock: Descriptor that holds the lock.
         existed: It was there before, so another peer may have it too.
-        is_temporary: Delete it at the end.
+        is_temporary: Delete it as soon as nobody needs it any more.
     """
 
     def __init__(self, path: Path, identity: Identity, lock: int, *, existed: bool, is_temporary: bool) -> None:
@@ -142,14 +142,18 @@ class IdentityFile:
             ) from exc
         return cls(path, identity, lock, existed=existed, is_temporary=is_temporary)
 
+    def delete_if_temporary(self) -> None:
+        """Deletes a temporary file: its key is in memory, and so a process that is killed leaves none on disk."""
+        if self._is_temporary:
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+
     def give_back(self) -> None:
         """Unlocks the file; deletes it if it is temporary. Idempotent."""
         if self._lock is None:
             return
         os.close(self._lock)
         self._lock = None
-        if self._is_temporary:
-            shutil.rmtree(self.path.parent, ignore_errors=True)
+        self.delete_if_temporary()
 
 
 def load_identity(path: Path) -> Identity:

@@ -60,6 +60,7 @@ class SwarmNode:
         try:
             self._identity = IdentityFile.take(self._config.identity_path)
             self._daemon = await start_daemon(self._config, self._identity)
+            self._identity.delete_if_temporary()  # the daemon has read it
             self._dht = SwarmDHT(self._daemon, self._identity.identity, self._config)
             await self._dht.start()
         except BaseException:

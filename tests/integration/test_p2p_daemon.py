@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -38,9 +40,12 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("mode", "end"), [("server", "SIGKILL"), ("client", "SIGKILL"), ("client", "SIGTERM"), ("server", "exit")]
 )
-def test_no_daemon_is_left_behind(mode: str, end: str) -> None:
+def test_no_daemon_and_no_key_is_left_behind(mode: str, end: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, mode, end]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as parent:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as parent:
         assert parent.stdout is not None
         daemon = int(parent.stdout.readline())
         if end != "exit":
@@ -51,3 +56,4 @@ def test_no_daemon_is_left_behind(mode: str, end: str) -> None:
     while is_running(daemon) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(daemon)
+    assert list(tmp_path.iterdir()) == []
