@@ -25,6 +25,7 @@ from swarm_plugins.server.activations import ActivationStore
 from swarm_plugins.server.adapters import AdapterStore
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.fit import blocks_that_fit
+from swarm_plugins.server.free_memory import return_free_memory
 from swarm_plugins.server.handlers import info_handler, push_handler
 from swarm_plugins.server.measure import measure
 from swarm_plugins.server.preload import preload_adapter
@@ -56,6 +57,8 @@ _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
 _MIN_PACK_TOKENS = 64
 _SWEEP_EVERY_S = 10.0
+_IDLE_LOAD = 0.02
+"""A server less busy than this has time to tidy up."""
 
 
 def service_handlers(service: Service) -> dict[str, Handler]:
@@ -271,9 +274,14 @@ def _public_name(adapter: str) -> str:
 
 
 async def _sweep(service: Service) -> None:
+    was_busy = False
     while True:
         await asyncio.sleep(_SWEEP_EVERY_S)
         service.activations.drop_expired()
+        is_busy = service.scheduler.load > _IDLE_LOAD
+        if was_busy and not is_busy:
+            await in_thread(return_free_memory)
+        was_busy = is_busy
 
 
 async def _drain(scheduler: Scheduler, grace_s: float) -> None:
