@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from swarm_plugins.cli.errors import one_sentence_errors
+from swarm_plugins.cli.quiet import quiet_recipe
 
 __all__ = ["fit"]
 
@@ -35,9 +34,7 @@ def fit(
     DIR; --print_config shows all of them. The swarm is that of the recipe (strategy.init_args.initial_peers), else of
     the environment variable SWARM_INITIAL_PEERS, else of --local-swarm.
     """
-    # Said at import, or at every step, by libraries that a recipe does not use directly.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    quiet_recipe()
     from swarm_plugins.cli._fit.run import run_recipe
 
     with one_sentence_errors("fit"):
