@@ -266,7 +266,8 @@ def _work_directory(target: Path) -> Iterator[Path]:
     """Yields a directory to write to, which only this process has; it is gone in the end unless it was renamed."""
     _check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    lock_path = target.with_name(f".{target.name}.lock")
+    lock = FileLock(lock_path)
     try:
         lock.acquire(timeout=0)
     except Timeout as exc:
@@ -280,6 +281,8 @@ def _work_directory(target: Path) -> Iterator[Path]:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        # While it is held: whoever has opened it already sees that it has no name, and opens another one.
+        lock_path.unlink(missing_ok=True)
         lock.release()
 
 
