@@ -1,4 +1,4 @@
-"""Mixture-of-experts models that do not fit one's own machine: use them and train adapters on them.
+"""Fine-tune and use language models that do not fit your machine.
 
 ```text
 AutoSwarmModelForCausalLM ...   HF's own model class, its decoder layers on other people's servers

@@ -24,7 +24,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="swarm",
-    help="Fine-tune and use mixture-of-experts language models that do not fit your machine.",
+    help="Fine-tune and use language models that do not fit your machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

@@ -11,7 +11,7 @@ import pytest
 from swarm_plugins.cli.quiet import quiet_recipe
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
-TIP = "\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud %s, try installing [%s](https://pypi.org/project/%s/) to enable it."
+TIP = "\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud %s, try installing [%s](https://pypi.org/project/%s/)."
 
 
 @pytest.fixture
