@@ -19,7 +19,7 @@ from swarm_plugins.backbone import base_version
 from swarm_plugins.callbacks import saving
 from swarm_plugins.callbacks.publishing import Publishing
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.hub import Manifest, RetryPlan, open_adapter
+from swarm_plugins.hub import Manifest, PushTarget, RetryPlan, open_adapter
 from swarm_plugins.testing import LocalHub
 from swarm_plugins.versions import ModelVersion
 
@@ -113,6 +113,9 @@ def test_the_same_tensors_are_published_once(hub: LocalHub, adapted: Adapted, tm
     publisher.finish()
     assert [version.folder.name for version in publisher.pushed] == ["step-00000003-best", "step-00000004-end"]
     assert [path.name for path in (tmp_path / "hub_adapters").iterdir()] == ["step-00000004-end"]
+    kept = PushTarget.read(tmp_path / "hub_adapters" / "step-00000004-end")
+    assert kept is not None
+    assert kept.pushed_as == "v2", "what stays says that it need not be published"
 
 
 @pytest.mark.parametrize(("mode", "values", "expected"), [("min", [3, 2, 2.5, 1], 3), ("max", [3, 2, 2.5, 4], 2)])
@@ -142,6 +145,9 @@ def test_when_the_hub_is_down_the_versions_stay_and_can_be_pushed_later(
     (folder,) = publisher.unpushed
     assert folder == tmp_path / "hub_adapters" / "step-00000001-end"
     assert f"swarm push {folder}" in caplog.text
+    target = PushTarget.read(folder)
+    assert target is not None
+    assert target.pushed_as is None
     assert open_adapter(folder).base is not None
 
 
