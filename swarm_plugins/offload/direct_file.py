@@ -17,7 +17,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CHUNK_BYTES", "Bounce", "Bytes", "DirectFile"]
+from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.types import FileIdentity
+
+__all__ = ["CHUNK_BYTES", "Bounce", "Bytes", "DirectFile", "file_identity"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -83,6 +86,14 @@ class DirectFile:
         count = self._fill(view, first)
         return np.frombuffer(view, np.uint8)[start - first : min(count, start - first + num_bytes)]
 
+    def identity(self) -> FileIdentity:
+        """Returns which file is open, and when it was last written to.
+
+        Raises:
+            OSError: If the file system does not answer.
+        """
+        return _identity(os.fstat(self._fd))
+
     def close(self) -> None:
         """Closes the file; may be called again."""
         if self._fd >= 0:
@@ -105,6 +116,22 @@ class DirectFile:
         count = os.preadv(self._fd, [view], start)
         _advise(self._fd, start, count, "POSIX_FADV_DONTNEED")
         return count
+
+
+def file_identity(path: Path) -> FileIdentity:
+    """Returns which file a path leads to.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    try:
+        return _identity(path.stat())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): fetch the checkpoint again") from error
+
+
+def _identity(found: os.stat_result) -> FileIdentity:
+    return FileIdentity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _open(path: Path) -> tuple[int, bool]:

@@ -12,12 +12,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.direct_file import file_identity
 from swarm_plugins.offload.expert_files import padded_bytes
 from swarm_plugins.offload.formats.experts import QuantizedFormat, matrix_format
 from swarm_plugins.offload.formats.plain import PlainFormat
 from swarm_plugins.offload.linears import PARTS, QuantizedLinear, replace_module
 from swarm_plugins.offload.quantized_manifest import MANIFEST_FILE, QUANT_METHOD, Manifest, expert_tensor, read_manifest
-from swarm_plugins.offload.types import BufferLayout, ExpertFormat, ExpertKey, FileRange
+from swarm_plugins.offload.types import BufferLayout, ExpertFormat, ExpertKey, FileIdentity, FileRange
 
 __all__ = ["QuantizedStore", "is_quantized_store", "open_quantized"]
 
@@ -37,7 +38,7 @@ class QuantizedStore:
         }
         self._checkpoint = checkpoint
         self._layouts = {layer: self._stored(layer) for layer in self.num_experts}
-        self._paths: dict[str, Path] = {}
+        self._files: dict[str, tuple[Path, FileIdentity]] = {}
 
     def stored_layout(self, layer: int) -> BufferLayout:
         """Returns how an expert of a layer lies in its buffer after reading."""
@@ -46,7 +47,8 @@ class QuantizedStore:
     def ranges(self, key: ExpertKey) -> Sequence[FileRange]:
         """Returns where an expert's buffer lies: in one piece."""
         info = self._checkpoint.tensors[expert_tensor(*key)]
-        return (FileRange(self._paths[info.file], info.start, self._layouts[key.layer].num_bytes, 0, info.name),)
+        path, identity = self._files[info.file]
+        return (FileRange(path, info.start, self._layouts[key.layer].num_bytes, 0, info.name, identity),)
 
     def format(self, layer: int, dtype: torch.dtype, device: torch.device) -> ExpertFormat:
         """Returns how to multiply with the experts of a layer.
@@ -108,8 +110,9 @@ class QuantizedStore:
                 self._check_tensor(f"{name}.{PARTS[part.name]}", part.dtype, part.shape)
         for name in self._expert_tensors():
             file = self._checkpoint.tensors[name].file
-            if file not in self._paths:
-                self._paths[file] = self._checkpoint.file_path(file)
+            if file not in self._files:
+                path = self._checkpoint.file_path(file)
+                self._files[file] = (path, file_identity(path))
 
     def _stored(self, layer: int) -> BufferLayout:
         plain = self.manifest.layers[str(layer)].layout()

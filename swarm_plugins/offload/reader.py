@@ -50,7 +50,8 @@ class RangeReader:
             Bytes taken from disk.
 
         Raises:
-            CheckpointError: If a file is missing, ends early, or the disk fails: names file and tensor.
+            CheckpointError: If a file is missing, ends early, was replaced or written to since its identity was
+                taken, or the disk fails: names file and tensor.
             ReadCancelled: If the read was cancelled.
         """
         half = sum(item.num_bytes for item in ranges) // 2
@@ -89,11 +90,18 @@ class RangeReader:
             try:
                 file = self._file(run[0].path)
                 chunk = file.read(position, min(CHUNK_BYTES, end - position), bounce)
+                # After the bytes, so that these are covered, too.
+                is_changed = run[0].identity not in (None, file.identity())
             except OSError as error:
                 raise CheckpointError(
                     f"{run[0].path}: tensor {_tensor_at(run, position)!r} cannot be read: {error.strerror or error}; "
                     "is the disk there, and the checkpoint where it was?"
                 ) from error
+            if is_changed:
+                raise CheckpointError(
+                    f"{run[0].path}: the file was replaced or written to since the model was loaded, the bytes of "
+                    f"tensor {_tensor_at(run, position)!r} may be others now: load the model again"
+                )
             if not len(chunk):
                 raise CheckpointError(
                     f"{run[0].path}: the file ends at byte {position}, within tensor {_tensor_at(run, position)!r} "

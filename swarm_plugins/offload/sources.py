@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.offload.direct_file import file_identity
 from swarm_plugins.offload.layout import ExpertTensor
 from swarm_plugins.offload.types import BufferLayout, ExpertKey, FileRange
 
@@ -17,12 +18,15 @@ class CheckpointStore:
 
     Args:
         layers: The fused parameters of each layer that has experts.
-        paths: Where the files that they name lie.
+        paths: Where the files that they name lie; what is there now is what is read later, or nothing.
+
+    Raises:
+        CheckpointError: If a file is missing.
     """
 
     def __init__(self, layers: Mapping[int, Sequence[ExpertTensor]], paths: Mapping[str, Path]) -> None:
         self._layers = layers
-        self._paths = paths
+        self._files = {name: (path, file_identity(path)) for name, path in paths.items()}
         self._layouts = {
             layer: BufferLayout.of([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors])
             for layer, tensors in layers.items()
@@ -54,7 +58,7 @@ class CheckpointStore:
         for tensor, spec in zip(self._layers[key.layer], self._layouts[key.layer].tensors, strict=True):
             offset = spec.offset
             for piece in tensor.pieces(key.expert):
-                path = self._paths[piece.tensor.file]
-                found.append(FileRange(path, piece.start, piece.num_bytes, offset, piece.tensor.name))
+                path, identity = self._files[piece.tensor.file]
+                found.append(FileRange(path, piece.start, piece.num_bytes, offset, piece.tensor.name, identity))
                 offset += piece.num_bytes
         return found

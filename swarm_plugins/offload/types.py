@@ -26,6 +26,7 @@ __all__ = [
     "ExpertFormat",
     "ExpertKey",
     "ExpertStore",
+    "FileIdentity",
     "FileRange",
     "TensorSpec",
 ]
@@ -41,6 +42,15 @@ class ExpertKey(NamedTuple):
     expert: int
 
 
+class FileIdentity(NamedTuple):
+    """What tells a file from another one under the same name, and from itself after it has been written to."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    mtime_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """Bytes of a file, and where they go in an expert's buffer."""
@@ -52,6 +62,8 @@ class FileRange:
     """First byte in the buffer."""
     tensor: str
     """Name in the file, for messages."""
+    identity: FileIdentity | None = None
+    """Of the file that ``start`` was found in; None: whatever file is there."""
 
 
 @dataclass(frozen=True, slots=True)
