@@ -75,6 +75,8 @@ def load_adapter(
 def _opened(repo: str | Path, version: str, **hub: Any) -> AdapterFolder:
     path = Path(repo).expanduser()
     if not isinstance(repo, Path) and not path.is_dir():
+        if repo.startswith((".", "/", "~")) or repo.endswith("/") or repo.count("/") > 1:
+            raise ConfigError(f"there is no directory {repo!r}: give the folder of an adapter, or USER/NAME on the Hub")
         return fetch_adapter(repo, version, **hub)
     if version != "latest":
         raise ConfigError(

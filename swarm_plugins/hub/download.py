@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import GitRefs, HfApi, ModelInfo, hf_hub_download
+from huggingface_hub.errors import RevisionNotFoundError
 
-from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub.deadline import within
 from swarm_plugins.hub.failures import translated_errors
 from swarm_plugins.hub.folder import CONFIG_FILE, WEIGHTS_FILE
 from swarm_plugins.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, Manifest, PeftFacts
-from swarm_plugins.hub.names import check_repo_id, newest_tag
+from swarm_plugins.hub.names import check_repo_id, newest_tag, sorted_tags
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["AdapterFolder", "fetch_adapter", "open_adapter"]
 
 _ANSWER_S = 20.0
 _MAX_WEIGHTS_BYTES = 8 << 30
+_MAX_LISTED = 20
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
@@ -64,7 +66,7 @@ def fetch_adapter(
     api = HfApi(endpoint=endpoint, token=token)
     with translated_errors(f"load {repo_id}@{version}"):
         revision = _latest(api, repo_id) if version == "latest" else version
-        info = api.model_info(repo_id, revision=revision, files_metadata=True, timeout=_ANSWER_S)
+        info = _info(api, repo_id, revision)
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
         label = f"{repo_id}@{revision}"
         _check_files(label, sizes)
@@ -76,9 +78,26 @@ def fetch_adapter(
     return open_adapter(Path(paths[0]).parent, label=label)
 
 
+def _info(api: HfApi, repo_id: str, revision: str) -> ModelInfo:
+    try:
+        return api.model_info(repo_id, revision=revision, files_metadata=True, timeout=_ANSWER_S)
+    except RevisionNotFoundError as exc:
+        refs = _refs(api, repo_id)
+        tags = [ref.name for ref in refs.tags]
+        numbered = sorted_tags(tags)
+        known = [*numbered, *sorted(set(tags) - set(numbered)), *(ref.name for ref in refs.branches)]
+        more = f" and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else ""
+        raise HubError(
+            f"load {repo_id}@{revision}: there is no such version; there are {', '.join(known[:_MAX_LISTED])}{more}"
+        ) from exc
+
+
+def _refs(api: HfApi, repo_id: str) -> GitRefs:
+    return within(_ANSWER_S, f"list the versions of {repo_id}", lambda: api.list_repo_refs(repo_id))
+
+
 def _latest(api: HfApi, repo_id: str) -> str:
-    refs = within(_ANSWER_S, f"list the versions of {repo_id}", lambda: api.list_repo_refs(repo_id))
-    return newest_tag(ref.name for ref in refs.tags) or "main"
+    return newest_tag(ref.name for ref in _refs(api, repo_id).tags) or "main"
 
 
 def _check_files(label: str, sizes: Mapping[str, int]) -> None:

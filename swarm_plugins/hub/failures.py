@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from http import HTTPStatus
+from typing import Literal
 
 import httpx2
 from huggingface_hub.errors import (
@@ -21,15 +22,16 @@ from swarm_plugins.errors import HubError, SwarmError
 __all__ = ["translated_errors"]
 
 _PASSING = {408, 412, 425, 429}
-_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may"
 
 
 @contextlib.contextmanager
-def translated_errors(what: str) -> Iterator[None]:
+def translated_errors(what: str, right: Literal["read", "write"] = "read") -> Iterator[None]:
     """Turns errors of huggingface_hub into one of this package.
 
     Args:
         what: What was being done, such as ``push to me/my-adapter``.
+        right: Which right it takes.
 
     Raises:
         HubError: Instead of them.
@@ -39,21 +41,21 @@ def translated_errors(what: str) -> Iterator[None]:
     except SwarmError:
         raise
     except (OSError, ValueError, RuntimeError, httpx2.HTTPError) as exc:
-        raise _translate(what, exc) from exc
+        raise _translate(what, right, exc) from exc
 
 
-def _translate(what: str, exc: Exception) -> HubError:
+def _translate(what: str, right: str, exc: Exception) -> HubError:
     cause = exc.__cause__
     if isinstance(exc, RuntimeError) and isinstance(cause, OSError | ValueError | httpx2.HTTPError):
         # The library wraps what happened while a large file was uploaded.
-        return _translate(what, cause)
+        return _translate(what, right, cause)
     if isinstance(exc, HfUriError) and isinstance(exc.__context__, HfHubHTTPError):
         # The library stumbles over the address of a Hub of one's own while it looks into a refusal.
-        return _translate(what, exc.__context__)
+        return _translate(what, right, exc.__context__)
     if isinstance(exc, HfHubHTTPError) and exc.response is not None:
-        return _refused(what, exc)
+        return _refused(what, right, exc)
     if isinstance(exc, LocalTokenNotFoundError):
-        return HubError(f"{what}: there is no token; {_LOGIN}")
+        return HubError(f"{what}: there is no token; {_LOGIN} {right}")
     if isinstance(exc, OfflineModeIsEnabled):
         return HubError(f"{what}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
     if isinstance(exc, HFValidationError):
@@ -69,11 +71,15 @@ def _translate(what: str, exc: Exception) -> HubError:
     return HubError(f"{what}: {reason}")
 
 
-def _refused(what: str, exc: HfHubHTTPError) -> HubError:
+def _refused(what: str, right: str, exc: HfHubHTTPError) -> HubError:
     status = exc.response.status_code
     said = (exc.server_message or "").strip().replace("\n", " ") or _phrase(status)
-    if status == HTTPStatus.UNAUTHORIZED:
-        cure = f"no valid token, or no such repository for this token ({said}); {_LOGIN}"
+    if status == HTTPStatus.UNAUTHORIZED and right == "read":
+        cure = f"no such repository, or a private one ({said}); check the name, and for a private one {_LOGIN} read"
+    elif status == HTTPStatus.UNAUTHORIZED:
+        cure = f"no valid token, or no such repository for this token ({said}); {_LOGIN} write"
+    elif status == HTTPStatus.FORBIDDEN and right == "read":
+        cure = f"not allowed ({said}); if its page on the Hub asks for a request, make one, then {_LOGIN} read"
     elif status == HTTPStatus.FORBIDDEN:
         cure = (
             f"not allowed ({said}): the name belongs to somebody else, or the token may only read; choose a "

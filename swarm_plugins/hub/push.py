@@ -121,7 +121,7 @@ def push_folder(
 
 
 def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what: str) -> PushedVersion:
-    with translated_errors(what):
+    with translated_errors(what, "write"):
         if progress.repo_id is None:
             progress.repo_id = api.create_repo(target.repo_id, private=target.private or None, exist_ok=True).repo_id
         repo_id = progress.repo_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -118,3 +119,6 @@ def test_wrong_settings_are_named(folder: Path, base_dir: Path) -> None:
         load_adapter(model, folder, "v1")
     with pytest.raises(ConfigError, match=r"is no directory"):
         load_adapter(model, folder / "none")
+    for path in ("./nope", "../nope", "/no/such", "~/nope", "a/b/c", "nope/"):
+        with pytest.raises(ConfigError, match=rf"there is no directory '{re.escape(path)}': give the folder"):
+            load_adapter(model, path)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub import PushTarget, fetch_adapter, open_adapter, push_folder
@@ -65,8 +66,13 @@ def test_a_file_larger_than_any_adapter_is_not_downloaded(hub: LocalHub, tmp_pat
 @pytest.mark.parametrize(
     ("repo", "version", "kind", "message"),
     [
-        ("alice/none", "latest", HubError, r"load alice/none@latest: no valid token, or no such repository"),
-        ("bob/plain", "v7", HubError, r"load bob/plain@v7: not found .*check the name and the version"),
+        (
+            "alice/none",
+            "latest",
+            HubError,
+            r"load alice/none@latest: no such repository, or a private one .*a token that may read",
+        ),
+        ("bob/plain", "v7", HubError, r"load bob/plain@v7: there is no such version; there are v1, beta, main"),
         ("a/b/c", "latest", ConfigError, r"cannot be the name of a repository"),
     ],
 )
@@ -74,6 +80,8 @@ def test_what_is_not_there_is_named(
     repo: str, version: str, kind: type[Exception], message: str, hub: LocalHub, tmp_path: Path
 ) -> None:
     hub.add("bob/plain", {"adapter_config.json": CONFIG, "adapter_model.safetensors": b"x"})
+    for tag in ("beta", "v1"):
+        HfApi(endpoint=hub.endpoint, token="token-of-bob").create_tag("bob/plain", tag=tag)
     with pytest.raises(kind, match=message):
         fetch_adapter(repo, version, endpoint=hub.endpoint, cache_dir=tmp_path)
 
