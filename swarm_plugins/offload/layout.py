@@ -34,6 +34,9 @@ from swarm_plugins.errors import CheckpointError, UnsupportedError
 __all__ = ["ExpertTensor", "Located", "Piece", "locate_experts"]
 
 
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
 class Piece(NamedTuple):
     """Bytes of one tensor of a checkpoint."""
 
@@ -90,18 +93,21 @@ def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: 
 
     Raises:
         CheckpointError: If a tensor of an expert is missing or has a wrong shape; names it.
-        UnsupportedError: If experts are stored in a way that is no sequence of byte ranges.
+        UnsupportedError: If experts are stored in a way that is no sequence of byte ranges, or as codes.
     """
     rules = _Rules(model)
     layers = {f"{path}.{name}": layer for layer, path in experts.items() for name in _names(model.get_submodule(path))}
     parts: dict[str, defaultdict[str, list[TensorInfo]]] = {target: defaultdict(list) for target in layers}
-    others = []
+    others, unused = [], []
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rules.target(name)
         if target in parts:
             parts[target][pattern or ""].append(tensors[name])
         elif target is not None:
             others.append(name)
+        else:
+            unused.append(name)
+    _check_unused(unused, [info for groups in parts.values() for group in groups.values() for info in group])
     found: defaultdict[int, list[ExpertTensor]] = defaultdict(list)
     for target, layer in layers.items():
         found[layer].append(_expert_tensor(model, target, parts[target], rules))
@@ -136,10 +142,24 @@ class _Rules:
         return self._by_pattern.get(patterns[0])
 
 
+def _check_unused(names: Sequence[str], used: Sequence[TensorInfo]) -> None:
+    """Refuses scales beside the weights of experts: the weights alone are other numbers than those of the model."""
+    modules = {info.name.rpartition(".")[0] for info in used}
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        if module in modules and "scale" in attribute:
+            raise UnsupportedError(
+                f"the checkpoint has {name!r} beside the weights of experts, so these are stored as codes: give the "
+                "checkpoint that is not quantized"
+            )
+
+
 def _expert_tensor(
     model: PreTrainedModel, target: str, parts: Mapping[str, list[TensorInfo]], rules: _Rules
 ) -> ExpertTensor:
     expected = tuple(model.get_parameter(target).shape)
+    if 0 in expected:
+        raise CheckpointError(f"by its config {target} has the shape {list(expected)}, which holds nothing: correct it")
     if not parts:
         raise CheckpointError(f"the checkpoint has no tensor for the experts {target}: fetch it again")
     converter = rules.converter(list(parts))
@@ -151,6 +171,7 @@ def _expert_tensor(
         if pattern not in parts:
             raise CheckpointError(f"the checkpoint lacks the tensors {pattern!r} of {target}: fetch it again")
     groups = tuple(tuple(parts[pattern]) for pattern in patterns)
+    _check_dtypes(target, groups)
     is_merged, is_transposed = _conversion(target, operations, groups, expected)
     for group in groups:
         _check_group(target, group, expected[0], is_merged)
@@ -186,6 +207,15 @@ def _conversion(
     return is_merged, is_transposed
 
 
+def _check_dtypes(target: str, groups: tuple[tuple[TensorInfo, ...], ...]) -> None:
+    for info in (info for group in groups for info in group):
+        if info.dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"{info.name} of {target} is stored as {info.dtype}; allowed are "
+                f"{', '.join(map(str, _DTYPES))}: give a checkpoint whose experts are not quantized"
+            )
+
+
 def _check_group(target: str, group: tuple[TensorInfo, ...], num_experts: int, is_merged: bool) -> None:
     if not is_merged:
         if len(group) != 1 or not group[0].shape or group[0].shape[0] != num_experts:
@@ -195,8 +225,10 @@ def _check_group(target: str, group: tuple[TensorInfo, ...], num_experts: int, i
             )
         return
     if len(group) != num_experts:
-        indices = {int(match[1]) for info in group if (match := re.search(r"\.(\d+)\.[^.]+\.?[^.]*$", info.name))}
-        lacking = min(set(range(num_experts)) - indices, default=len(group))
+        found = (re.search(r"\.([0-9]{1,9})\.[^.]+\.?[^.]*$", info.name) for info in group)
+        indices = {int(match[1]) for match in found if match}
+        # One by one: the config's number may be any.
+        lacking = next((expert for expert in range(num_experts) if expert not in indices), len(group))
         raise CheckpointError(
             f"the checkpoint has {len(group)} of {num_experts} tensors like {group[0].name} for {target}; the first "
             f"that is missing is that of expert {lacking}: fetch it again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,6 +156,56 @@ def test_types_that_differ_within_a_matrix_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="config and weights do not belong together"):
         located_with(change, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_codes_are_not_taken_for_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    def change(tensors: Tensors) -> None:
+        for expert in range(6):
+            info = tensors[W1.format(expert)]
+            end = info.start + info.num_bytes // info.dtype.itemsize
+            tensors[W1.format(expert)] = dataclasses.replace(info, dtype=dtype, end=end)
+
+    with pytest.raises(UnsupportedError, match=rf"experts\.0\.w1\.weight of .* is stored as {dtype}; allowed are"):
+        located_with(change, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv", "scales"])
+def test_weights_with_scales_beside_them_are_refused(tmp_path: Path, name: str) -> None:
+    scales = W1.format(2).replace("weight", name)
+
+    def change(tensors: Tensors) -> None:
+        tensors[scales] = dataclasses.replace(reshaped(tensors[W1.format(2)], 1), name=scales)
+
+    with pytest.raises(UnsupportedError, match=rf"experts\.2\.w1\.{name}' beside the weights of experts"):
+        located_with(change, tmp_path)
+
+
+def test_a_huge_number_of_experts_in_the_config_takes_no_memory(tmp_path: Path) -> None:
+    save_toy("mixtral", tmp_path)
+    tensors = Checkpoint.open(tmp_path).tensors
+    config = toy_config("mixtral")
+    config.num_local_experts = 10**7
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"has 6 of 10000000 tensors like .*missing is that of expert 6"):
+            locate_experts(model, paths_of(model), tensors)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 10_000_000, "a set of all indices takes hundreds of megabytes"
+
+
+def test_experts_without_width_are_refused(tmp_path: Path) -> None:
+    config = toy_config("mixtral")
+    config.intermediate_size = 0
+    save_toy("mixtral", tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj has the shape \[6, 0, 32\], which holds nothing"):
+        locate_experts(model, paths_of(model), Checkpoint.open(tmp_path).tensors)
 
 
 def converted_by(operation: object, monkeypatch: pytest.MonkeyPatch) -> None:
