@@ -228,14 +228,18 @@ class BoundedCache:
         deadline = begin_s + self.config.read_timeout_s
         with self._lock:
             while True:
+                self._check_open()
+                had_room = bool(loan.waiting)
                 self._ask(loan)
                 loan.collect()
                 if loan.ready:
                     break
-                if not loan.waiting:
-                    # No room: what was guessed has to go.
-                    self._guesses.drop()
-                self._check_open()
+                if not loan.waiting and self._guesses.drop():
+                    # There was no room because of what was guessed.
+                    continue
+                if loan.waiting and not had_room:
+                    # The time until now was not the disk's.
+                    deadline = time.perf_counter() + self.config.read_timeout_s
                 left = deadline - time.perf_counter()
                 if left <= 0:
                     raise self._too_late(loan)

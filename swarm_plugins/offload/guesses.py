@@ -86,9 +86,15 @@ class Guesses:
             counters.guessed_loads += len(guess.loads)
         self._end(needed)
 
-    def drop(self) -> None:
-        """Gives the guess up."""
+    def drop(self) -> bool:
+        """Gives the guess up.
+
+        Returns:
+            Whether there was one, so that there may be room now.
+        """
+        had_guess = self._active is not None
         self._end(frozenset())
+        return had_guess
 
     def _end(self, keep: frozenset[int]) -> None:
         guess, self._active = self._active, None

@@ -54,7 +54,7 @@ class Slots:
         layouts: What an expert of each layer looks like in its buffer.
         loader: Where experts come from.
         queue: The reader threads.
-        changed: Notified when a read has ended; its lock is the owner's.
+        changed: Notified when a read has ended or a hold was given back; its lock is the owner's.
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Ends the hold of `fetch`."""
         self.policy.release(slot.key)
+        # Somebody may wait for room; what only a guess still holds is room, too.
+        self._changed.notify_all()
 
     def cancel_guess(self, slot: Slot) -> None:
         """Stops a read unless somebody has come to need it."""
