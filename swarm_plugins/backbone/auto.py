@@ -88,6 +88,7 @@ class _AutoSwarm:
             num_blocks=text_config.num_hidden_layers,
             settings=settings,
             connection=connection,
+            model=checkpoint.name,
         )
         # Joining here and not at the first step: a wrong address or a missing block shows before weights are read.
         stack.check()

@@ -51,6 +51,7 @@ class RemoteStack:
         num_blocks: Blocks of the model.
         settings: Which swarm. None when a connection is given.
         connection: A connection of one's own (an in-process transport, say).
+        model: The model's directory or id, as its user wrote it; for messages.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class RemoteStack:
         num_blocks: int,
         settings: SwarmSettings | None = None,
         connection: SwarmConnection | None = None,
+        model: str | None = None,
     ) -> None:
         self.version = version
+        self.model = model
         self.num_blocks = num_blocks
         self.settings = settings
         self.connection = connection
@@ -80,7 +83,7 @@ class RemoteStack:
                 if self.settings is None:
                     raise UnsupportedError("this copy of the model has lost its connection; load the model again")
                 self.connection = connect(self.settings.initial_peers, self.settings.config)
-            self._remote = self.connection.blocks(version=self.version, num_blocks=self.num_blocks)
+            self._remote = self.connection.blocks(version=self.version, num_blocks=self.num_blocks, model=self.model)
         return self._remote
 
     def check(self) -> None:
@@ -179,7 +182,11 @@ class RemoteStack:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteStack:
         twin = RemoteStack(
-            version=self.version, num_blocks=self.num_blocks, settings=self.settings, connection=self.connection
+            version=self.version,
+            num_blocks=self.num_blocks,
+            settings=self.settings,
+            connection=self.connection,
+            model=self.model,
         )
         memo[id(self)] = twin
         twin.in_tuple = self.in_tuple

@@ -38,10 +38,18 @@ class SwarmConnection:
     Args:
         open_network: Starts the network; called on the loop by `start`.
         config: Deadlines, retries, codec.
+        initial_peers: Addresses by which the swarm is joined; for messages.
     """
 
-    def __init__(self, open_network: Callable[[], Awaitable[Network]], config: SwarmConfig) -> None:
+    def __init__(
+        self,
+        open_network: Callable[[], Awaitable[Network]],
+        config: SwarmConfig,
+        *,
+        initial_peers: tuple[str, ...] = (),
+    ) -> None:
         self.config = config
+        self.initial_peers = initial_peers
         self.loop = LoopThread()
         self.network: Network | None = None
         self.peers: Peers | None = None
@@ -87,13 +95,13 @@ class SwarmConnection:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def blocks(self, *, version: ModelVersion, num_blocks: int) -> RemoteBlocks:
+    def blocks(self, *, version: ModelVersion, num_blocks: int, model: str | None = None) -> RemoteBlocks:
         """Returns the blocks of one model version; starts the network if need be.
 
         Raises:
             TransportError: If the network does not start or no initial peer answers.
         """
-        return RemoteBlocks(self.start(), version=version, num_blocks=num_blocks)
+        return RemoteBlocks(self.start(), version=version, num_blocks=num_blocks, model=model)
 
 
 class RemoteBlocks:
@@ -103,16 +111,25 @@ class RemoteBlocks:
         connection: A started connection.
         version: The model version.
         num_blocks: Blocks of the whole model.
+        model: The model's directory or id, as its user wrote it; for messages.
     """
 
-    def __init__(self, connection: SwarmConnection, *, version: ModelVersion, num_blocks: int) -> None:
+    def __init__(
+        self, connection: SwarmConnection, *, version: ModelVersion, num_blocks: int, model: str | None = None
+    ) -> None:
         if connection.peers is None or connection.network is None:
             raise SwarmError("the connection is not started")
         self.connection = connection
         self.peers = connection.peers
         self.digests = DigestCache()
         self.view = SwarmView(
-            connection.network, connection.peers, connection.config, version=version, num_blocks=num_blocks
+            connection.network,
+            connection.peers,
+            connection.config,
+            version=version,
+            num_blocks=num_blocks,
+            model=model,
+            initial_peers=connection.initial_peers,
         )
 
     def check(self) -> None:
@@ -182,7 +199,7 @@ def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnectio
     with _connections_lock:
         known = _connections.get(key)
         if known is None:
-            known = SwarmConnection(lambda: _open_lasting(key[0]), config)
+            known = SwarmConnection(lambda: _open_lasting(key[0]), config, initial_peers=key[0])
             _connections[key] = known
         return known
 

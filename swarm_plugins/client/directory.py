@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 
+from swarm_plugins.client.advice import serve_command
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import MissingBlocksError, ProtocolError, RequestTimeoutError, SwarmError, TransportError
@@ -36,16 +37,28 @@ class SwarmView:
         config: Deadlines, refresh interval, allowed peers.
         version: The model version.
         num_blocks: Blocks of the whole model.
+        model: The model's directory or id, as its user wrote it. None: the version's name.
+        initial_peers: Addresses by which the swarm was joined; for messages.
     """
 
     def __init__(
-        self, directory: Directory, peers: Peers, config: SwarmConfig, *, version: ModelVersion, num_blocks: int
+        self,
+        directory: Directory,
+        peers: Peers,
+        config: SwarmConfig,
+        *,
+        version: ModelVersion,
+        num_blocks: int,
+        model: str | None = None,
+        initial_peers: Sequence[str] = (),
     ) -> None:
         self.directory = directory
         self.peers = peers
         self.config = config
         self.version = version
         self.num_blocks = num_blocks
+        self.model = model or version.name
+        self.initial_peers = tuple(initial_peers)
         self.bans = BanList()
         self.infos: dict[str, ServerInfo] = {}
         """What servers said of themselves when they were asked last."""
@@ -54,13 +67,21 @@ class SwarmView:
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    async def chain(self, blocks: range, demand: Demand, *, without: Collection[str] = frozenset()) -> list[SpanChoice]:
+    async def chain(
+        self,
+        blocks: range,
+        demand: Demand,
+        *,
+        without: Collection[str] = frozenset(),
+        failure: SwarmError | None = None,
+    ) -> list[SpanChoice]:
         """Returns the best chain for some blocks.
 
         Args:
             blocks: Which blocks.
             demand: What the chain is wanted for.
             without: Peers to leave out of this one plan.
+            failure: What went wrong with the last plan, for the message.
 
         Raises:
             MissingBlocksError: If some block has no living server.
@@ -71,7 +92,7 @@ class SwarmView:
             await self.refresh(force=True)
             chain = self._plan(blocks, demand, without)
         if chain is None:
-            raise MissingBlocksError(self._missing_text(blocks, without))
+            raise MissingBlocksError(self._missing_text(blocks, without, failure))
         return chain
 
     def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
@@ -192,13 +213,17 @@ class SwarmView:
         entries = self._entries.values()
         return [entry for entry in entries if entry.peer not in without and not self.bans.is_banned(entry.peer)]
 
-    def _missing_text(self, blocks: range, without: Collection[str]) -> str:
+    def _missing_text(self, blocks: range, without: Collection[str], failure: SwarmError | None) -> str:
         missing = missing_blocks(self._usable(without), blocks)
         banned = sorted({*self.bans.banned(), *without})
+        reasons = [f"left out after failures: {', '.join(banned)}"] if banned else []
+        reasons += [f"the last failure: {failure}"] if failure is not None else []
+        wanted = range(missing[0], missing[-1] + 1)
+        command = serve_command(self.model, self.version.revision, wanted, self.initial_peers, without=banned)
         return (
             f"no living server holds blocks {_ranges(missing)} of {self.version}"
-            + (f" (left out after failures: {', '.join(banned)})" if banned else "")
-            + f"; serve them with: swarm serve MODEL --blocks {missing[0]}:{missing[-1] + 1} --initial-peers ADDRESS"
+            + (f" ({'; '.join(reasons)})" if reasons else "")
+            + f"; serve them with: {command}"
         )
 
 

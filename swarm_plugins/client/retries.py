@@ -71,12 +71,13 @@ class Retries:
         """
         while True:
             try:
-                return await self.view.chain(blocks, demand, without={*self.full, *self.refusals})
+                return await self.view.chain(blocks, demand, without={*self.full, *self.refusals}, failure=self.last)
             except MissingBlocksError as exc:
                 if isinstance(self.last, CapacityError | RefusedError):
                     # Nobody else has the blocks: that they are full, or refuse, is the true reason.
                     raise self.last from None
                 if self.last is None or self.failures >= self.limit:
-                    raise exc from self.last
+                    # It says what failed last, and ends with what to do, which no traceback before it should hide.
+                    raise exc from None
                 self.failures += 1
                 await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (self.failures - 1), _LONGEST_PAUSE_S))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -96,8 +97,10 @@ def test_a_server_that_always_says_the_graph_is_gone_is_not_asked_for_ever(run_i
     async def use(peers: Peers, view: SwarmView) -> None:
         chain = call(peers, view)
         await chain.forward(range(1))
-        with pytest.raises(MissingBlocksError, match="left out after failures: a"):
+        with pytest.raises(MissingBlocksError, match=r"left out after failures: a; the last failure: .*gone") as raised:
             await backward(chain)
+        # The causes are in the sentence: what to do stands under one traceback, not several.
+        assert "".join(traceback.format_exception(raised.value)).count("Traceback") == 1
 
     run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1, max_retries=1)
     assert len(server.backwards) == 2

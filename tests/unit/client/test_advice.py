@@ -1,0 +1,63 @@
+"""The command that a message ends with can be pasted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from swarm_plugins.client.advice import serve_command
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.connection import connect
+from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.routing import Demand
+from swarm_plugins.transport.messages import Failure, Message
+
+LOCAL, COMMIT = "local-" + "0" * 40, "a" * 40
+FIRST, SECOND = "/ip4/1.2.3.4/tcp/1/p2p/QmFirst", "/ip4/1.2.3.4/tcp/2/p2p/QmSecond"
+
+
+def unused(message: Message) -> Message:
+    return Failure(kind="internal", message="not asked in these tests")
+
+
+def test_a_directory_is_served_as_it_is_and_a_commit_as_that_commit() -> None:
+    command = serve_command("models/tiny", LOCAL, range(2, 4), [FIRST, SECOND])
+    assert command == f"swarm serve models/tiny --blocks 2:4 --initial-peers {FIRST}"
+    command = serve_command("me/tiny", COMMIT, range(2, 4), [FIRST])
+    assert command == f"swarm serve me/tiny --revision {COMMIT} --blocks 2:4 --initial-peers {FIRST}"
+
+
+def test_a_strangers_word_cannot_add_a_command() -> None:
+    assert serve_command("x; rm -rf ~", LOCAL, range(1), [FIRST]).startswith("swarm serve 'x; rm -rf ~' --blocks 0:1")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "without", "expected"),
+    [
+        pytest.param([FIRST, SECOND], {"QmFirst"}, SECOND, id="another"),
+        pytest.param([FIRST], {"QmFirst"}, FIRST, id="the-only-one"),
+        pytest.param([], set(), "ADDRESS", id="none"),
+    ],
+)
+def test_the_address_is_one_that_lives_if_there_is_one(addresses: list[str], without: set[str], expected: str) -> None:
+    assert serve_command("m", LOCAL, range(1), addresses, without=without).endswith(f" --initial-peers {expected}")
+
+
+def test_missing_blocks_end_with_the_command_for_this_model_and_swarm(run_in_swarm: Callable[..., Any]) -> None:
+    async def use(peers: Peers, view: SwarmView) -> None:
+        view = SwarmView(
+            view.directory, peers, view.config, version=view.version, num_blocks=3, model="me/m", initial_peers=[FIRST]
+        )
+        command = f"swarm serve me/m --revision {COMMIT} --blocks 1:3 --initial-peers {FIRST}$"
+        with pytest.raises(MissingBlocksError, match=f"no living server holds blocks 1:3 of .*; .* with: {command}"):
+            await view.chain(range(3), Demand())
+
+    run_in_swarm({"a": ((0, 1), unused)}, use, num_blocks=3)
+
+
+def test_a_connection_knows_by_which_addresses_it_joins() -> None:
+    assert connect([FIRST, SECOND], SwarmConfig()).initial_peers == (FIRST, SECOND)
