@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import swarm_plugins
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,3 +60,20 @@ def test_help_costs_less_than_a_second_of_cpu(arguments: list[str]) -> None:
     assert "Usage" in result.stdout
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert cpu_s < 1.0
+
+
+def test_a_name_is_resolved_without_the_remark_that_bitsandbytes_makes_on_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    says = ("Failed to load CPU gemm_4bit_forward from kernels-community", "something else")
+    lines = [f"logging.getLogger({logger.name!r}).warning({one!r})" for one in says]
+    (tmp_path / "home_that_logs.py").write_text("\n".join(["import logging", *lines, "Probe = 1"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(swarm_plugins._HOMES, "Probe", "home_that_logs")
+    monkeypatch.delitem(sys.modules, "home_that_logs", raising=False)
+    assert swarm_plugins.Probe == 1
+    assert caplog.messages == ["something else"]
+    logger.warning(says[0])
+    assert caplog.messages[-1] == says[0], "afterwards nothing is left of it"
+    del swarm_plugins.Probe, sys.modules["home_that_logs"]

@@ -67,6 +67,15 @@ def test_an_adapter_that_does_not_tell_its_base_is_loaded_with_a_word(
     assert "is loaded unchecked: the version of the base it was made for is not known" in caplog.text
 
 
+def test_loading_passes_on_no_warning_of_peft_and_transformers_about_each_other(folder: Path, base_dir: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(base_dir)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = list(warnings.filters)
+        assert isinstance(load_adapter(base, folder), PeftModel)
+        assert list(warnings.filters) == before
+
+
 def test_a_model_that_does_not_tell_its_version_is_taken_with_a_word(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
