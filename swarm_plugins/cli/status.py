@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["status"]
 
+_PIPE_CHARS = 200
+
 
 def status(
     model: Annotated[
@@ -30,6 +32,8 @@ def status(
     with one_sentence_errors("status"):
         import asyncio
 
+        from rich.console import Console
+
         from swarm_plugins.cli._status.survey import survey
         from swarm_plugins.cli._status.table import print_tables
         from swarm_plugins.errors import ConfigError, MissingBlocksError
@@ -44,7 +48,9 @@ def status(
         if json:
             typer.echo(json_format.dumps([_plain(one) for one in found], indent=2))
         elif found:
-            print_tables(found)
+            console = Console()
+            # A pipe has no width of its own; 80 columns would shorten what programs look for.
+            print_tables(found, console if console.is_terminal else Console(width=_PIPE_CHARS), initial_peers=peers)
         if model is not None and not found:
             raise MissingBlocksError(f"nobody in this swarm serves {model!r}; `swarm status` without it lists what is")
         if not found and not json:

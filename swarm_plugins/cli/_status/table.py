@@ -4,48 +4,81 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from swarm_plugins.cli._status.survey import ModelStatus, ServerStatus, runs
+from swarm_plugins.client.advice import serve_command
 
 __all__ = ["print_tables"]
 
 _NUMBERS = ("load", "free KV tokens", "tokens/s a block")
-_COLUMNS = ("peer", "blocks", "state", "dtype", *_NUMBERS, "adapters")
+_NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")
+_COLUMNS = (*_NARROW, "tokens/s a block")
+_WIDE_CHARS = 140
+_END_CHARS = 8
+"""Of a peer id in a narrow terminal: all ids start alike."""
 
 
-def print_tables(found: Sequence[ModelStatus], console: Console | None = None) -> None:
-    """Prints one table for each model version, and what is missing."""
+def print_tables(
+    found: Sequence[ModelStatus], console: Console | None = None, *, initial_peers: Sequence[str] = ()
+) -> None:
+    """Prints one table for each model version, and what is missing.
+
+    A narrow terminal gets the ends of the peer ids, and no pace.
+
+    Args:
+        found: The versions.
+        console: Where to.
+        initial_peers: Addresses that the swarm was joined by.
+    """
     console = console or Console()
+    is_wide = console.width >= _WIDE_CHARS
     for one in found:
         table = Table(title=escape(f"{one.model}@{one.version}"), title_justify="left", title_style="bold")
-        for name in _COLUMNS:
-            table.add_column(name, justify="right" if name in _NUMBERS else "left")
+        for name in _COLUMNS if is_wide else _NARROW:
+            # A narrow terminal folds this one: 80 columns hold the others.
+            is_folded = name == "dtype"
+            justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
+            table.add_column(name, justify=justify, no_wrap=not is_folded, overflow="fold")
         for server in one.servers:
-            table.add_row(*(escape(cell) for cell in _cells(server)))
+            cells = _cells(server, _label(server.peer, is_wide=is_wide))
+            table.add_row(*(escape(cell) for cell in cells[: len(table.columns)]))
         console.print(table)
+        for server in one.servers:
+            if server.info.adapters:
+                names = ", ".join(server.info.adapters)
+                console.print(
+                    escape(f"{_label(server.peer, is_wide=is_wide)} has the adapters {names}"), soft_wrap=True
+                )
         console.print(f"coverage: {_coverage(one.coverage)}")
         if one.missing:
             missing = ", ".join(f"{start}:{end}" for start, end in runs(one.missing))
-            console.print(f"[red]missing blocks: {missing}[/red] (serve them with: swarm serve MODEL --blocks A:B)")
+            console.print(f"[red]missing blocks: {missing}[/red]; serve them with:")
+            for start, end in runs(one.missing):
+                command = serve_command(one.model, one.version, range(start, end), initial_peers)
+                console.print(f"  {escape(command)}", soft_wrap=True)
 
 
-def _cells(server: ServerStatus) -> tuple[str, ...]:
+def _label(peer: str, *, is_wide: bool) -> str:
+    return peer if is_wide or len(peer) <= _END_CHARS else f"\u2026{peer[-_END_CHARS:]}"
+
+
+def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
     info = server.info
     kept = "" if info.quantization == "none" else f", {info.quantization}"
     state = info.state if server.is_reachable or info.state != "online" else "unreachable"
     return (
-        server.peer,
+        label,
         f"{info.start}:{info.end}",
         state,
         f"{info.dtype}{kept}",
         f"{info.load:.0%}",
         f"{_short(info.free_kv_tokens)} of {_short(info.total_kv_tokens)}",
         _short(info.throughput),
-        ", ".join(info.adapters),
     )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -51,7 +52,29 @@ def test_table_names_peers_loads_and_missing_blocks() -> None:
     for word in ("tiny@local-", "QmOne", "0:4", "50%", "1.5 M of 2 M", "float32, int8", "unreachable", "joining"):
         assert word in text
     assert "coverage: 0:2 x1, 2:4 x2, 4:6 x1, 6:8 x0" in text
-    assert "missing blocks: 6:8" in text
+    assert "missing blocks: 6:8; serve them with:" in text
+    assert "  swarm serve tiny --blocks 6:8 --initial-peers ADDRESS\n" in text
+
+
+def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
+    ids = [f"12D3KooW{'A' * 36}{end}" for end in ("abcd1234", "wxyz5678")]
+    full: dict[str, Any] = {
+        "free_kv_tokens": 46_600,
+        "total_kv_tokens": 46_600,
+        "adapters": ("me/a-long-name-of-an-adapter@v12",),
+    }
+    servers = [server(ids[0], 100, 126, **full), server(ids[1], 101, 126, is_reachable=False)]
+    address = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
+    out = io.StringIO()
+    table = ModelStatus("c" * 40, "org/tiny", 126, servers)
+    print_tables([table], Console(file=out, width=80), initial_peers=(address,))
+    lines = out.getvalue().splitlines()
+    row = next(line for line in lines if "abcd1234" in line)
+    for word in ("100:126", "online", "46.6 k of 46.6 k"):
+        assert word in row
+    assert any("wxyz5678" in line and "unreachable" in line for line in lines)
+    assert "\u2026abcd1234 has the adapters me/a-long-name-of-an-adapter@v12" in lines
+    assert f"  swarm serve org/tiny --revision {'c' * 40} --blocks 0:100 --initial-peers {address}" in lines
 
 
 @pytest.mark.parametrize(
