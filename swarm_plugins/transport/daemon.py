@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 from collections.abc import Coroutine
 from pathlib import Path
@@ -31,6 +32,8 @@ _T = TypeVar("_T")
 _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
 _IDENTITY_CHECK_TIMEOUT_S = 15.0
+# hivemind hands on the last line of the daemon's log: ``Daemon failed to start: 2026/11/21 07:59:06 failed to ...``.
+_LOG_PREFIX = re.compile(r"^Daemon failed to start: (?:\d{4}/\d\d/\d\d \d\d:\d\d:\d\d )?")
 
 
 class Daemon:
@@ -211,7 +214,7 @@ def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
 
 
 def _translate(exc: Exception, config: NodeConfig) -> TransportError | ConfigError:
-    reason = str(exc)
+    reason = _LOG_PREFIX.sub("", str(exc))
     if "bootstrap peers" in reason:
         return TransportError(
             f"none of the initial peers can be reached: {', '.join(config.initial_peers)}; "

@@ -68,10 +68,15 @@ def test_a_port_in_use_is_noticed_although_libp2p_would_share_it() -> None:
         ("Daemon failed to start: failed to connect to bootstrap peers", TransportError, f"initial peers.*{ADDRESS}"),
         ("p2pd binary not found at /x", TransportError, "pip install --force-reinstall hivemind"),
         ("Daemon failed to start in 60.0 seconds", TransportError, "not started within 60 s, 2 times"),
-        ("failed to listen on any addresses", ConfigError, "cannot listen on /ip4/127.0.0.1/tcp/0"),
+        (
+            "Daemon failed to start: 2026/11/21 07:59:06 failed to listen on any addresses: [/ip4/1.2.3.4/tcp/1]",
+            ConfigError,
+            r"^cannot listen on /ip4/127.0.0.1/tcp/0: failed to listen on any addresses: \[.*\]; use an address of",
+        ),
+        ("Daemon failed to start: panic: broken", TransportError, "does not start: panic: broken"),
         ("something else", TransportError, "does not start: something else"),
     ],
-    ids=lambda value: str(value)[:20],
+    ids=lambda value: str(value)[-20:],
 )
 def test_the_daemons_complaints_become_typed_errors(reason: str, kind: type[Exception], complaint: str) -> None:
     config = NodeConfig(initial_peers=(ADDRESS,), identity_path=Path("id"))
