@@ -16,6 +16,7 @@ from torch import nn
 
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import EXPERT_PARAMETERS, ExpertDelta
+from swarm_plugins.offload.experts import adapted
 from swarm_plugins.offload.loans import refuse_pickling
 from swarm_plugins.offload.standin import OffloadedExperts
 
@@ -65,7 +66,10 @@ def _take_over(wrapper: Any) -> None:
             f"{what} cannot work on offloaded experts, whose weights stay in the checkpoint; on them works LoRA "
             "by LoraConfig(target_parameters=[...]) on " + ", ".join(EXPERT_PARAMETERS)
         )
-    wrapper.__class__ = _taken_over_class(type(wrapper))  # type: ignore[arg-type]  # classes are hashable
+    original = type(wrapper)
+    # Another thread may have come first.
+    if not issubclass(original, _TakenOver):
+        wrapper.__class__ = _taken_over_class(original)  # type: ignore[arg-type]  # classes are hashable
 
 
 class _TakenOver:
@@ -73,9 +77,7 @@ class _TakenOver:
 
     @contextmanager
     def _activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
-        experts = self.get_base_layer()
-        before = experts._deltas
-        experts._deltas = before + tuple(
+        deltas = [
             ExpertDelta(
                 self.parameter_name,
                 self.num_experts,
@@ -86,11 +88,9 @@ class _TakenOver:
             )
             for name in active_adapters
             if name in self.lora_A
-        )
-        try:
+        ]
+        with adapted(self.get_base_layer(), deltas):
             yield
-        finally:
-            experts._deltas = before
 
 
 def _all_tokens(num_tokens: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,10 +16,27 @@ from swarm_plugins.moe import ExpertDelta, Routing, combine
 from swarm_plugins.offload.loans import ExpertLoans
 from swarm_plugins.offload.training import adapters_of, run_with_gradients
 
-__all__ = ["IMPLEMENTATION", "run_adapted", "run_offloaded"]
+__all__ = ["IMPLEMENTATION", "adapted", "run_adapted", "run_offloaded"]
 
 IMPLEMENTATION = "swarm_offload"
 """Name in transformers' registry of experts implementations."""
+# Not on the experts, which threads share: one's adapters would be seen, and left behind, by another's calls.
+_deltas: ContextVar[tuple[tuple[Any, ExpertDelta], ...]] = ContextVar("swarm_offload_deltas", default=())
+
+
+@contextmanager
+def adapted(module: Any, deltas: Sequence[ExpertDelta]) -> Iterator[None]:
+    """Adds adapters to offloaded experts while the context lasts, for calls of this thread (or task) alone.
+
+    Args:
+        module: Offloaded experts of a family.
+        deltas: The adapters; contexts inside one another add up.
+    """
+    token = _deltas.set((*_deltas.get(), *((module, delta) for delta in deltas)))
+    try:
+        yield
+    finally:
+        _deltas.reset(token)
 
 
 def run_offloaded(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -37,7 +55,8 @@ def run_offloaded(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         CheckpointError: If an expert cannot be read; names file and tensor.
         UnsupportedError: If the experts' own weights are to be trained.
     """
-    return run_adapted(module, module._deltas, hidden_states, top_k_index, top_k_weights)
+    deltas = [delta for owner, delta in _deltas.get() if owner is module]
+    return run_adapted(module, deltas, hidden_states, top_k_index, top_k_weights)
 
 
 def run_adapted(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.moe import ExpertDelta
 from swarm_plugins.offload.experts import run_offloaded
 from swarm_plugins.offload.loans import ExpertLoans
 
@@ -80,7 +79,6 @@ class OffloadedExperts(nn.Module):
     """Mixed in before a family's experts class: has no weights of its own, borrows an expert when it is needed."""
 
     _loans: ExpertLoans
-    _deltas: tuple[ExpertDelta, ...] = ()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the experts. Whatever experts implementation the config names: no other has the weights."""

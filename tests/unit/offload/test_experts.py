@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm_plugins.moe import ExpertDelta
-from swarm_plugins.offload.experts import IMPLEMENTATION, run_offloaded
+from swarm_plugins.offload.experts import IMPLEMENTATION, adapted, run_offloaded
 
 # Sums of six to eight products, in another order.
 ROUNDING = 1e-5
@@ -153,7 +153,6 @@ def test_adapters_of_experts_add_the_product_of_their_factors_and_get_its_gradie
         delta("down_proj", (12, 8)),
     ]
     arguments = routed(num_tokens)
-    offloaded._deltas = tuple(deltas)
     names = ("gate_up_proj", "down_proj")
     weights = {name: widened(name, getattr(plain, name), deltas) for name in names}
     facade = SimpleNamespace(
@@ -163,11 +162,12 @@ def test_adapters_of_experts_add_the_product_of_their_factors_and_get_its_gradie
     expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](facade, *arguments)
     factors = [factor for one in deltas for factor in (one.factor_a, one.factor_b)]
     grads = torch.autograd.grad(expected.square().sum(), factors)
-    found = offloaded(*arguments)
+    with adapted(offloaded, deltas[:1]), adapted(offloaded, deltas[1:]):
+        found = offloaded(*arguments)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     for grad, expected_grad in zip(torch.autograd.grad(found.square().sum(), factors), grads, strict=True):
         assert (grad - expected_grad).norm() <= 1e-5 * expected_grad.norm()
-    with torch.no_grad():
+    with torch.no_grad(), adapted(offloaded, deltas):
         torch.testing.assert_close(offloaded(*arguments), expected, rtol=1e-4, atol=1e-4)
 
 
