@@ -217,7 +217,8 @@ class SwarmView:
         missing = missing_blocks(self._usable(without), blocks)
         banned = sorted({*self.bans.banned(), *without})
         reasons = [f"left out after failures: {', '.join(banned)}"] if banned else []
-        reasons += [f"the last failure: {failure}"] if failure is not None else []
+        # libp2p's words have several lines.
+        reasons += [f"the last failure: {' '.join(str(failure).split())}"] if failure is not None else []
         wanted = range(missing[0], missing[-1] + 1)
         command = serve_command(self.model, self.version.revision, wanted, self.initial_peers, without=banned)
         return (

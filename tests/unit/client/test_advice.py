@@ -12,7 +12,7 @@ from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import connect
 from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.errors import MissingBlocksError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.messages import Failure, Message
 
@@ -55,6 +55,8 @@ def test_missing_blocks_end_with_the_command_for_this_model_and_swarm(run_in_swa
         command = f"swarm serve me/m --revision {COMMIT} --blocks 1:3 --initial-peers {FIRST}$"
         with pytest.raises(MissingBlocksError, match=f"no living server holds blocks 1:3 of .*; .* with: {command}"):
             await view.chain(range(3), Demand())
+        with pytest.raises(MissingBlocksError, match=r"\(the last failure: all dials failed \* refused\); serve them"):
+            await view.chain(range(3), Demand(), failure=TransportError("all dials failed\n  * refused"))
 
     run_in_swarm({"a": ((0, 1), unused)}, use, num_blocks=3)
 
