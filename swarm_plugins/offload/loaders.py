@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from swarm_plugins.offload.buffers import host_buffer
+from swarm_plugins.offload.formats.finite import check_scales
 from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.reader import RangeReader
 from swarm_plugins.offload.types import ExpertFormat, ExpertKey, ExpertStore
@@ -80,9 +81,12 @@ class DiskLoader:
         expert_format = self._formats[key.layer]
         ranges = self._store.ranges(key)
         if expert_format.stored is expert_format.computed:
-            return self._reader.read(ranges, into.numpy(), job), None
+            num_bytes = self._reader.read(ranges, into.numpy(), job)
+            check_scales(expert_format.stored, into, key)
+            return num_bytes, None
         stored = self._staging(expert_format.stored.num_bytes)
         num_bytes = self._reader.read(ranges, stored.numpy(), job)
+        check_scales(expert_format.stored, stored, key)
         expert_format.convert(stored, into)
         return num_bytes, None
 

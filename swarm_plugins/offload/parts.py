@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
-from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.layout import locate_experts
 from swarm_plugins.offload.linears import replace_module
 from swarm_plugins.offload.model_sizes import experts_modules, stored_dtype
+from swarm_plugins.offload.quantized_check import check_fits
 from swarm_plugins.offload.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 from swarm_plugins.offload.sources import CheckpointStore
 from swarm_plugins.offload.types import ExpertStore
@@ -114,7 +115,7 @@ def parts_of(
             )
     store: ExpertStore
     if quantized is not None:
-        _check_layers(quantized, {layer: outline.get_submodule(path) for layer, path in paths.items()}, checkpoint.name)
+        check_fits(quantized.manifest, checkpoint.tensors, outline, paths, checkpoint.name)
         store, others, is_transposed = quantized, quantized.other_tensors(), dict.fromkeys(paths, False)
     else:
         located = locate_experts(outline, paths, checkpoint.tensors)
@@ -221,16 +222,6 @@ def _experts_paths(outline: PreTrainedModel, name: str) -> dict[int, str]:
         f"{name} ({type(outline).__name__}) has no experts: mixture-of-experts models can be offloaded, "
         "load a dense one with transformers itself"
     )
-
-
-def _check_layers(store: QuantizedStore, modules: Mapping[int, nn.Module], name: str) -> None:
-    """Checks that a store has the experts that its config asks for."""
-    expected = {layer: int(module.num_experts) for layer, module in modules.items()}  # type: ignore[arg-type]
-    if dict(store.num_experts) != expected:
-        raise CheckpointError(
-            f"{name} holds the experts {dict(store.num_experts)} (layer: number), its config asks for {expected}: "
-            "config and store are of different models, run swarm quantize again"
-        )
 
 
 def _class_without(

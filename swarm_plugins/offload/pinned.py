@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.buffers import BufferPool
+from swarm_plugins.offload.formats.finite import check_scales
 from swarm_plugins.offload.loaders import Arrival
 from swarm_plugins.offload.policy import Residency
 from swarm_plugins.offload.read_queue import Job, ReadQueue
@@ -91,6 +92,7 @@ class PinnedLoader:
         try:
             target = buffer[: self._formats[key.layer].stored.num_bytes]
             num_bytes = self._reader.read(self._store.ranges(key), target.numpy(), job)
+            check_scales(self._formats[key.layer].stored, target, key)
             with self._lock:
                 arrival = self._start(key, target, into)
         except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -15,8 +17,19 @@ from swarm_plugins.offload.formats.grouped import GROUP_SIZES
 from swarm_plugins.offload.types import BufferLayout
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["MANIFEST_FILE", "QUANT_METHOD", "Layer", "Manifest", "TensorShape", "expert_tensor", "read_manifest"]
+__all__ = [
+    "CONFIG_FILE",
+    "MANIFEST_FILE",
+    "QUANT_METHOD",
+    "Layer",
+    "Manifest",
+    "TensorShape",
+    "config_hash",
+    "expert_tensor",
+    "read_manifest",
+]
 
+CONFIG_FILE = "config.json"
 MANIFEST_FILE = "swarm_quantized.json"
 """Makes a directory a quantized store."""
 QUANT_METHOD = "swarm_plugins"
@@ -26,6 +39,11 @@ _FORMAT = 1
 _MAX_BYTES = 100_000_000
 # Of one tensor of one expert; the largest published expert has below a billion.
 _MAX_WEIGHTS = 1 << 36
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
+# As `str` writes an index: no second spelling of the same layer, no number of any length.
+_INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
+# Of a stranger's text in a message, and of a name in there.
+_MAX_CHARS, _MAX_NAME_CHARS = 300, 80
 _TOOLS = ("torch", "transformers")
 
 
@@ -66,6 +84,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """By index."""
     linears: dict[str, tuple[int, int]]
     """Shapes of the quantized linear layers, by name in the model."""
+    config_sha256: str = ""
+    """Of the store's config, which says what the weights are weights of; empty: not known."""
 
     @classmethod
     def make(
@@ -87,6 +107,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             linears=linears,
         )
 
+    def with_config(self, path: Path) -> Manifest:
+        """Returns the same of a store with this config."""
+        return msgspec.structs.replace(self, config_sha256=config_hash(path))
+
     @property
     def base_version(self) -> ModelVersion:
         """The model that was quantized."""
@@ -95,6 +119,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def encode(self) -> bytes:
         """Returns the content of the file."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=1) + b"\n"
+
+
+def config_hash(path: Path) -> str:
+    """Returns what identifies a store's config.
+
+    Raises:
+        CheckpointError: If it cannot be read.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read ({exc.strerror}): fetch the store again") from exc
 
 
 def expert_tensor(layer: int, expert: int) -> str:
@@ -109,19 +145,24 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: If the file is missing, corrupt, or of another version of the format.
     """
     try:
+        if not path.is_file():
+            raise ValueError("it is missing, or no plain file")
         size = path.stat().st_size
         if size > _MAX_BYTES:
             raise ValueError(f"it has {size} bytes, allowed are {_MAX_BYTES}")
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
         _check(manifest)
     except (OSError, msgspec.MsgspecError, ConfigError, RecursionError, ValueError) as exc:
-        raise CheckpointError(f"{path} is corrupt or of another version ({exc}): run swarm quantize again") from exc
+        reason = "".join(char if char.isprintable() else "?" for char in str(exc)[:_MAX_CHARS])
+        raise CheckpointError(f"{path} is corrupt or of another version ({reason}): run swarm quantize again") from exc
     return manifest
 
 
 def _check(manifest: Manifest) -> None:
     if manifest.format != _FORMAT:
         raise ValueError(f"its format is {manifest.format}, this version reads {_FORMAT}")
+    if len(manifest.base) > _MAX_CHARS:
+        raise ValueError(f"its base is not a model version, but {len(manifest.base)} characters")
     _ = manifest.base_version
     for name, bits, allowed in (
         ("expert_bits", manifest.expert_bits, EXPERT_BITS),
@@ -136,23 +177,27 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("it has no layer with experts")
     for index, layer in manifest.layers.items():
         _check_layer(index, layer)
+        if layer.is_transposed and manifest.expert_bits != 16:
+            raise ValueError(f"layer {index} is said to be transposed, which only experts of 16 bits may be")
     for name, shape in manifest.linears.items():
         _check_shape(name, shape)
 
 
 def _check_layer(index: str, layer: Layer) -> None:
-    if not index.isdecimal():
-        raise ValueError(f"{index!r} is no index of a layer")
+    if not _INDEX.fullmatch(index):
+        raise ValueError(f"{index[:_MAX_NAME_CHARS]!r} is no index of a layer")
     if not 1 <= layer.num_experts <= 1 << 20 or not layer.tensors:
         raise ValueError(f"layer {index} is said to have {layer.num_experts} experts of {len(layer.tensors)} tensors")
     for one in layer.tensors:
-        dtype = getattr(torch, one.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"{one.name} of layer {index} is of type {one.dtype!r}, no floating type")
+        if one.dtype not in _DTYPES:
+            raise ValueError(f"a tensor of layer {index} is of type {one.dtype!r}, allowed are {', '.join(_DTYPES)}")
         _check_shape(one.name, one.shape)
 
 
 def _check_shape(name: str, shape: tuple[int, ...]) -> None:
     # No product of them: a stranger's numbers may have thousands of digits.
     if not 1 <= len(shape) <= 2 or not all(1 <= side <= _MAX_WEIGHTS for side in shape):
-        raise ValueError(f"{name} has the shape {list(shape)}, allowed are 1 or 2 sides of 1 to {_MAX_WEIGHTS}")
+        raise ValueError(
+            f"{name[:_MAX_NAME_CHARS]} has the shape {str(list(shape[:4]))[:_MAX_NAME_CHARS]}, "
+            f"allowed are 1 or 2 sides of 1 to {_MAX_WEIGHTS}"
+        )

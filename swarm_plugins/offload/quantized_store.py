@@ -15,9 +15,18 @@ from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.direct_file import file_identity
 from swarm_plugins.offload.expert_files import padded_bytes
 from swarm_plugins.offload.formats.experts import QuantizedFormat, matrix_format
+from swarm_plugins.offload.formats.finite import are_finite
 from swarm_plugins.offload.formats.plain import PlainFormat
 from swarm_plugins.offload.linears import PARTS, QuantizedLinear, replace_module
-from swarm_plugins.offload.quantized_manifest import MANIFEST_FILE, QUANT_METHOD, Manifest, expert_tensor, read_manifest
+from swarm_plugins.offload.quantized_manifest import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    QUANT_METHOD,
+    Manifest,
+    config_hash,
+    expert_tensor,
+    read_manifest,
+)
 from swarm_plugins.offload.types import BufferLayout, ExpertFormat, ExpertKey, FileIdentity, FileRange
 
 __all__ = ["QuantizedStore", "is_quantized_store", "open_quantized"]
@@ -75,6 +84,9 @@ class QuantizedStore:
         Args:
             model: With any modules in their places.
             device: Where they compute.
+
+        Raises:
+            CheckpointError: If scales are not finite.
         """
         for name, shape in self.manifest.linears.items():
             names = {part: f"{name}.{full}" for part, full in PARTS.items()}
@@ -83,6 +95,11 @@ class QuantizedStore:
             tensors = self._checkpoint.read([*names.values(), *([bias_name] if has_bias else [])], progress=False)
             bias = nn.Parameter(tensors[bias_name].to(device), requires_grad=False) if has_bias else None
             parts = {part: tensors[full] for part, full in names.items()}
+            if not are_finite(parts["scales"]):
+                raise CheckpointError(
+                    f"{names['scales']} in {self._checkpoint.name} holds numbers that are not finite: the store is "
+                    "damaged, fetch it again or run swarm quantize again"
+                )
             replace_module(model, name, QuantizedLinear(shape, self.manifest.other_bits, parts, bias, device))
 
     def saved_bytes(self, dtype: torch.dtype) -> int:
@@ -151,6 +168,7 @@ def open_quantized(checkpoint: Checkpoint, *, base_revision: str | None = None) 
     if method != QUANT_METHOD:
         return None
     manifest = read_manifest(checkpoint.file_path(MANIFEST_FILE))
+    _check_config(checkpoint, manifest)
     base = manifest.base_version
     if base_revision is not None and base_revision != base.revision:
         raise CheckpointError(
@@ -160,6 +178,15 @@ def open_quantized(checkpoint: Checkpoint, *, base_revision: str | None = None) 
     store = QuantizedStore(checkpoint, manifest)
     store.check()
     return store
+
+
+def _check_config(checkpoint: Checkpoint, manifest: Manifest) -> None:
+    path = checkpoint.file_path(CONFIG_FILE)
+    # Stores that earlier versions made do not say it.
+    if manifest.config_sha256 and manifest.config_sha256 != config_hash(path):
+        raise CheckpointError(
+            f"{path} is not the one that the store was made with: put that back, or run swarm quantize again"
+        )
 
 
 def _quantization(config: PreTrainedConfig) -> Mapping[str, object]:

@@ -28,6 +28,7 @@ from swarm_plugins.offload.formats.experts import QuantizedFormat, matrix_format
 from swarm_plugins.offload.linears import PARTS, quantizable_linears
 from swarm_plugins.offload.parts import Parts, find_parts, load_rest
 from swarm_plugins.offload.quantized_manifest import (
+    CONFIG_FILE,
     MANIFEST_FILE,
     QUANT_METHOD,
     Layer,
@@ -41,7 +42,6 @@ __all__ = ["QuantizedSize", "other_tensors", "quantize_checkpoint"]
 
 _CPU = torch.device("cpu")
 _OTHERS_FILE = "others.safetensors"
-_CONFIG_FILE = "config.json"
 # Tokenizer, chat template, defaults for generation: what is small and no weights.
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _COPIED_BYTES = 100 << 20
@@ -102,7 +102,7 @@ def quantize_checkpoint(
         _copy_small_files(parts.checkpoint, work)
         _write_config(parts, work, manifest)
         # Last: without them a directory is no model, and no store.
-        (work / MANIFEST_FILE).write_bytes(manifest.encode())
+        (work / MANIFEST_FILE).write_bytes(manifest.with_config(work / CONFIG_FILE).encode())
         other_bytes = (work / _OTHERS_FILE).stat().st_size
         work.rename(target)
     return QuantizedSize(expert_bytes, other_bytes)
@@ -212,7 +212,7 @@ def _write_others(model: PreTrainedModel, work: Path, bits: int) -> tuple[dict[s
 
 
 def _write_config(parts: Parts, work: Path, manifest: Manifest) -> None:
-    config = json.loads(parts.checkpoint.file_path(_CONFIG_FILE).read_text())
+    config = json.loads(parts.checkpoint.file_path(CONFIG_FILE).read_text())
     if getattr(parts.config, "dtype", None) is None:
         # Of codes nobody could tell.
         config["dtype"] = str(parts.dtype).removeprefix("torch.")
@@ -222,13 +222,13 @@ def _write_config(parts: Parts, work: Path, manifest: Manifest) -> None:
         "other_bits": manifest.other_bits,
         "base": manifest.base,
     }
-    _write_json(work / _CONFIG_FILE, config)
+    _write_json(work / CONFIG_FILE, config)
 
 
 def _copy_small_files(checkpoint: Checkpoint, work: Path) -> None:
     for name in checkpoint.file_names():
         is_kept = name.endswith(_COPIED_SUFFIXES) and "/" not in name and not (work / name).exists()
-        if is_kept and name not in (_CONFIG_FILE, MANIFEST_FILE) and not name.endswith(".index.json"):
+        if is_kept and name not in (CONFIG_FILE, MANIFEST_FILE) and not name.endswith(".index.json"):
             path = checkpoint.file_path(name)
             if path.stat().st_size <= _COPIED_BYTES:
                 shutil.copyfile(path, work / name)
