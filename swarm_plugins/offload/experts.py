@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta, Routing, combine
 from swarm_plugins.offload.loans import ExpertLoans
-from swarm_plugins.offload.training import adapters_of, run_with_gradients
+from swarm_plugins.offload.training import adapters_of, out_of_autocast, run_with_gradients
 
 __all__ = ["IMPLEMENTATION", "adapted", "run_adapted", "run_offloaded"]
 
@@ -74,11 +74,8 @@ def run_adapted(
     Returns:
         ``[T, D]``.
     """
-    if torch.is_autocast_enabled(hidden_states.device.type):
-        # Products are formed in the weights' type, as in transformers' grouped implementation, out of autocast's reach.
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return _run(module, deltas, hidden_states, top_k_index, top_k_weights)
-    return _run(module, deltas, hidden_states, top_k_index, top_k_weights)
+    with out_of_autocast(hidden_states.device):
+        return _run(module, deltas, hidden_states, top_k_index, top_k_weights)
 
 
 def _run(

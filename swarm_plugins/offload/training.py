@@ -8,7 +8,7 @@ first, and the last layer's experts are still at hand), runs it again on its row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from swarm_plugins.moe import ExpertDelta, Routing
 from swarm_plugins.offload.loans import ExpertLoans, LowRank
 
-__all__ = ["adapters_of", "run_with_gradients"]
+__all__ = ["adapters_of", "out_of_autocast", "run_with_gradients"]
 
 
 def adapters_of(
@@ -54,6 +54,16 @@ def adapters_of(
 
 def _none(expert: int) -> list[LowRank]:
     return []
+
+
+def out_of_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Returns a context in which products are formed in the weights' type, as in transformers' grouped implementation.
+
+    Autocast does not reach that one, neither in the forward pass nor in a backward pass that is called inside it.
+    """
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def run_with_gradients(
@@ -107,7 +117,7 @@ class _Experts(torch.autograd.Function):
         rows = hidden[routing.tokens]  # [T * k, D]
         grad_rows = torch.zeros_like(rows)
         adapters = adapters_of(ctx.deltas, routing.tokens, routing.num_tokens, ctx.spans)
-        with closing(ctx.loans.borrow_again(list(ctx.spans))) as lent:
+        with out_of_autocast(hidden.device), closing(ctx.loans.borrow_again(list(ctx.spans))) as lent:
             for expert, tensors in lent:
                 span = ctx.spans[expert]
                 own = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_overlapping_calls_leave_no_adapter_behind(tuned: PeftModel) -> None:
     with tuned.disable_adapter():
         bare = logits(tuned)
     expected = logits(tuned)
-    experts = tuned.base_model.model.model.layers[1].mlp.experts.get_base_layer()
+    wrapper: Any = tuned.get_submodule("base_model.model.model.layers.1.mlp.experts")
     meeting = threading.Barrier(2)
     # Two calls are in the same experts at once, and the one that came first is the first to leave.
     first_left = threading.Event()
@@ -50,7 +51,7 @@ def test_overlapping_calls_leave_no_adapter_behind(tuned: PeftModel) -> None:
         if meeting.wait(TIMEOUT_S) == 1:
             assert first_left.wait(TIMEOUT_S)
 
-    hook = experts.register_forward_hook(meet)
+    hook = wrapper.get_base_layer().register_forward_hook(meet)
 
     def call() -> Tensor:
         try:

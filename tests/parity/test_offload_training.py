@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,19 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path, use_reentrant:
     few.enable_input_require_grads()
     few.base_model.model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     assert_close(gradients(few, tokens()), gradients(local, tokens()))
+
+
+def test_a_backward_pass_inside_autocast_changes_no_gradient(folder: Path) -> None:
+    # Of the experts alone: all else is rounded to bfloat16 in there, and each model has its own backward.
+    _, few = pair(folder, "mixtral")
+    experts: Any = few.get_submodule("model.layers.0.mlp.experts")
+    torch.manual_seed(0)
+    hidden = torch.randn(4, 32, requires_grad=True)
+    weights, index = torch.rand(4, 6).topk(2)
+    outside = torch.autograd.grad(experts(hidden, index, weights).square().sum(), hidden)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(experts(hidden, index, weights).square().sum(), hidden)[0]
+    assert torch.equal(inside, outside)
 
 
 def test_an_adapter_trained_here_is_an_ordinary_one(folder: Path, tmp_path: Path) -> None:
