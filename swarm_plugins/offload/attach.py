@@ -53,6 +53,10 @@ def formats_of(parts: Parts, settings: OffloadConfig, device: torch.device) -> d
     return {layer: store.format(layer, parts.dtype, device) for layer in parts.paths}
 
 
+class _Shared:
+    """Exists as long as any layer's loans do."""
+
+
 def attach_experts(
     model: PreTrainedModel,
     parts: Parts,
@@ -72,11 +76,12 @@ def attach_experts(
     # The parts' paths start at the whole model; a base model is what its prefix names there.
     prefix = f"{parts.outline.base_model_prefix}." if model.base_model is model else ""
     ahead = ReadingAhead(cache, cache.num_experts) if cache.config.prefetch else None
-    loans = {layer: ExpertLoans(layer, form, cache, ahead) for layer, form in formats.items()}
+    shared = _Shared()
+    loans = {layer: ExpertLoans(layer, form, cache, ahead, shared) for layer, form in formats.items()}
     for layer, whole_path in parts.paths.items():
         path = whole_path.removeprefix(prefix)
         turn_into_offloaded(model.get_submodule(path), parts.outline.get_submodule(whole_path), device, loans[layer])
         model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(AdapterWatch())
     model.set_experts_implementation(IMPLEMENTATION)
-    # Copies of the model share the loans, not the model.
-    weakref.finalize(next(iter(loans.values())), cache.close)
+    # Copies of the model share the loans, not the model, and layers may be taken out of either.
+    weakref.finalize(shared, cache.close)

@@ -15,6 +15,7 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.linears import quantize_linears
 from swarm_plugins.offload.parts import find_parts, load_rest
 from swarm_plugins.offload.prefetch import install_prefetch
+from swarm_plugins.offload.standin import OffloadedExperts
 
 __all__ = ["load_offloaded"]
 
@@ -60,7 +61,10 @@ def load_offloaded(
     install_prefetch(model, cache)
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
-    model.save_pretrained = _refuse_saving  # type: ignore[method-assign]
+    for module in model.modules():
+        # Also the base model, which users take out of a model.
+        if isinstance(module, PreTrainedModel) and any(isinstance(one, OffloadedExperts) for one in module.modules()):
+            module.save_pretrained = _refuse_saving  # type: ignore[method-assign]
     return model
 
 

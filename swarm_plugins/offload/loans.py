@@ -67,13 +67,22 @@ class ExpertLoans:
         form: What their bytes mean.
         cache: Where they are.
         ahead: Announces the next layer's; None: nothing is read ahead.
+        shared: What all loans of a cache have in common, and which is gone when the last of them is.
     """
 
-    def __init__(self, layer: int, form: ExpertFormat, cache: ExpertCache, ahead: ReadingAhead | None = None) -> None:
+    def __init__(
+        self,
+        layer: int,
+        form: ExpertFormat,
+        cache: ExpertCache,
+        ahead: ReadingAhead | None = None,
+        shared: object = None,
+    ) -> None:
         self._layer = layer
         self._form = form
         self._cache = cache
         self._ahead = ahead
+        self._shared = shared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertLoans:
         # Read-only and bound to files and threads: copies of a model share it.

@@ -137,6 +137,21 @@ def test_a_model_that_is_gone_leaves_no_thread(directory: Path) -> None:
     assert threading.active_count() == before
 
 
+@torch.no_grad()
+def test_a_model_that_loses_its_first_layers_still_works_and_leaves_no_thread(directory: Path) -> None:
+    gc.collect()
+    before = threading.active_count()
+    model = load_offloaded(directory, FEW, device="cpu")
+    expected = model.model.layers[2](torch.ones(1, 3, 32), position_embeddings=(torch.ones(1, 3, 8),) * 2)
+    del model.model.layers[:2]
+    gc.collect()
+    found = model.model.layers[0](torch.ones(1, 3, 32), position_embeddings=(torch.ones(1, 3, 8),) * 2)
+    assert torch.equal(found, expected)
+    del model
+    gc.collect()
+    assert threading.active_count() == before
+
+
 def test_a_process_ends_while_it_has_a_model(directory: Path) -> None:
     code = (
         f"import torch, swarm_plugins as s; m = s.load_offloaded({str(directory)!r}, device='cpu'); "
@@ -156,6 +171,8 @@ def test_a_model_is_not_pickled(model: PreTrainedModel) -> None:
 def test_a_model_is_not_saved_without_its_experts(model: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"experts stay in the checkpoint.*get_peft_model"):
         copy.deepcopy(model).save_pretrained(tmp_path / "saved")
+    with pytest.raises(UnsupportedError, match="experts stay in the checkpoint"):
+        model.base_model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
