@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import typer
 
+from swarm_plugins.cli.wording import in_options
 from swarm_plugins.errors import SwarmError
 
 __all__ = ["one_sentence_errors"]
@@ -16,12 +17,17 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
-def one_sentence_errors(command: str) -> Iterator[None]:
-    """Ends the command with code 1 and one sentence if the package or the system refuses; 130 on Ctrl-C."""
+def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Ends the command with code 1 and one sentence if the package or the system refuses; 130 on Ctrl-C.
+
+    Args:
+        command: Its name.
+        words: Its options, by the fields that the package's messages name.
+    """
     try:
         yield
     except SwarmError as error:
-        fault = str(error)
+        fault = in_options(str(error), words or {})
     except OSError as error:
         advice = ": free some space and try again" if error.errno in _DISK_FULL else ""
         where = f" ({error.filename})" if error.filename else ""

@@ -33,19 +33,24 @@ def plan(
     """Say what fits where, which speed to expect and which settings to use, from the headers of a model's files."""
     quiet_libraries()
     with one_sentence_errors("plan"):
+        from swarm_plugins.cli.sizes import parse_bytes
+
+        memory_bytes = None if memory is None else parse_bytes(memory)
+        ram_bytes = None if ram is None else parse_bytes(ram)
+        disk_bytes_per_s = None if disk_rate is None else _positive(parse_bytes(disk_rate), disk_rate)
+        # What takes seconds to import comes after what may be wrong at once.
         from rich.console import Console
 
         from swarm_plugins.cli._plan.planning import plan_model
         from swarm_plugins.cli._plan.table import as_dict, print_plan
-        from swarm_plugins.cli.sizes import parse_bytes
 
         planned = plan_model(
             model,
             revision=revision,
-            memory_bytes=None if memory is None else parse_bytes(memory),
-            ram_bytes=None if ram is None else parse_bytes(ram),
+            memory_bytes=memory_bytes,
+            ram_bytes=ram_bytes,
             context_tokens=context,
-            disk_bytes_per_s=None if disk_rate is None else _positive(parse_bytes(disk_rate), disk_rate),
+            disk_bytes_per_s=disk_bytes_per_s,
             device=device,
         )
         if json:

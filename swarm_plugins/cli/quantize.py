@@ -9,6 +9,8 @@ import typer
 
 from swarm_plugins.cli.errors import one_sentence_errors
 from swarm_plugins.cli.quiet import quiet_libraries
+from swarm_plugins.cli.wording import QUANTIZE_WORDS
+from swarm_plugins.errors import ConfigError
 
 __all__ = ["quantize"]
 
@@ -24,8 +26,14 @@ def quantize(
 ) -> None:
     """Write a model with experts in few bits to a directory: smaller on disk, and faster to read."""
     quiet_libraries()
-    with one_sentence_errors("quantize"):
+    with one_sentence_errors("quantize", QUANTIZE_WORDS):
         from swarm_plugins.cli.sizes import format_bytes
+        from swarm_plugins.offload.config import EXPERT_BITS, OTHER_BITS
+
+        for option, bits, allowed in (("--experts", experts, EXPERT_BITS), ("--attention", attention, OTHER_BITS)):
+            if bits not in allowed:
+                raise ConfigError(f"{option} is {bits}; allowed are {', '.join(map(str, allowed))}")
+        # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.offload.quantizing import quantize_checkpoint
 
         size = quantize_checkpoint(model, out, expert_bits=experts, other_bits=attention, revision=revision)

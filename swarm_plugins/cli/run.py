@@ -8,6 +8,7 @@ import typer
 
 from swarm_plugins.cli.errors import one_sentence_errors
 from swarm_plugins.cli.quiet import quiet_libraries
+from swarm_plugins.cli.wording import OFFLOAD_WORDS
 
 __all__ = ["run"]
 
@@ -36,13 +37,16 @@ def run(
 ) -> None:
     """Talk with a model whose experts stay on disk but for a bounded set. /exit leaves, /new starts afresh."""
     quiet_libraries()
-    with one_sentence_errors("run"):
+    with one_sentence_errors("run", OFFLOAD_WORDS):
         from swarm_plugins.cli._run.offload_option import parse_offload
+
+        config = parse_offload(offload)
+        # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.cli._run.session import run_model
 
         run_model(
             model,
-            parse_offload(offload),
+            config,
             prompts=prompt or [],
             adapter=adapter,
             revision=revision,

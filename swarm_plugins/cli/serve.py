@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +11,12 @@ import typer
 
 from swarm_plugins.cli.errors import one_sentence_errors
 from swarm_plugins.cli.sizes import parse_bytes
+from swarm_plugins.cli.wording import SERVE_WORDS
 from swarm_plugins.errors import ConfigError
 
 __all__ = ["serve"]
+
+_LEVELS = ("debug", "info", "warning", "error")
 
 
 def serve(
@@ -25,7 +29,11 @@ def serve(
         int | None, typer.Option(help="This many blocks, those the swarm lacks most.  [default: what memory holds]")
     ] = None,
     initial_peers: Annotated[
-        list[str] | None, typer.Option(help="Address to join the swarm by; repeat for several. None: a new swarm.")
+        list[str] | None,
+        typer.Option(
+            help="Address to join the swarm by; repeat for several. None: a new swarm.",
+            envvar="SWARM_INITIAL_PEERS",
+        ),
     ] = None,
     identity: Annotated[
         Path | None, typer.Option(help="Key file of the peer id, made if it does not exist.", dir_okay=False)
@@ -70,27 +78,29 @@ def serve(
 
     Only the tensors of these blocks are read or downloaded. Ends cleanly on Ctrl-C.
     """
-    with one_sentence_errors("serve"):
+    with one_sentence_errors("serve", SERVE_WORDS):
         # Imported before anything heavy: an embedded server must notice early that its parent is gone.
         from swarm_plugins.cli._serve.embedding import Embedding
 
         embedding = Embedding.take_over() if embedded else None
-        from swarm_plugins.cli._serve.process import prepare_process, run_server
-
-        prepare_process(log_level, threads)
         from swarm_plugins.cli._run.offload_option import parse_offload
         from swarm_plugins.server.config import DEFAULT_HOST_MADDRS, ServeConfig
-        from swarm_plugins.server.service import ServiceLimits
+        from swarm_plugins.server.service_limits import ServiceLimits
 
+        if log_level.lower() not in _LEVELS:
+            raise ConfigError(f"unknown log level {log_level!r}; known: {', '.join(_LEVELS)}")
         span, part = parse_blocks(blocks)
-        peers = (initial_peers or []) if embedding is None else [*(initial_peers or []), *embedding.read_peers()]
+        if blocks is not None and num_blocks is not None:
+            raise ConfigError(f"--blocks {blocks} and --num-blocks {num_blocks} exclude each other: give one")
+        peers = [address for entry in initial_peers or () for address in entry.replace(",", " ").split()]
         config = ServeConfig(
             model=model,
             revision=revision,
             blocks=span,
             part=part,
             num_blocks=num_blocks,
-            initial_peers=tuple(peers),
+            # The swarm of an embedded server is its parent's, whatever the environment says.
+            initial_peers=tuple(peers) if embedding is None else (),
             identity=identity,
             announce_maddrs=tuple(announce_maddrs or ()),
             device=device,
@@ -105,6 +115,12 @@ def serve(
             show_progress=sys.stderr.isatty(),
             host_maddrs=tuple(host_maddrs or DEFAULT_HOST_MADDRS),
         )
+        # What takes seconds to import comes after what may be wrong at once.
+        from swarm_plugins.cli._serve.process import prepare_process, run_server
+
+        prepare_process(log_level, threads)
+        if embedding is not None:
+            config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
         run_server(config, embedding)
 
 

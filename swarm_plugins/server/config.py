@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.server.service import ServiceLimits
+from swarm_plugins.server.service_limits import ServiceLimits
 
 __all__ = ["DEFAULT_HOST_MADDRS", "DTYPES", "QUANTIZATIONS", "ServeConfig"]
 
@@ -94,10 +95,9 @@ class ServeConfig:
         """Checks the settings."""
         if not self.model:
             raise ConfigError("model is empty: give a directory or the id of a repository on the Hub")
-        if sum(choice is not None for choice in (self.blocks, self.part, self.num_blocks)) > 1:
-            raise ConfigError(
-                f"blocks {self.blocks}, part {self.part} and num_blocks {self.num_blocks} exclude each other: give one"
-            )
+        given = list(self._span_choices())
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} exclude each other: give one")
         if self.part is not None and not 1 <= self.part[0] <= self.part[1]:
             raise ConfigError(f"part {self.part[0]}/{self.part[1]} is no part: K/N with 1 <= K <= N is allowed")
         if self.blocks is not None and (self.blocks.step != 1 or not 0 <= self.blocks.start < self.blocks.stop):
@@ -117,6 +117,14 @@ class ServeConfig:
         """What clients are told of the weights' precision."""
         bits = None if self.offload is None else self.offload.expert_bits
         return self.quantization if bits in (None, 16) else f"experts-int{bits}"
+
+    def _span_choices(self) -> Iterator[str]:
+        if self.blocks is not None:
+            yield f"blocks {self.blocks.start}:{self.blocks.stop}"
+        if self.part is not None:
+            yield f"part {self.part[0]}/{self.part[1]}"
+        if self.num_blocks is not None:
+            yield f"num_blocks {self.num_blocks}"
 
     def _check_numbers(self) -> None:
         for name in ("kv_bytes", "max_pack_tokens", "announce_every_s", "announce_ttl_s"):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from fake_server import VERSION, WIDTH, FakeRunner, transport_to
 
-from swarm_plugins.server.service import Service, ServiceLimits
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.service_limits import ServiceLimits
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (

@@ -12,7 +12,7 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.fit import blocks_that_fit
 from swarm_plugins.server.server import SwarmServer
-from swarm_plugins.server.service import ServiceLimits
+from swarm_plugins.server.service_limits import ServiceLimits
 from swarm_plugins.testing.models import save_tiny
 
 
@@ -22,7 +22,7 @@ from swarm_plugins.testing.models import save_tiny
         pytest.param({"model": ""}, "model is empty", id="model"),
         pytest.param({"blocks": range(0, 4, 2)}, "blocks 0:4 are no span", id="step"),
         pytest.param({"blocks": range(3, 3)}, "blocks 3:3 are no span", id="empty"),
-        pytest.param({"blocks": range(1), "num_blocks": 2}, "exclude each other", id="two-choices"),
+        pytest.param({"blocks": range(1), "num_blocks": 2}, "blocks 0:1 and num_blocks 2 exclude", id="two-choices"),
         pytest.param({"part": (3, 2)}, "part 3/2 is no part", id="part"),
         pytest.param({"num_blocks": 0}, "num_blocks must be at least 1, got 0", id="no-blocks"),
         pytest.param({"kv_bytes": 0}, "kv_bytes must be above 0, got 0", id="kv"),

@@ -1,0 +1,80 @@
+"""`swarm serve`: which swarm it joins, and that a slip costs no time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_plugins.cli.main import app
+
+FIRST, SECOND = "/ip4/192.0.2.1/tcp/5/p2p/QmFirst", "/ip4/192.0.2.2/tcp/5/p2p/QmSecond"
+
+
+class Parent:
+    """What an embedded server is told."""
+
+    def read_peers(self) -> list[str]:
+        return [SECOND]
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The addresses that each server would have joined by."""
+    found: list[tuple[str, ...]] = []
+    process = "swarm_plugins.cli._serve.process"
+    monkeypatch.setattr(f"{process}.prepare_process", lambda *_: None)
+    monkeypatch.setattr(f"{process}.run_server", lambda config, _: found.append(config.initial_peers))
+    monkeypatch.setattr("swarm_plugins.cli._serve.embedding.Embedding.take_over", Parent)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "expected"),
+    [
+        pytest.param("", [], (), id="alone"),
+        pytest.param(FIRST, [], (FIRST,), id="environment"),
+        pytest.param(f"{FIRST} {SECOND}", [], (FIRST, SECOND), id="blanks"),
+        pytest.param(f"{FIRST},{SECOND}", [], (FIRST, SECOND), id="commas"),
+        pytest.param(FIRST, ["--initial-peers", SECOND], (SECOND,), id="option-wins"),
+        pytest.param(FIRST, ["--embedded"], (SECOND,), id="embedded"),
+    ],
+)
+def test_the_swarm_is_that_of_the_option_or_of_the_environment(
+    environment: str, arguments: list[str], expected: tuple[str, ...], joined: list[Any]
+) -> None:
+    result = CliRunner(env={"SWARM_INITIAL_PEERS": environment}).invoke(app, ["serve", "m", *arguments])
+    assert result.exit_code == 0, result.output
+    assert joined == [expected]
+
+
+def test_help_names_the_environment_variable() -> None:
+    assert "SWARM_INITIAL_PEERS" in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["serve", "--help"]).output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["serve", "m", "--blocks", "all"], id="blocks"),
+        pytest.param(["serve", "m", "--kv-bytes", "lots"], id="size"),
+        pytest.param(["serve", "m", "--offload", "fast=lots"], id="offload"),
+        pytest.param(["serve", "m", "--dtype", "float8"], id="dtype"),
+        pytest.param(["run", "m", "--offload", "bits=5"], id="run"),
+        pytest.param(["plan", "m", "--memory", "lots"], id="plan"),
+        pytest.param(["quantize", "m", "--out", "o", "--experts", "5"], id="quantize"),
+    ],
+)
+def test_a_slip_is_told_before_torch_is_imported(arguments: list[str], tmp_path: Path) -> None:
+    code = """
+import sys
+from typer.testing import CliRunner
+from swarm_plugins.cli.main import app
+code = CliRunner().invoke(app, sys.argv[1:]).exit_code
+sys.exit(code + 10 * ("torch" in sys.modules) + 20 * ("transformers" in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 1

@@ -1,0 +1,57 @@
+"""Messages name what was typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_plugins.cli.main import app
+from swarm_plugins.cli.wording import OFFLOAD_WORDS, SERVE_WORDS, in_options
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        pytest.param("fast_bytes is 1; raise fast_bytes", "--offload fast is 1; raise --offload fast", id="field"),
+        pytest.param("a lower expert_bits.", "a lower --offload bits.", id="end-of-sentence"),
+        pytest.param("/data/fast_bytes is no model", "/data/fast_bytes is no model", id="path"),
+        pytest.param("OffloadConfig(expert_bits=...)", "OffloadConfig(expert_bits=...)", id="call"),
+        pytest.param("my_fast_bytes_too", "my_fast_bytes_too", id="longer-name"),
+    ],
+)
+def test_fields_become_options_and_nothing_else_does(message: str, expected: str) -> None:
+    assert in_options(message, OFFLOAD_WORDS) == expected
+
+
+def test_without_words_a_message_stays() -> None:
+    assert in_options("fast_bytes is 1", {}) == "fast_bytes is 1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["run", "m", "--offload", "bits=5"], "swarm run: --offload bits is 5;", id="run"),
+        pytest.param(["serve", "m", "--offload", "readers=0"], "swarm serve: --offload readers is 0;", id="offload"),
+        pytest.param(["serve", "m", "--kv-bytes", "0"], "swarm serve: --kv-bytes must be above 0, got 0", id="serve"),
+        pytest.param(
+            ["serve", "m", "--blocks", "1/2", "--num-blocks", "3"],
+            "swarm serve: --blocks 1/2 and --num-blocks 3 exclude each other",
+            id="two-spans",
+        ),
+        pytest.param(["quantize", "m", "--out", "o", "--experts", "5"], "swarm quantize: --experts is 5", id="experts"),
+    ],
+)
+def test_commands_speak_of_their_options(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert words in " ".join(result.output.split())
+
+
+def test_every_word_of_serve_is_an_option_of_it() -> None:
+    shown = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["serve", "--help"]).output
+    assert all(option.split()[0] in shown for option in SERVE_WORDS.values())
