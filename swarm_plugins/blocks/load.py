@@ -84,7 +84,9 @@ def load_span(
     base_class = _base_class(config)
     path = _layer_path(base_class, config)
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
-    parts = None if offload is None else offloaded_parts(checkpoint, blocks, quantization, offload, wanted)
+    parts = None
+    if offload is not None:
+        parts = offloaded_parts(checkpoint, blocks, quantization, offload, wanted, torch.device(device))
     is_wanted = None if parts is None else frozenset(parts.others).__contains__
     model: PreTrainedModel | None = None
     for group in _groups(checkpoint, path, blocks, is_wanted):

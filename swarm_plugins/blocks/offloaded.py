@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
-from swarm_plugins.offload.attach import attach_experts, formats_of
+from swarm_plugins.offload.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.parts import Parts, parts_of
@@ -20,7 +20,12 @@ __all__ = ["offload_experts", "offloaded_parts", "remove_experts"]
 
 
 def offloaded_parts(
-    checkpoint: Checkpoint, blocks: range, quantization: str, config: OffloadConfig, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    blocks: range,
+    quantization: str,
+    config: OffloadConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Parts:
     """Finds the experts of a span.
 
@@ -30,9 +35,11 @@ def offloaded_parts(
         quantization: Of the other weights; must be ``none``.
         config: The settings.
         dtype: Floating type to compute in.
+        device: Where the span computes.
 
     Raises:
         ConfigError: If settings contradict each other.
+        CapacityError: If the budget does not hold the experts of one token.
         CheckpointError: If a tensor is missing, truncated or of a wrong shape.
         UnsupportedError: If the blocks have no experts, or experts that cannot be offloaded.
     """
@@ -45,7 +52,9 @@ def offloaded_parts(
         raise ConfigError(
             f"other_bits is {config.other_bits}: a span keeps its other weights as they are, leave it out"
         )
-    return parts_of(checkpoint, dtype=dtype, layers=blocks)
+    parts = parts_of(checkpoint, dtype=dtype, layers=blocks)
+    check_budget(parts, formats_of(parts, config, device), config, device)
+    return parts
 
 
 def remove_experts(model: nn.Module) -> None:

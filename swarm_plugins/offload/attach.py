@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.adapters import AdapterWatch
 from swarm_plugins.offload.ahead import ReadingAhead
+from swarm_plugins.offload.budget import choose_fast_bytes
 from swarm_plugins.offload.cache import BoundedCache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.experts import IMPLEMENTATION
@@ -20,7 +21,7 @@ from swarm_plugins.offload.parts import Parts
 from swarm_plugins.offload.standin import turn_into_offloaded
 from swarm_plugins.offload.types import ExpertFormat
 
-__all__ = ["attach_experts", "formats_of"]
+__all__ = ["attach_experts", "check_budget", "formats_of"]
 
 
 def formats_of(parts: Parts, settings: OffloadConfig, device: torch.device) -> dict[int, ExpertFormat]:
@@ -55,6 +56,19 @@ def formats_of(parts: Parts, settings: OffloadConfig, device: torch.device) -> d
 
 class _Shared:
     """Exists as long as any layer's loans do."""
+
+
+def check_budget(
+    parts: Parts, formats: Mapping[int, ExpertFormat], settings: OffloadConfig, device: torch.device
+) -> None:
+    """Checks a budget that was given against the headers, before gigabytes of other weights are read for nothing.
+
+    Raises:
+        CapacityError: If it is too small to compute with.
+    """
+    if settings.fast_bytes is not None:
+        sizes = {layer: form.computed.num_bytes for layer, form in formats.items()}
+        choose_fast_bytes(settings, sizes, parts.store.num_experts, device)
 
 
 def attach_experts(

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.offload.attach import attach_experts, formats_of
+from swarm_plugins.offload.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.linears import quantize_linears
@@ -53,6 +53,7 @@ def load_offloaded(
     place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     parts = find_parts(name_or_dir, revision=revision, dtype=dtype)
     formats = formats_of(parts, settings, place)
+    check_budget(parts, formats, settings, place)
     model = load_rest(parts, place)
     if settings.other_bits in (4, 8) and parts.other_bits is None:
         quantize_linears(model, settings.other_bits)

@@ -134,12 +134,15 @@ def test_experts_in_few_bits_are_near_the_exact_ones(pair_of: Callable[[str], Pa
         ("mixtral", {"offload": OffloadConfig(fast_bytes=1000)}, CapacityError, "fast_bytes is 1000"),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused(
+def test_what_cannot_be_offloaded_is_refused_before_weights_are_read(
     family: str,
     arguments: dict[str, object],
     error: type[Exception],
     message: str,
     pair_of: Callable[[str], Pair],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    checkpoint = pair_of(family).checkpoint
+    monkeypatch.setattr(checkpoint, "read", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(error, match=message):
-        load_span(pair_of(family).checkpoint, BLOCKS, **arguments)  # type: ignore[arg-type]
+        load_span(checkpoint, BLOCKS, **arguments)  # type: ignore[arg-type]

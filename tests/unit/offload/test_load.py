@@ -247,7 +247,10 @@ def test_a_checkpoint_in_a_quantized_format_is_refused(directory: Path, tmp_path
         load_offloaded(path, FEW)
 
 
-def test_a_budget_that_holds_no_experts_says_what_is_needed(directory: Path) -> None:
+def test_a_budget_that_holds_no_experts_is_refused_before_weights_are_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match=r"fast_bytes is 1000, but at least \d+ bytes are needed"):
         load_offloaded(directory, OffloadConfig(fast_bytes=1000), device="cpu")
 
