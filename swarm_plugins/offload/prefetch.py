@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ def install_prefetch(model: nn.Module, cache: BoundedCache) -> None:
     if len(routers) != len(layers):
         log.info("no speculative loading: %d routers found for %d layers of experts", len(routers), len(layers))
         return
-    predictor = _Predictor(cache, dict(zip(layers, routers, strict=True)))
+    predictor = _Predictor(cache)
     for layer, router in zip(layers, routers, strict=True):
         router.register_forward_pre_hook(predictor.hook(layer), with_kwargs=True)
     if cache.config.prefetch:
@@ -67,21 +68,23 @@ class _Extra(NamedTuple):
 class _Predictor:
     """Applies routers one layer early.
 
+    Copies of a model share it, and have routers of their own: which follows which is seen as they are called.
+
     Args:
         cache: Who is told.
-        routers: The routers by layer.
     """
 
-    def __init__(self, cache: BoundedCache, routers: dict[int, nn.Module]) -> None:
+    def __init__(self, cache: BoundedCache) -> None:
         self._cache = cache
-        self._routers = routers
-        layers = sorted(routers)
+        layers = sorted(cache.num_experts)
         self._next = dict(pairwise(layers))
         self._first = layers[0]
-        self._extras: dict[int, _Extra] = {}
+        self._last: tuple[int, weakref.ref[nn.Module]] | None = None
+        self._following: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        self._extras: weakref.WeakKeyDictionary[nn.Module, _Extra] = weakref.WeakKeyDictionary()
         # Layers whose router gets other objects each time, or does not answer as routers do.
         self._unfit: set[int] = set()
-        self._input: tuple[int, Tensor] | None = None
+        self._input: tuple[int, nn.Module, Tensor] | None = None
         self._trial = PayTrial() if cache.config.prefetch == "auto" else None
         self._is_on = True
 
@@ -89,6 +92,7 @@ class _Predictor:
         """Returns a forward pre-hook for a router."""
 
         def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            self._input = None
             if not arguments or not isinstance(arguments[0], Tensor):
                 self._unfit.add(layer)
                 return
@@ -96,8 +100,14 @@ class _Predictor:
             num_rows = hidden.numel() // max(1, hidden.shape[-1])
             if layer == self._first:
                 self._begin_pass(num_rows)
-            self._note_extra(layer, _Extra(arguments[1:], keywords))
-            self._input = (layer, hidden) if num_rows <= MAX_ROWS and not module.training else None
+            if self._cache.on_asked is None or module.training:
+                return
+            self._note_router(layer, module, _Extra(arguments[1:], keywords))
+            following = self._following.get(module)
+            router = following() if following is not None else None
+            if num_rows <= MAX_ROWS and router is not None:
+                # Without its history, which would keep a whole pass in memory.
+                self._input = layer, router, hidden.detach()
 
         return note
 
@@ -111,19 +121,20 @@ class _Predictor:
         following = self._next.get(layer)
         if found is None or found[0] != layer or following is None or not self._is_on or following in self._unfit:
             return False
-        extra = self._extras.get(following)
+        _, router, hidden = found
+        extra = self._extras.get(router)
         if extra is None or self._cache.is_complete(following):
             return False
-        experts = self._apply(following, found[1], extra)
+        experts = self._apply(following, router, hidden, extra)
         if experts:
             self._cache.guess(following, experts)
         return bool(experts)
 
-    def _apply(self, layer: int, hidden: Tensor, extra: _Extra) -> Sequence[int]:
+    def _apply(self, layer: int, router: nn.Module, hidden: Tensor, extra: _Extra) -> Sequence[int]:
         try:
             with torch.no_grad():
                 # Not the call: hooks on it record router logits, which this is none of.
-                answer = self._routers[layer].forward(hidden, *extra.arguments, **extra.keywords)
+                answer = router.forward(hidden, *extra.arguments, **extra.keywords)
             chosen = answer[2]
             # [T, k], best first for each token: transposed, all first choices come before all second ones.
             experts = chosen.reshape(-1, chosen.shape[-1]).t().flatten().tolist()
@@ -134,12 +145,18 @@ class _Predictor:
         num_experts = self._cache.num_experts[layer]
         return [expert for expert in dict.fromkeys(experts) if isinstance(expert, int) and 0 <= expert < num_experts]
 
-    def _note_extra(self, layer: int, extra: _Extra) -> None:
-        before = self._extras.get(layer)
-        if before is None:
-            self._extras[layer] = extra
-        elif not before.is_same(extra):
+    def _note_router(self, layer: int, router: nn.Module, extra: _Extra) -> None:
+        last, self._last = self._last, (layer, weakref.ref(router))
+        if last is not None and self._next.get(last[0]) == layer and (before := last[1]()) is not None:
+            self._following[before] = self._last[1]
+        known = self._extras.get(router)
+        if layer in self._unfit:
+            return
+        if known is None:
+            self._extras[router] = extra
+        elif not known.is_same(extra):
             self._unfit.add(layer)
+            self._extras.pop(router, None)
 
     def _begin_pass(self, num_rows: int) -> None:
         self._cache.count_tokens(num_rows)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +104,52 @@ def test_tokens_and_passes_are_counted(toys: Any) -> None:
     assert sum(stats.uses[0]) <= 12
 
 
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_no_history_of_a_pass_is_kept(toys: Any, prefetch: bool) -> None:
+    model = load(toys("mixtral"), prefetch=prefetch)
+    model(tokens(1, 1))  # who follows whom has to be seen once
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def stop(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        assert arguments[0].requires_grad
+        kept.append(weakref.ref(arguments[0]))
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].mlp.gate.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens(1, 1))
+    hook.remove()
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_a_copy_guesses_with_its_own_routers_and_the_original_may_go(toys: Any) -> None:
+    model = load(toys("mixtral"), prefetch=True)
+    generate(model)
+    twin = copy.deepcopy(model)
+    router = weakref.ref(model.model.layers[1].mlp.gate)
+    asked: list[nn.Module] = []
+
+    def note(module: nn.Module, *others: Any) -> Any:
+        asked.append(module)
+        return type(module).forward(module, *others)
+
+    for one in (model, twin):
+        for layer in one.model.layers:
+            layer.mlp.gate.forward = functools.partial(note, layer.mlp.gate)
+    for one in (twin, model, twin):
+        generate(one, 2)
+        asked.clear()
+        generate(one)
+        gates = [layer.mlp.gate for layer in one.model.layers]
+        assert len(asked) > 3 * 12, "more than the calls of the model itself"
+        assert all(any(gate is found for gate in gates) for found in asked)
+    asked.clear()
+    del model, one, layer, gates
+    gc.collect()
+    assert router() is None
+
+
 class MovingRouter(nn.Module):
     """A router that gets something new with each token."""
 
@@ -114,8 +164,9 @@ class MovingRouter(nn.Module):
 def test_a_router_that_gets_something_else_each_time_is_left_alone(toys: Any) -> None:
     model = load(toys("mixtral"), prefetch=False)
     cache = model.model.layers[0].mlp.experts._loans._cache
-    routers = {layer: MovingRouter(model.model.layers[layer].mlp.gate) for layer in range(3)}
-    predictor = _Predictor(cache, routers)
+    routers = {layer: MovingRouter(model.model.layers[layer].mlp.gate).eval() for layer in range(3)}
+    predictor = _Predictor(cache)
+    cache.on_asked = predictor.predict
     for layer, router in routers.items():
         router.register_forward_pre_hook(predictor.hook(layer), with_kwargs=True)
     for _ in range(2):
