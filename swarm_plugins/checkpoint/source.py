@@ -222,7 +222,8 @@ def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
         )
     except OSError as exc:
         raise CheckpointError(f"{files.label}/{_CONFIG_FILE} cannot be read: {exc}") from exc
-    except (ValueError, KeyError, TypeError) as exc:
+    except Exception as exc:
+        # Any kind, from any line that meets a stranger's number.
         raise UnsupportedError(f"transformers cannot make a config of {files.label}/{_CONFIG_FILE}: {exc}") from exc
     _check_kernels(config, f"{files.label}/{_CONFIG_FILE}")
     return config
