@@ -14,6 +14,12 @@ EXPERT_BITS = (2, 3, 4, 8, 16)
 OTHER_BITS = (4, 8, 16)
 """Widths that all other weights can have."""
 
+# No machine has as much; what is larger is a mistake in the unit, or somebody's attack.
+_MAX_BYTES = 1 << 50
+_MAX_READERS = 16
+# What a wait of a thread can still be given, on any system.
+_MAX_TIMEOUT_S = 86_400.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
@@ -46,26 +52,41 @@ class OffloadConfig:
         """Checks the values.
 
         Raises:
-            ConfigError: If one is out of range.
+            ConfigError: If one is of another type or out of range.
         """
         for name in ("fast_bytes", "ram_bytes"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name} is {value}; allowed are 0 or more bytes, or None for what is free")
-        if self.prefetch not in (True, False, "auto"):
+            if value is not None and not (_is_whole(value) and 0 <= value <= _MAX_BYTES):
+                raise ConfigError(
+                    f"{name} is {value!r}; allowed are whole numbers of bytes from 0 to {_MAX_BYTES}, or None for "
+                    "what is free"
+                )
+        if not (isinstance(self.prefetch, bool) or self.prefetch == "auto"):
             raise ConfigError(f"prefetch is {self.prefetch!r}; allowed are True, False and 'auto'")
-        if not 0.0 <= self.pinned_share < 1.0:
-            raise ConfigError(f"pinned_share is {self.pinned_share}; allowed are 0 up to (not including) 1")
+        if not (_is_number(self.pinned_share) and 0.0 <= self.pinned_share < 1.0):
+            raise ConfigError(f"pinned_share is {self.pinned_share!r}; allowed are 0 up to (not including) 1")
         _check_bits("expert_bits", self.expert_bits, EXPERT_BITS)
         _check_bits("other_bits", self.other_bits, OTHER_BITS)
-        if not 1 <= self.num_readers <= 16:
-            raise ConfigError(f"num_readers is {self.num_readers}; allowed are 1 to 16 (2 saturate an SSD)")
-        if not self.read_timeout_s > 0:
-            raise ConfigError(f"read_timeout_s is {self.read_timeout_s}; allowed are positive seconds")
+        if not (_is_whole(self.num_readers) and 1 <= self.num_readers <= _MAX_READERS):
+            raise ConfigError(
+                f"num_readers is {self.num_readers!r}; allowed are 1 to {_MAX_READERS} (2 saturate an SSD)"
+            )
+        if not (_is_number(self.read_timeout_s) and 0 < self.read_timeout_s <= _MAX_TIMEOUT_S):
+            raise ConfigError(
+                f"read_timeout_s is {self.read_timeout_s!r}; allowed are more than 0 up to {_MAX_TIMEOUT_S:.0f} seconds"
+            )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_whole(value)
 
 
 def _check_bits(name: str, bits: int | None, allowed: tuple[int, ...]) -> None:
-    if bits is not None and bits not in allowed:
+    if bits is not None and not (_is_whole(bits) and bits in allowed):
         raise ConfigError(
-            f"{name} is {bits}; allowed are {', '.join(map(str, allowed))}, or None for the checkpoint's own"
+            f"{name} is {bits!r}; allowed are {', '.join(map(str, allowed))}, or None for the checkpoint's own"
         )

@@ -12,6 +12,7 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.devices import choose_device
 from swarm_plugins.offload.linears import quantize_linears
 from swarm_plugins.offload.parts import find_parts, load_rest
 from swarm_plugins.offload.prefetch import install_prefetch
@@ -44,13 +45,13 @@ def load_offloaded(
         The model, in evaluation mode.
 
     Raises:
-        ConfigError: If there is no such model.
+        ConfigError: If there is no such model or device, or ``dtype`` is none to compute in.
         CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
         UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
         CapacityError: If the budget does not hold the experts of one token.
     """
     settings = config or OffloadConfig()
-    place = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    place = choose_device(device)
     parts = find_parts(name_or_dir, revision=revision, dtype=dtype)
     formats = formats_of(parts, settings, place)
     check_budget(parts, formats, settings, place)

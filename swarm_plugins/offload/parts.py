@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
-from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.offload.layout import locate_experts
 from swarm_plugins.offload.linears import replace_module
 from swarm_plugins.offload.model_sizes import experts_modules, stored_dtype
@@ -30,6 +30,9 @@ from swarm_plugins.offload.types import ExpertStore
 __all__ = ["Parts", "find_parts", "load_rest", "parts_of"]
 
 _TASKS: tuple[Mapping[Any, Any], ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ def find_parts(name_or_dir: str | Path, *, revision: str | None = None, dtype: t
         dtype: Floating type to compute in; None: the checkpoint's.
 
     Raises:
-        ConfigError: If there is no such model.
+        ConfigError: If there is no such model, or ``dtype`` is none to compute in.
         CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
         UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
     """
@@ -95,17 +98,20 @@ def parts_of(
         layers: The layers whose experts are wanted; None: all.
 
     Raises:
-        CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
+        ConfigError: If ``dtype`` is none to compute in.
+        CheckpointError: If a file or tensor is missing, truncated or of a wrong shape, or no model can be made of the
+            config; names it.
         UnsupportedError: If there are no experts in these layers, or experts that cannot be offloaded.
     """
     config = checkpoint.config
     if quantized is not None:
         config = copy.deepcopy(config)
         del config.quantization_config
-    compute_dtype = dtype or getattr(config, "dtype", None) or stored_dtype(checkpoint)
+    compute_dtype = _compute_dtype(checkpoint, dtype)
     model_class = _model_class(checkpoint.name, config)
-    outline = _outline(model_class, config, compute_dtype)
+    outline = _outline(model_class, config, compute_dtype, checkpoint.name)
     paths = _experts_paths(outline, checkpoint.name)
+    _check_picks(outline, paths, checkpoint.name)
     if layers is not None:
         paths = {layer: path for layer, path in paths.items() if layer in layers}
         if not paths:
@@ -196,14 +202,53 @@ def _model_class(name: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found[0]
 
 
-def _outline(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _compute_dtype(checkpoint: Checkpoint, wanted: torch.dtype | None) -> torch.dtype:
+    if wanted is not None and wanted not in _DTYPES:
+        raise ConfigError(f"dtype is {wanted!r}; allowed are {', '.join(map(str, _DTYPES))}")
+    found: torch.dtype = wanted or getattr(checkpoint.config, "dtype", None) or stored_dtype(checkpoint)
+    if found not in _DTYPES:
+        raise UnsupportedError(
+            f"the config of {checkpoint.name} says dtype {found!r}; give the one to compute in, "
+            f"one of {', '.join(map(str, _DTYPES))}"
+        )
+    return found
+
+
+def _outline(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, name: str
+) -> PreTrainedModel:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
             return model_class(copy.deepcopy(config))
+    except ImportError as exc:
+        raise UnsupportedError(f"{name}: HF's {model_class.__name__} needs another package: {_reason(exc)}") from exc
+    except Exception as exc:
+        # Any kind, from any line of HF's model that meets a stranger's number.
+        raise CheckpointError(
+            f"{name}: HF's {model_class.__name__} cannot be made of its config ({_reason(exc)}): correct config.json, "
+            "or fetch the checkpoint again"
+        ) from exc
     finally:
         torch.set_default_dtype(before)
+
+
+def _reason(exc: Exception) -> str:
+    return " ".join(f"{type(exc).__name__}: {exc}".split())[:_MAX_REASON_CHARS]
+
+
+def _check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -> None:
+    """Checks how many experts the routers pick: all families call it ``top_k``."""
+    for layer, path in paths.items():
+        num_experts = int(outline.get_submodule(path).num_experts)  # type: ignore[arg-type]
+        for module in outline.get_submodule(path.rpartition(".")[0]).modules():
+            picks = getattr(module, "top_k", None)
+            if picks is not None and not (isinstance(picks, int) and 1 <= picks <= num_experts):
+                raise CheckpointError(
+                    f"by the config of {name} each token takes {picks!r} experts of layer {layer}, which has "
+                    f"{num_experts}: correct config.json, or fetch the checkpoint again"
+                )
 
 
 def _experts_paths(outline: PreTrainedModel, name: str) -> dict[int, str]:
