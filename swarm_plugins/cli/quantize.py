@@ -9,7 +9,6 @@ import typer
 
 from swarm_plugins.cli.errors import one_sentence_errors
 from swarm_plugins.cli.quiet import quiet_libraries
-from swarm_plugins.cli.wording import QUANTIZE_WORDS
 from swarm_plugins.errors import ConfigError
 
 __all__ = ["quantize"]
@@ -26,7 +25,7 @@ def quantize(
 ) -> None:
     """Write a model with experts in few bits to a directory: smaller on disk, and faster to read."""
     quiet_libraries()
-    with one_sentence_errors("quantize", QUANTIZE_WORDS):
+    with one_sentence_errors("quantize"):
         from swarm_plugins.cli.sizes import format_bytes
         from swarm_plugins.offload.config import EXPERT_BITS, OTHER_BITS
 

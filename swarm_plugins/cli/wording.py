@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-__all__ = ["OFFLOAD_WORDS", "QUANTIZE_WORDS", "SERVE_WORDS", "in_options"]
+__all__ = ["OFFLOAD_WORDS", "SERVE_WORDS", "in_options"]
 
 OFFLOAD_WORDS = {
     "fast_bytes": "--offload fast",
@@ -15,7 +15,6 @@ OFFLOAD_WORDS = {
     "pinned_share": "--offload pinned",
     "num_readers": "--offload readers",
 }
-QUANTIZE_WORDS = {"expert_bits": "--experts", "other_bits": "--attention"}
 _SERVE_FIELDS = (
     "num_blocks",
     "initial_peers",

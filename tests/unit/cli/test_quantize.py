@@ -36,8 +36,8 @@ def test_quantize_writes_what_load_offloaded_loads_and_says_how_large_it_is(mode
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["--experts", 5], "expert_bits is 5; allowed are 2, 3, 4, 8, 16", id="experts"),
-        pytest.param(["--attention", 3], "other_bits is 3; allowed are 4, 8, 16", id="attention"),
+        pytest.param(["--experts", 5], "--experts is 5; allowed are 2, 3, 4, 8, 16", id="experts"),
+        pytest.param(["--attention", 3], "--attention is 3; allowed are 4, 8, 16", id="attention"),
         pytest.param(["--revision", "v1"], "revision='v1' was given for the directory", id="revision"),
     ],
 )
