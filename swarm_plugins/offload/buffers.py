@@ -84,6 +84,14 @@ class BufferPool:
         """Takes a buffer back for reuse."""
         self._free[buffer.numel()].append(buffer)
 
+    def recount(self, taken_bytes: int) -> None:
+        """Counts anew, after a change that was interrupted.
+
+        Args:
+            taken_bytes: Size of all buffers that are in use; others that were taken no longer exist.
+        """
+        self.allocated_bytes = taken_bytes + sum(size * len(buffers) for size, buffers in self._free.items())
+
     def clear(self) -> None:
         """Drops all free buffers."""
         self._shrink(0)

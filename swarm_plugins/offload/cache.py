@@ -91,6 +91,7 @@ class BoundedCache:
         self._slots = Slots(self._policy, pool, layouts, loader, self._queue, self._changed)
         self._guesses = Guesses(self._slots)
         self._counters = Counters(self.num_experts)
+        self._loans: list[_Loan] = []
         self._is_closed = False
         self.on_asked: Callable[[int], bool] | None = None
         """Called with a layer when its experts have been asked of the disk: the time to guess. Says whether it has."""
@@ -109,42 +110,30 @@ class BoundedCache:
             CapacityError: If others hold all the memory, or the system has none left for the budget.
             SwarmError: If the cache is closed.
         """
-        begin_s = time.perf_counter()
-        ready: deque[Slot] = deque()
-        missing: deque[int] = deque()
-        with self._lock:
-            self._check_open()
-            self._guesses.settle(layer, experts, self._counters)
-            slots = self._slots.of(layer)
-            for expert in experts:
-                slot = slots.get(expert)
-                if slot is not None and slot.is_ready:
-                    self._policy.hold(slot.key)
-                    ready.append(slot)
-                else:
-                    missing.append(expert)
-            self._policy.use(layer, experts)
-            self._counters.use(layer, experts, len(missing), begin_s)
-            loan = _Loan(layer, ready, missing)
-            self._ask(loan)
+        loan = _Loan(layer)
+        ended_well = False
         try:
+            self._begin(loan, experts)
             if self.on_asked is not None and self.on_asked(layer):
                 self._go_on(loan)
-            while ready or loan.waiting or missing:
-                if not ready:
+            while loan.ready or loan.waiting or loan.missing:
+                if not loan.ready:
                     self._await(loan)
-                slot = ready[0]
+                slot = loan.ready[0]
                 if slot.arrival is not None and slot.arrival.before_use():
                     slot.arrival = None
                 yield slot.key.expert, slot.views
-                loan.used.append(ready.popleft())
-                if missing:
-                    self._go_on(loan)
+                with self._lock:
+                    loan.used.append(loan.ready.popleft())
+                    if loan.missing:
+                        self._go_on(loan)
+            ended_well = True
+        except GeneratorExit:
+            ended_well = True
+            raise
         finally:
-            with self._lock:
-                for slot in (*loan.used, *ready, *loan.waiting):
-                    self._slots.release(slot)
-                self._counters.last_s = time.perf_counter()
+            loan.is_over = True
+            self._end(loan, ended_well=ended_well)
 
     def guess(self, layer: int, experts: Sequence[int]) -> None:
         """Says which experts a later layer will probably need, best guess first; returns at once.
@@ -205,6 +194,45 @@ class BoundedCache:
         if self._is_closed:
             raise SwarmError("the cache of experts is closed, its model was unloaded; load the model again")
 
+    def _begin(self, loan: _Loan, experts: Sequence[int]) -> None:
+        begin_s = time.perf_counter()
+        with self._lock:
+            self._check_open()
+            if any(other.is_over for other in self._loans):
+                self._heal()
+            self._loans.append(loan)
+            self._guesses.settle(loan.layer, experts, self._counters)
+            slots = self._slots.of(loan.layer)
+            for expert in experts:
+                slot = slots.get(expert)
+                if slot is not None and slot.is_ready:
+                    self._policy.hold(slot.key)
+                    loan.ready.append(slot)
+                else:
+                    loan.missing.append(expert)
+            self._policy.use(loan.layer, experts)
+            self._counters.use(loan.layer, experts, len(loan.missing), begin_s)
+            self._ask(loan)
+
+    def _end(self, loan: _Loan, *, ended_well: bool) -> None:
+        """Gives back what a loan holds; if that is interrupted, the loan stays on the list, for `_heal`."""
+        with self._lock:
+            if self._is_closed or loan not in self._loans:
+                return
+            if ended_well:
+                for slot in loan.held():
+                    self._slots.release(slot)
+                self._loans.remove(loan)
+            else:
+                self._heal()
+            self._counters.last_s = time.perf_counter()
+
+    def _heal(self) -> None:
+        """Makes the books agree after an exception, which with Ctrl-C may come in the middle of any change."""
+        living = [loan for loan in self._loans if not loan.is_over]
+        self._slots.heal([*self._guesses.held(), *(slot for loan in living for slot in loan.held())])
+        self._loans = living
+
     def _ask(self, loan: _Loan) -> None:
         """Starts reading what is missing, a few at a time: more would evict early what could still be used."""
         while loan.missing and len(loan.waiting) < 2 * self.config.num_readers:
@@ -218,6 +246,7 @@ class BoundedCache:
 
     def _go_on(self, loan: _Loan) -> None:
         with self._lock:
+            self._check_open()
             while loan.used:
                 self._slots.release(loan.used.pop())
             self._ask(loan)
@@ -260,17 +289,22 @@ class BoundedCache:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Loan:
     """What one call of `borrow` still has to yield."""
 
     layer: int
-    ready: deque[Slot]
-    missing: deque[int]
+    ready: deque[Slot] = field(default_factory=deque)
+    missing: deque[int] = field(default_factory=deque)
     """Experts that nobody reads yet."""
     waiting: list[Slot] = field(default_factory=list)
     used: list[Slot] = field(default_factory=list)
     """Yielded, still held."""
+    is_over: bool = False
+
+    def held(self) -> list[Slot]:
+        """Returns the slots that it holds."""
+        return [*self.used, *self.ready, *self.waiting]
 
     def collect(self) -> None:
         """Moves what has arrived.

@@ -60,6 +60,10 @@ class Guesses:
                 return
             guess.held.append(slot)
 
+    def held(self) -> list[Slot]:
+        """Returns what the guess that is being read keeps from eviction."""
+        return [] if self._active is None else self._active.held
+
     def settle(self, layer: int, experts: Sequence[int], counters: Counters) -> None:
         """Compares the guess with what a layer needs; what was guessed wrongly is no longer read.
 

@@ -45,15 +45,14 @@ class LayerNeed:
         if is_telling:
             for place in places:
                 self._hits[place] += 1
-        for expert in experts:
-            recency.remove(expert)
-        recency[:0] = experts
+        gone = frozenset(experts)
+        # One assignment: an interruption leaves the old order or the new one, and nobody out.
+        self.recency = [*experts, *(expert for expert in recency if expert not in gone)]
 
     def pin(self, experts: frozenset[int]) -> None:
         """Takes experts out of the order of recency, and puts back those that no longer are pinned."""
         returning = sorted(self._pinned - experts)
-        self.recency = [expert for expert in self.recency if expert not in experts] + returning
-        self._pinned = experts
+        self.recency, self._pinned = [expert for expert in self.recency if expert not in experts] + returning, experts
 
     def gains(self) -> list[float]:
         """Returns the hits that the first, second ... resident brings, none more than the one before."""

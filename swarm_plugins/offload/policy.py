@@ -6,7 +6,7 @@ Pure bookkeeping, no tensors and no reading, so that it is tested without weight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from swarm_plugins.offload.needs import LayerNeed, busiest, share_budget
 from swarm_plugins.offload.types import ExpertKey
@@ -111,6 +111,22 @@ class Residency:
         """Forgets a resident expert."""
         self._resident[key.layer].remove(key.expert)
         self.used_bytes -= self._bytes[key.layer]
+
+    def restore(self, residents: Iterable[ExpertKey], holds: Iterable[ExpertKey]) -> None:
+        """Takes over who is resident and who is held, after a change that was interrupted.
+
+        Args:
+            residents: Who is resident.
+            holds: Who is held, once for each hold.
+        """
+        for layer, counts in self._holds.items():
+            self._resident[layer] = set()
+            self._holds[layer] = [0] * len(counts)
+        for key in residents:
+            self._resident[key.layer].add(key.expert)
+        for key in holds:
+            self.hold(key)
+        self.used_bytes = sum(len(experts) * self._bytes[layer] for layer, experts in self._resident.items())
 
     def _excess(self) -> dict[int, int]:
         """Returns how many residents each layer has beyond its quota, pinned ones apart."""

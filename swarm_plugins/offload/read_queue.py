@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from swarm_plugins.errors import CapacityError
+
 __all__ = ["Job", "ReadQueue"]
 
 log = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ class Job:
         is_guess: Whether nobody needs it yet.
     """
 
-    __slots__ = ("has_begun", "is_cancelled", "is_counted", "is_guess", "run")
+    __slots__ = ("has_begun", "is_cancelled", "is_guess", "run")
 
     def __init__(self, run: Callable[[Job], None], *, is_guess: bool) -> None:
         self.run = run
@@ -33,8 +35,6 @@ class Job:
         self.is_cancelled = False
         """Set by `ReadQueue.cancel`, looked at by whoever runs the job."""
         self.has_begun = False
-        self.is_counted = False
-        """Whether it is one of the needed jobs that are running."""
 
 
 class ReadQueue:
@@ -46,23 +46,34 @@ class ReadQueue:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._changed = threading.Condition(threading.Lock())
+        # Entered itself, not through the condition: Ctrl-C in the condition's method would leave it locked.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._needed: deque[Job] = deque()
         self._guesses: deque[Job] = deque()
-        self._num_needed_running = 0
+        self._needed_running: set[Job] = set()
         self._num_idle = 0
         self._threads: set[threading.Thread] = set()
         self._is_closed = False
 
     def submit(self, job: Job) -> None:
-        """Queues a job; the queue must not be closed."""
-        with self._changed:
-            (self._guesses if job.is_guess else self._needed).append(job)
-            self._wake()
+        """Queues a job; the queue must not be closed.
+
+        Raises:
+            CapacityError: If there is no thread to run it, and none can be started.
+        """
+        with self._lock:
+            queue = self._guesses if job.is_guess else self._needed
+            queue.append(job)
+            try:
+                self._wake()
+            except CapacityError:
+                queue.pop()
+                raise
 
     def need(self, job: Job) -> None:
         """Turns a guess into a needed job, whether it runs or waits."""
-        with self._changed:
+        with self._lock:
             if not job.is_guess:
                 return
             job.is_guess = False
@@ -71,8 +82,22 @@ class ReadQueue:
                 self._needed.append(job)
                 self._wake()
             else:
-                job.is_counted = True
-                self._num_needed_running += 1
+                self._needed_running.add(job)
+
+    def has(self, job: Job) -> bool:
+        """Says whether a job waits here or has begun."""
+        with self._lock:
+            return job.has_begun or job in self._needed or job in self._guesses
+
+    def wake(self) -> None:
+        """Sees to it that somebody runs what waits.
+
+        Raises:
+            CapacityError: If there is no thread, and none can be started.
+        """
+        with self._lock:
+            if self._needed or self._guesses:
+                self._wake()
 
     def cancel(self, job: Job) -> bool:
         """Takes a job back.
@@ -80,7 +105,7 @@ class ReadQueue:
         Returns:
             Whether it had not started, and now never will. If it runs, it is told to stop.
         """
-        with self._changed:
+        with self._lock:
             job.is_cancelled = True
             for queue in (self._guesses, self._needed):
                 if job in queue:
@@ -97,7 +122,7 @@ class ReadQueue:
 
     def close(self) -> None:
         """Drops what waits and ends the threads; may be called again."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._needed.clear()
             self._guesses.clear()
@@ -111,26 +136,38 @@ class ReadQueue:
 
     def _wake(self) -> None:
         self._changed.notify()
-        num_ready = len(self._needed) + (0 if self._num_needed_running else len(self._guesses))
+        num_ready = len(self._needed) + (0 if self._needed_running else len(self._guesses))
         if num_ready > self._num_idle and len(self._threads) < self._num_threads:
             thread = threading.Thread(target=self._work, name="expert-reader")
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:
+                if self._threads:
+                    # Those there are do it, more slowly.
+                    return
+                raise CapacityError(
+                    f"no thread could be started to read experts ({error}); end other work of this machine, or raise "
+                    "the number of threads that it allows (ulimit -u)"
+                ) from error
             self._threads.add(thread)
-            thread.start()
 
     def _work(self) -> None:
+        with self._lock:
+            # Once more: Ctrl-C may have come before whoever started this thread could note it.
+            self._threads.add(threading.current_thread())
         while (job := self._next()) is not None:
             job.run(job)
-            with self._changed:
-                if job.is_counted:
-                    self._num_needed_running -= 1
-                    if self._guesses and not self._num_needed_running:
+            with self._lock:
+                if job in self._needed_running:
+                    self._needed_running.discard(job)
+                    if self._guesses and not self._needed_running:
                         self._changed.notify_all()
             # A thread that waits must not keep the last expert's owner alive.
             del job
 
     def _next(self) -> Job | None:
         deadline = time.monotonic() + _IDLE_S
-        with self._changed:
+        with self._lock:
             while not self._is_closed:
                 job = self._take()
                 left = deadline - time.monotonic()
@@ -147,9 +184,8 @@ class ReadQueue:
     def _take(self) -> Job | None:
         if self._needed:
             job = self._needed.popleft()
-            job.is_counted = True
-            self._num_needed_running += 1
-        elif self._guesses and not self._num_needed_running:
+            self._needed_running.add(job)
+        elif self._guesses and not self._needed_running:
             job = self._guesses.popleft()
         else:
             return None

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -114,6 +115,36 @@ class Slots:
         if slot.job is not None and slot.job.is_guess and self._queue.cancel(slot.job):
             self._end(slot, ReadCancelled())
 
+    def heal(self, held: Sequence[Slot]) -> None:
+        """Makes the books agree after an exception that may have come in the middle of any change.
+
+        The slots say what is in memory; all else is counted anew from them.
+
+        Args:
+            held: What callers hold, once for each hold.
+        """
+        lost = []
+        for slot in [slot for slots in self._slots.values() for slot in slots.values()]:
+            if slot.job is not None and not self._queue.has(slot.job):
+                slot.job = None
+            if slot.is_ready or (slot.error is None and slot.job is not None):
+                continue
+            if slot.error is None and slot in held:
+                lost.append(slot)
+            else:
+                del self._slots[slot.key.layer][slot.key.expert]
+        living = [slot for slots in self._slots.values() for slot in slots.values()]
+        reading = [slot for slot in living if slot.job is not None]
+        self.policy.restore([slot.key for slot in living], [slot.key for slot in (*held, *reading)])
+        self._pool.recount(sum(slot.buffer.numel() for slot in living))
+        for slot in lost:
+            # Another thread waits for it, and finds the error there if there is one.
+            with suppress(Exception):
+                self._start(slot, is_guess=False)
+        with suppress(CapacityError):
+            self._queue.wake()
+        self._changed.notify_all()
+
     def clear(self) -> None:
         """Forgets everything."""
         for slots in self._slots.values():
@@ -132,21 +163,29 @@ class Slots:
         with torch.inference_mode(False):
             try:
                 buffer = self._pool.take(layout.num_bytes)
-            except CapacityError:
+            except BaseException:
                 self.policy.drop(key)
                 raise
             slot = self._slots[key.layer][key.expert] = Slot(key, buffer, layout.views(buffer))
         return slot
 
     def _start(self, slot: Slot, *, is_guess: bool) -> None:
-        slot.arrival = self._loader.quick(slot.key, slot.buffer)
-        if slot.arrival is not None:
-            slot.is_ready = True
-            return
-        # The reader writes to the buffer: nobody else may get it.
-        self.policy.hold(slot.key)
-        slot.job = Job(lambda job: self._run(slot, job), is_guess=is_guess)
-        self._queue.submit(slot.job)
+        try:
+            slot.arrival = self._loader.quick(slot.key, slot.buffer)
+            if slot.arrival is not None:
+                slot.is_ready = True
+                return
+            # The reader writes to the buffer: nobody else may get it.
+            self.policy.hold(slot.key)
+            slot.job = Job(lambda job: self._run(slot, job), is_guess=is_guess)
+            self._queue.submit(slot.job)
+        except Exception as error:
+            if slot.job is None:
+                slot.error = error
+                self._forget(slot)
+            else:
+                self._end(slot, error)
+            raise
 
     def _run(self, slot: Slot, job: Job) -> None:
         slot.started_s = time.perf_counter()
