@@ -91,6 +91,7 @@ def quantize_checkpoint(
             raise ConfigError(
                 f"{name_or_dir} is quantized already: give {parts.quantized.manifest.base}, which it was made from"
             )
+        small_files = _small_files(parts.checkpoint)
         formats = {layer: _LayerFormat(parts, layer, expert_bits) for layer in parts.paths}
         expert_bytes = sum(one.file_bytes for one in formats.values())
         _check_space(target, expert_bytes + sum(parts.checkpoint.tensors[name].num_bytes for name in parts.others))
@@ -99,12 +100,15 @@ def quantize_checkpoint(
         layers = {layer: one.layer for layer, one in formats.items()}
         manifest = Manifest.make(parts.checkpoint.version, expert_bits, other_bits, layers, linears)
         _write_json(work / OWN_INDEX_FILE, {"weight_map": weight_map})
-        _copy_small_files(parts.checkpoint, work)
+        _copy_files(small_files, work)
         _write_config(parts, work, manifest)
         # Last: without them a directory is no model, and no store.
         (work / MANIFEST_FILE).write_bytes(manifest.with_config(work / CONFIG_FILE).encode())
         other_bytes = (work / _OTHERS_FILE).stat().st_size
+        # Or a name could outlive a loss of power whose content does not.
+        _sync(work)
         work.rename(target)
+        _sync_directory(target.parent)
     return QuantizedSize(expert_bytes, other_bytes)
 
 
@@ -225,13 +229,57 @@ def _write_config(parts: Parts, work: Path, manifest: Manifest) -> None:
     _write_json(work / CONFIG_FILE, config)
 
 
-def _copy_small_files(checkpoint: Checkpoint, work: Path) -> None:
+def _small_files(checkpoint: Checkpoint) -> dict[str, Path]:
+    """Returns the files that come along, by name.
+
+    Raises:
+        CheckpointError: If one is a link out of the checkpoint's directory: any file of this machine would be copied.
+    """
+    found = {}
     for name in checkpoint.file_names():
-        is_kept = name.endswith(_COPIED_SUFFIXES) and "/" not in name and not (work / name).exists()
+        is_kept = name.endswith(_COPIED_SUFFIXES) and "/" not in name
         if is_kept and name not in (CONFIG_FILE, MANIFEST_FILE) and not name.endswith(".index.json"):
             path = checkpoint.file_path(name)
+            if checkpoint.directory is not None:
+                _check_inside(path, checkpoint.directory.resolve())
             if path.stat().st_size <= _COPIED_BYTES:
-                shutil.copyfile(path, work / name)
+                found[name] = path
+    return found
+
+
+def _check_inside(path: Path, directory: Path) -> None:
+    # In the Hub's cache the files of a snapshot are links to blobs beside it.
+    blobs = [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
+    target = path.resolve()
+    if not any(target.is_relative_to(root) for root in (directory, *blobs)):
+        raise CheckpointError(
+            f"{path} is a link to {target}, which is not part of the checkpoint: put a copy of the file in its place, "
+            "or remove the link"
+        )
+
+
+def _copy_files(files: dict[str, Path], work: Path) -> None:
+    for name, path in files.items():
+        if not (work / name).exists():
+            shutil.copyfile(path, work / name)
+
+
+def _sync(directory: Path) -> None:
+    """Waits until all files of a directory are on the disk."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        # Not every file system knows this of a directory.
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_json(path: Path, content: object) -> None:
