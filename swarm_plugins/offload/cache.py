@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.offload.types import ExpertFormat, ExpertKey, ExpertStore
 
 __all__ = ["BoundedCache", "make_cache"]
+
+_alive: weakref.WeakSet[BoundedCache] = weakref.WeakSet()
 
 
 def make_cache(
@@ -93,6 +97,8 @@ class BoundedCache:
         self._counters = Counters(self.num_experts)
         self._loans: list[_Loan] = []
         self._is_closed = False
+        self._is_forked = False
+        _alive.add(self)
         self.on_asked: Callable[[int], bool] | None = None
         """Called with a layer when its experts have been asked of the disk: the time to guess. Says whether it has."""
 
@@ -108,7 +114,7 @@ class BoundedCache:
         Raises:
             CheckpointError: If an expert cannot be read, or not in time: names file and tensor.
             CapacityError: If others hold all the memory, or the system has none left for the budget.
-            SwarmError: If the cache is closed.
+            SwarmError: If the cache is closed, or the process was forked.
         """
         loan = _Loan(layer)
         ended_well = False
@@ -190,7 +196,20 @@ class BoundedCache:
             self._slots.clear()
         self._loader.close()
 
+    def close_in_child(self) -> None:
+        """Closes the cache of a process that was just forked: none of the reader threads is there, and any lock held.
+
+        What it held in memory stays until the process ends.
+        """
+        self._is_closed = self._is_forked = True
+        self._lock = threading.RLock()
+
     def _check_open(self) -> None:
+        if self._is_forked:
+            raise SwarmError(
+                "the experts of a model cannot be read in a process that was forked after the model was loaded: load "
+                "the model in the child process"
+            )
         if self._is_closed:
             raise SwarmError("the cache of experts is closed, its model was unloaded; load the model again")
 
@@ -317,3 +336,12 @@ class _Loan:
                 raise slot.error
         self.ready.extend(slot for slot in self.waiting if slot.is_ready)
         self.waiting = [slot for slot in self.waiting if not slot.is_ready]
+
+
+def _close_in_child() -> None:
+    for cache in list(_alive):
+        cache.close_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

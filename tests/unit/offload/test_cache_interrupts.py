@@ -136,7 +136,7 @@ def test_no_thread_to_read_with_is_an_error_and_then_forgotten(
 def test_one_thread_reads_everything_if_no_other_can_be_started(
     store: FakeStore, cache: BoundedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, started = threading.Thread.start, []
+    real, started = threading.Thread.start, list[threading.Thread]()
 
     def start_one(thread: threading.Thread) -> None:
         if started:
