@@ -52,7 +52,7 @@ def test_generation_and_a_training_step_are_those_of_the_local_model(model: Path
     ("family", "offload", "message"),
     [
         ("llama", "fast=1MB", "has no experts"),
-        ("mixtral", "fast=1KB", "fast_bytes is 1000"),
+        ("mixtral", "fast=1KB", "--offload fast is 1000"),
         ("mixtral", "quick=1GB", "known are fast, ram"),
     ],
 )
