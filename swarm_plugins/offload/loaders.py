@@ -53,7 +53,7 @@ class Loader(Protocol):
         ...
 
     def close(self) -> None:
-        """Drops its memory and closes its files; no load may be running."""
+        """Drops its memory and closes its files, those that a load still reads from when it has ended."""
         ...
 
 

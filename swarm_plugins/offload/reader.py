@@ -37,6 +37,8 @@ class RangeReader:
         self._files: dict[Path, DirectFile] = {}
         self._lock = threading.Lock()
         self._own = threading.local()
+        self._num_reading = 0
+        self._is_closed = False
 
     def read(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
         """Reads one expert.
@@ -51,9 +53,32 @@ class RangeReader:
 
         Raises:
             CheckpointError: If a file is missing, ends early, was replaced or written to since its identity was
-                taken, or the disk fails: names file and tensor.
+                taken, the disk fails, or the reader was closed: names file and tensor.
             ReadCancelled: If the read was cancelled.
         """
+        with self._lock:
+            self._num_reading += 1
+        try:
+            return self._read(ranges, into, job)
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+                self._close_unused()
+
+    def close(self) -> None:
+        """Closes all files, as soon as no read is running; a read that goes on or comes later is refused."""
+        with self._lock:
+            self._is_closed = True
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        # A number that is closed under a read may by then be another file's, whose bytes would be taken for weights.
+        if self._is_closed and not self._num_reading:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _read(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
         half = sum(item.num_bytes for item in ranges) // 2
         if self._queue is None or job.is_guess or half < CHUNK_BYTES:
             return self._read_runs(ranges, into, job)
@@ -70,13 +95,6 @@ class RangeReader:
         if self._queue.cancel(other.job):
             return num_bytes + self._read_runs(second, into, job)
         return num_bytes + other.result()
-
-    def close(self) -> None:
-        """Closes all files; no read may be running."""
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
 
     def _read_runs(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
         return sum(self._read_run(run, into, job) for run in _runs(ranges))
@@ -119,6 +137,8 @@ class RangeReader:
 
     def _file(self, path: Path) -> DirectFile:
         with self._lock:
+            if self._is_closed:
+                raise OSError("the model was unloaded")
             file = self._files.get(path)
             if file is None:
                 file = self._files[path] = DirectFile(path)

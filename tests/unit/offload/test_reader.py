@@ -217,3 +217,31 @@ def test_no_file_stays_open_after_close(path: Path) -> None:
     for _ in range(5):
         read([FileRange(path, 0, 10, 0, "a")], 10)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_stays_open_until_the_disk_has_answered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, real, errors = threading.Event(), threading.Event(), os.preadv, list[CheckpointError]()
+
+    def hang(*arguments: Any) -> int:
+        begun.set()
+        go_on.wait(10)
+        return real(*arguments)
+
+    def read_all() -> None:
+        try:
+            reader.read([FileRange(path, 0, SIZE, 0, "a")], np.zeros(SIZE, np.uint8), job())
+        except CheckpointError as error:
+            errors.append(error)
+
+    num_open = len(os.listdir("/proc/self/fd"))
+    reader = RangeReader()
+    monkeypatch.setattr(os, "preadv", hang)
+    thread = threading.Thread(target=read_all)
+    thread.start()
+    assert begun.wait(10)
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open + 1
+    go_on.set()
+    thread.join(10)
+    assert "the model was unloaded" in str(errors)
+    assert len(os.listdir("/proc/self/fd")) == num_open
