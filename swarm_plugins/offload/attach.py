@@ -19,6 +19,7 @@ from swarm_plugins.offload.formats.choice import expert_format
 from swarm_plugins.offload.loans import ExpertLoans
 from swarm_plugins.offload.parts import Parts
 from swarm_plugins.offload.standin import turn_into_offloaded
+from swarm_plugins.offload.trial import PayTrial
 from swarm_plugins.offload.types import ExpertFormat
 
 __all__ = ["attach_experts", "check_budget", "formats_of"]
@@ -89,7 +90,8 @@ def attach_experts(
     """
     # The parts' paths start at the whole model; a base model is what its prefix names there.
     prefix = f"{parts.outline.base_model_prefix}." if model.base_model is model else ""
-    ahead = ReadingAhead(cache, cache.num_experts) if cache.config.prefetch else None
+    trial = PayTrial() if cache.config.prefetch == "auto" else None
+    ahead = ReadingAhead(cache, cache.num_experts, trial) if cache.config.prefetch else None
     shared = _Shared()
     loans = {layer: ExpertLoans(layer, form, cache, ahead, shared) for layer, form in formats.items()}
     for layer, whole_path in parts.paths.items():

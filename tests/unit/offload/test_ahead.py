@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from experts_kit import ListCache, pair
+from torch.utils.checkpoint import checkpoint
 
 from swarm_plugins.offload.ahead import ReadingAhead
+from swarm_plugins.offload.trial import PayTrial
 
 
 class Told(ListCache):
@@ -46,3 +49,55 @@ def test_a_backward_pass_announces_what_the_layer_before_has_used() -> None:
     ahead.backward(3)
     ahead.backward(1)
     assert cache.guesses == [(1, [2])]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_is_computed_once_more_in_a_backward_pass_announces_nothing_forward(use_reentrant: bool) -> None:
+    cache = Told()
+    ahead = ReadingAhead(cache, {1: 4, 3: 6})
+
+    def layer(rows: torch.Tensor) -> torch.Tensor:
+        ahead.forward(1, [0, 1, 2])
+        return rows.exp()
+
+    result: torch.Tensor = checkpoint(layer, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant)
+    assert cache.guesses == [(3, [0, 1, 2, 3, 4, 5])]
+    cache.guesses.clear()
+    result.sum().backward()
+    ahead.backward(3)
+    assert cache.guesses == [(1, [0, 1, 2])]
+
+
+class Saying(PayTrial):
+    """Says what it is told to, and remembers which passes were a measure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = True
+        self.measures: list[bool] = []
+
+    def begin_pass(self, now_s: float, *, is_decode: bool) -> bool:
+        self.measures.append(is_decode)
+        return self.answer
+
+
+def test_a_trial_that_finds_no_gain_ends_it_until_it_does() -> None:
+    cache, trial = Told(), Saying()
+    ahead = ReadingAhead(cache, {1: 4, 3: 6}, trial)
+
+    def train() -> int:
+        cache.guesses.clear()
+        for layer in (1, 3):
+            ahead.forward(layer, [0, 1, 2])
+        for layer in (3, 1):
+            ahead.backward(layer)
+        return len(cache.guesses)
+
+    assert train() == 2
+    trial.answer = False
+    assert train() == 0
+    trial.answer = True
+    assert train() == 2
+    ahead.forward(1, [0])
+    ahead.forward(1, [0])
+    assert trial.measures == [False, True, True, True, False]
