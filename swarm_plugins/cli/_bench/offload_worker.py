@@ -81,7 +81,8 @@ class ArmProcess:
             [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Modules that transformers imports while it loads must not count as written by the load.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         )
         self._send(msgspec.json.encode(self.job))
         return self
