@@ -66,6 +66,8 @@ def test_a_name_is_resolved_without_the_remark_that_bitsandbytes_makes_on_its_im
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    # A command that ran in this process may have raised the level.
+    caplog.set_level(logging.WARNING, logger=logger.name)
     says = ("Failed to load CPU gemm_4bit_forward from kernels-community", "something else")
     lines = [f"logging.getLogger({logger.name!r}).warning({one!r})" for one in says]
     (tmp_path / "home_that_logs.py").write_text("\n".join(["import logging", *lines, "Probe = 1"]))
