@@ -1,4 +1,4 @@
-"""What holds for every test: one torch thread, and nothing left behind."""
+"""What holds for every test: one torch thread, the same tensors drawn, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
+import hypothesis
 import psutil
 import pytest
+
+# A run says the same each time; who hunts for new counterexamples chooses another profile on the command line.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("new", derandomize=False)
+hypothesis.settings.load_profile("same")
 
 # Environment variables that libraries or pytest itself set, and that do no harm to the next test.
 ALLOWED_ENV = frozenset({
@@ -42,6 +48,25 @@ def _one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed()
+
+
+def seed() -> None:
+    """Makes each fixture and each test draw the same tensors, whatever ran before it.
+
+    Not Python's own random numbers: hivemind draws from them what has to be unique, the identifiers of nodes.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
