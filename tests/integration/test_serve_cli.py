@@ -96,32 +96,31 @@ def refusal(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        pytest.param(["--blocks", "2:9"], r"blocks 2:9 are not all in .* it has 4 blocks, 0:4 at most", id="too-far"),
-        pytest.param(["--blocks", "3:3"], r"blocks 3:3 are no span: START:END with 0 <= START < END", id="empty"),
-        pytest.param(["--blocks", "all"], r"blocks 'all' are no span: A:B such as 0:10", id="words"),
-        pytest.param(["--blocks", "1/9"], r"has 4 blocks, which cannot be cut in 9 parts", id="too-many-parts"),
-        pytest.param(["--num-blocks", "5"], r"--num-blocks is 5, .* has only 4 blocks", id="too-many"),
-        pytest.param(["--blocks", "0:1", "--num-blocks", "1"], r"0:1 and --num-blocks 1 exclude", id="both"),
-        pytest.param(["--revision", "v2"], r"revision='v2' was given for the directory", id="revision-of-directory"),
-        pytest.param(["--dtype", "float8"], r"unknown dtype 'float8'; known: float32, bfloat16, float16", id="dtype"),
-        pytest.param(["--quantization", "int3"], r"unknown quantization 'int3'; known: none", id="quantization"),
-        pytest.param(["--kv-bytes", "lots"], r"'lots' is no size", id="size"),
-        pytest.param(["--device", "tpu9"], r"unknown device 'tpu9'; cpu, cuda", id="device"),
-        pytest.param(["--log-level", "loud"], r"unknown log level 'loud'; known: debug", id="log-level"),
-        pytest.param(["--initial-peers", "1.2.3.4:5"], r"'1.2.3.4:5' is not a libp2p address", id="peer"),
-        pytest.param(["--initial-peers", "/ip4/1.2.3.4/tcp/5"], r"has no peer id", id="peer-without-id"),
-        pytest.param(["--host-maddrs", "here"], r"'here' is not a libp2p address", id="host"),
-    ],
-)
-def test_wrong_setting_is_one_sentence(model: Path, arguments: list[str], words: str) -> None:
-    code, text = refusal(str(model), *arguments)
+WRONG = {
+    "too-far": ("--blocks 2:9", r"blocks 2:9 are not all in .* it has 4 blocks, 0:4 at most"),
+    "empty": ("--blocks 3:3", r"blocks 3:3 are no span: START:END with 0 <= START < END"),
+    "words": ("--blocks all", r"blocks 'all' are no span: A:B such as 0:10"),
+    "too-many-parts": ("--blocks 1/9", r"has 4 blocks, which cannot be cut in 9 parts"),
+    "too-many": ("--num-blocks 5", r"--num-blocks is 5, .* has only 4 blocks"),
+    "both": ("--blocks 0:1 --num-blocks 1", r"0:1 and --num-blocks 1 exclude"),
+    "revision-of-directory": ("--revision v2", r"revision='v2' was given for the directory"),
+    "dtype": ("--dtype float8", r"unknown dtype 'float8'; known: float32, bfloat16, float16"),
+    "quantization": ("--quantization int3", r"unknown quantization 'int3'; known: none"),
+    "size": ("--kv-bytes lots", r"'lots' is no size"),
+    "device": ("--device tpu9", r"unknown device 'tpu9'; cpu, cuda"),
+    "log-level": ("--log-level loud", r"unknown log level 'loud'; known: debug"),
+    "peer": ("--initial-peers 1.2.3.4:5", r"'1.2.3.4:5' is not a libp2p address"),
+    "peer-without-id": ("--initial-peers /ip4/1.2.3.4/tcp/5", r"has no peer id"),
+    "host": ("--host-maddrs here", r"'here' is not a libp2p address"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_setting_is_one_sentence(model: Path, arguments: str, words: str) -> None:
+    code, text = refusal(str(model), *arguments.split())
     assert code == 1
     assert text.startswith("swarm serve: ")
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(text)
+    assert re.search(words, text), text
 
 
 def test_wrong_path_is_one_sentence(tmp_path: Path) -> None:
