@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,3 +117,16 @@ def content(views: Mapping[str, Tensor]) -> dict[str, bytes]:
 def borrowed(cache: BoundedCache, layer: int, experts: Sequence[int]) -> dict[int, dict[str, bytes]]:
     """What is lent, copied while it is lent."""
     return {expert: content(views) for expert, views in cache.borrow(layer, experts)}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits for what other threads do, for 5 s at the most."""
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_for_borrower(cache: BoundedCache) -> None:
+    """Waits until another thread waits in a borrow."""
+    wait_for(lambda: bool(vars(cache._changed)["_waiters"]))

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cache_kit import FakeStore, InvertedFormat, borrowed, content, make, make_store
+from cache_kit import FakeStore, InvertedFormat, borrowed, content, make
 
 from swarm_plugins.errors import CapacityError, SwarmError
 from swarm_plugins.offload.cache import BoundedCache
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FakeStore:
-    return make_store(tmp_path)
-
-
-@pytest.fixture
-def cache(store: FakeStore) -> Iterator[BoundedCache]:
-    cache = make(store, num_fast=4)
-    yield cache
-    cache.close()
 
 
 def test_lends_each_expert_once_with_its_bytes(store: FakeStore, cache: BoundedCache) -> None:

@@ -8,27 +8,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_kit import FakeStore, borrowed, content, make, make_store
+from cache_kit import FakeStore, borrowed, content, make, wait_for, wait_for_borrower
 
 from swarm_plugins.errors import CheckpointError, SwarmError
 from swarm_plugins.offload.cache import BoundedCache
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FakeStore:
-    return make_store(tmp_path)
-
-
-@pytest.fixture
-def cache(store: FakeStore) -> Iterator[BoundedCache]:
-    cache = make(store, num_fast=4)
-    yield cache
-    cache.close()
 
 
 def test_a_disk_that_fails_in_mid_run_is_an_error_once_and_then_forgotten(
@@ -64,7 +50,7 @@ def test_what_arrived_before_an_error_was_right(store: FakeStore, cache: Bounded
 
 
 def test_a_hanging_disk_is_an_error_at_the_deadline(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make(store, num_fast=4, read_timeout_s=0.3)
+    cache = make(store, num_fast=4, read_timeout_s=1)
     go_on, real = threading.Event(), os.preadv
 
     def hang(*arguments: Any) -> int:
@@ -73,7 +59,7 @@ def test_a_hanging_disk_is_an_error_at_the_deadline(store: FakeStore, monkeypatc
 
     monkeypatch.setattr(os, "preadv", hang)
     begin = time.monotonic()
-    with pytest.raises(CheckpointError, match=r"layer0\.bin: tensor 'experts\.1\.up' .* was not read within 0\.3 s"):
+    with pytest.raises(CheckpointError, match=r"layer0\.bin: tensor 'experts\.1\.up' .* was not read within 1 s"):
         borrowed(cache, 0, [1])
     assert time.monotonic() - begin < 5
     go_on.set()
@@ -86,11 +72,8 @@ def test_a_borrower_that_stops_half_way_leaves_nothing_held(store: FakeStore, ca
         lent = cache.borrow(0, [0, 1, 2, 3])
         next(lent)
         lent.close()
-    deadline = time.monotonic() + 5
     # Reads that had begun end first.
-    while any(cache._policy.is_held(key) for key in store.contents):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not any(cache._policy.is_held(key) for key in store.contents))
 
 
 def test_two_caches_on_the_same_files_do_not_disturb_each_other(store: FakeStore) -> None:
@@ -112,10 +95,8 @@ def test_a_cache_that_nobody_refers_to_is_gone_with_its_threads_and_files(store:
     del cache
     gc.collect()
     assert gone() is None
-    deadline = time.monotonic() + 5
-    while any(thread.name == "expert-reader" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "readers without work have to end by themselves"
-        time.sleep(0.01)
+    # Readers without work have to end by themselves.
+    wait_for(lambda: not any(thread.name == "expert-reader" for thread in threading.enumerate()))
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
@@ -136,7 +117,7 @@ def test_closing_while_others_wait_wakes_them(store: FakeStore, monkeypatch: pyt
     monkeypatch.setattr(os, "preadv", hang)
     borrower = threading.Thread(target=borrow)
     borrower.start()
-    time.sleep(0.1)
+    wait_for_borrower(cache)
     closer = threading.Thread(target=cache.close)
     closer.start()
     borrower.join(5)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
-from cache_kit import FakeStore, borrowed, make, make_store
+from cache_kit import FakeStore, borrowed, make, wait_for
 
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache import BoundedCache
@@ -19,11 +18,6 @@ from swarm_plugins.offload.cache import BoundedCache
 _BOOKS = frozenset(("slots.py", "policy.py", "needs.py", "buffers.py", "guesses.py"))
 # Before each call only: lines have an end of a with block among them, where Python never looks for signals.
 _LOCKING = frozenset(("cache.py", "read_queue.py"))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FakeStore:
-    return make_store(tmp_path)
 
 
 @pytest.fixture
@@ -60,10 +54,7 @@ class Interrupt:
 
 def check_books(cache: BoundedCache) -> None:
     """Nothing is held, and policy, slots and buffers know of the same experts, once all reads have ended."""
-    deadline = time.monotonic() + 5
-    while any(slot.job is not None for layer in cache.num_experts for slot in cache._slots.of(layer).values()):
-        assert time.monotonic() < deadline, "a read that was begun never ends"
-        time.sleep(0.001)
+    wait_for(lambda: all(slot.job is None for layer in cache.num_experts for slot in cache._slots.of(layer).values()))
     policy, pool = cache._policy, cache._slots._pool
     guessed = [slot.key for slot in cache._guesses.held()]
     slots = [slot for layer in cache.num_experts for slot in cache._slots.of(layer).values()]

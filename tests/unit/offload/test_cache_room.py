@@ -7,18 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_kit import FakeStore, borrowed, make, make_store
+from cache_kit import FakeStore, borrowed, make, wait_for_borrower
 
 from swarm_plugins.offload.cache import BoundedCache
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FakeStore:
-    return make_store(tmp_path)
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def test_a_borrower_gets_the_room_that_another_gives_back(store: FakeStore, cach
     for loan in loans:
         next(loan)
     waiter = Waiter(cache, 1, 2)
-    time.sleep(0.1)
+    wait_for_borrower(cache)
     loans[1].close()
     assert waiter.join() < 2
     assert waiter.result == {2: store.expected(1, 2)}
@@ -65,7 +59,7 @@ def test_a_guess_gives_way_at_once_to_who_waits_for_room(store: FakeStore, cache
     loan = cache.borrow(0, [0, 1, 2])
     assert len(list(islice(loan, 3))) == 3
     waiter = Waiter(cache, 1, 2)
-    time.sleep(0.1)
+    wait_for_borrower(cache)
     with cache._lock:
         # Nothing is read for this guess, so nothing but the guess itself can make room.
         cache._guesses.plan(0, [0, 1, 2])
@@ -76,18 +70,18 @@ def test_a_guess_gives_way_at_once_to_who_waits_for_room(store: FakeStore, cache
 
 
 def test_time_without_room_is_not_counted_as_the_disks(store: FakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make(store, num_fast=3, read_timeout_s=0.8)
+    cache = make(store, num_fast=3, read_timeout_s=2)
     loan = cache.borrow(0, [0, 1, 2])
     assert len(list(islice(loan, 3))) == 3
     real = os.preadv
 
     def slow(*arguments: Any) -> int:
-        time.sleep(0.5)
+        time.sleep(1.2)
         return real(*arguments)
 
     monkeypatch.setattr(os, "preadv", slow)
     waiter = Waiter(cache, 1, 2)
-    time.sleep(0.5)
+    time.sleep(1.2)
     loan.close()
     waiter.join()
     assert waiter.result == {2: store.expected(1, 2)}
