@@ -8,39 +8,20 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from swarm_plugins.testing.models import VOCAB_SIZE
+from swarm_plugins.testing.models import _SETTINGS, VOCAB_SIZE
 
-_DENSE: dict[str, object] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "num_hidden_layers": 3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-_LOCAL: dict[str, object] = {**_DENSE, "num_local_experts": 6, "num_experts_per_tok": 2}
-_MOE: dict[str, object] = {**_DENSE, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_DEEPSEEK: dict[str, object] = {
-    **_DENSE,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 6,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
+# Experts enough to be offloaded, under each of the names that families have for their number.
+_SIX = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6)
+
+
+def _wider(family: str) -> dict[str, object]:
+    """The settings of a toy that has four experts, for one that has six."""
+    _, known = _SETTINGS[family]
+    return {**known, **{name: six for name, six in _SIX.items() if name in known}, "num_hidden_layers": 3}
+
+
+_DENSE = _wider("llama")
+_DEEPSEEK = _wider("deepseek_v3")
 _JAMBA: dict[str, object] = {
     **_DENSE,
     "num_experts": 6,
@@ -68,25 +49,17 @@ _NEMOTRON: dict[str, object] = {
 
 # HF's model type and settings.
 SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
-    "mixtral": ("mixtral", _LOCAL),
-    "qwen2_moe": ("qwen2_moe", {**_MOE, "shared_expert_intermediate_size": 40}),
-    "qwen3_moe": ("qwen3_moe", {**_MOE, "head_dim": 8}),
-    "olmoe": ("olmoe", {**_DENSE, "num_experts": 6, "num_experts_per_tok": 2}),
+    "mixtral": ("mixtral", _wider("mixtral")),
+    "qwen2_moe": ("qwen2_moe", _wider("qwen2_moe")),
+    "qwen3_moe": ("qwen3_moe", _wider("qwen3_moe")),
+    "olmoe": ("olmoe", _wider("olmoe")),
     "deepseek_v2": ("deepseek_v2", _DEEPSEEK),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     # Transposed, with biases, gate and up interleaved.
-    "gpt_oss": (
-        "gpt_oss",
-        {
-            **_LOCAL,
-            "head_dim": 8,
-            "sliding_window": 8,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
-    "glm4_moe": ("glm4_moe", {**_DEEPSEEK, "n_group": 1, "head_dim": 8, "num_key_value_heads": 2}),
-    "granitemoe": ("granitemoe", _LOCAL),
-    "phimoe": ("phimoe", _LOCAL),
+    "gpt_oss": ("gpt_oss", _wider("gpt_oss")),
+    "glm4_moe": ("glm4_moe", _wider("glm4_moe")),
+    "granitemoe": ("granitemoe", _wider("mixtral")),
+    "phimoe": ("phimoe", _wider("phimoe")),
     "jamba": ("jamba", _JAMBA),
     "ernie4_5_moe": (
         "ernie4_5_moe",
