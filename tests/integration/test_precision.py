@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,67 +9,26 @@ import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor
+import trainer_kit
 from torch.utils.data import DataLoader
+from trainer_kit import ROWS, Tuner, fabric_losses, with_lora
 from transformers import AutoModelForCausalLM
 
-from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
-from swarm_plugins.client import connect
-from swarm_plugins.testing.models import save_tiny
+from swarm_plugins import AutoSwarmModelForCausalLM
 
-pytestmark = [pytest.mark.swarm, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.usefixtures("peers"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
-ROWS = torch.randint(3, 100, (8, 12), generator=torch.Generator().manual_seed(0))
 # bfloat16 has 8 bits: hidden states carry errors of 2^-8 through head and loss, where they partly cancel.
 CLOSE = 2e-2
 # Weights of the adapter and what is local are rounded too, and after each step again.
 CLOSE_IN_BF16 = 4e-2
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
-
-
-@pytest.fixture(scope="module")
-def swarm(model: Path) -> Iterator[LocalSwarm]:
-    with LocalSwarm(model, num_servers=2) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _peers(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SWARM_INITIAL_PEERS", " ".join(swarm.initial_peers))
-    yield
-    connect(swarm.initial_peers, SwarmConfig()).close()
-    monkeypatch.undo()
-
-
-class Tuner(pl.LightningModule):
-    """LoRA, as a user writes it; it keeps what it sees."""
-
-    def __init__(self, directory: Path, loader: Any) -> None:
-        super().__init__()
-        self.directory = directory
-        self.loader = loader
-        self.losses: list[float] = []
-        self.logits: Tensor | None = None
-
-    def configure_model(self) -> None:
-        torch.manual_seed(0)
-        base = self.loader.from_pretrained(self.directory)
-        self.model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-
-    def training_step(self, batch: Tensor, _: int) -> Tensor:
-        output = self.model(input_ids=batch, labels=batch)
-        self.logits = output.logits
-        self.losses.append(float(output.loss.detach()))
-        loss: Tensor = output.loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+# Fixtures.
+model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
 
 
 def fitted(model: Path, strategy: str, precision: str, loader: Any = AutoSwarmModelForCausalLM) -> Tuner:
@@ -125,19 +83,7 @@ def test_fabric_trains_in_bfloat16(precision: str, weights: torch.dtype, model: 
     fabric = L.Fabric(strategy="swarm", accelerator="cpu", devices=1, precision=precision)  # type: ignore[arg-type]
     fabric.launch()
     with fabric.init_module():
-        torch.manual_seed(0)
-        tuned = get_peft_model(
-            AutoSwarmModelForCausalLM.from_pretrained(model), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        )
-    module, optimizer = fabric.setup(
-        tuned, torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
-    )
-    losses = []
-    for _ in range(6):
-        loss = module(input_ids=ROWS[:4], labels=ROWS[:4]).loss
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        tuned = with_lora(AutoSwarmModelForCausalLM.from_pretrained(model))
+    losses = fabric_losses(fabric, tuned, 6)
     assert {parameter.dtype for parameter in tuned.parameters() if parameter.requires_grad} == {weights}
     assert losses[-1] < losses[0] - CLOSE * losses[0]

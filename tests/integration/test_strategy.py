@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,64 +11,22 @@ import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
+import trainer_kit
 from lightning.pytorch.callbacks import ModelCheckpoint
-from peft import LoraConfig, get_peft_model
-from torch import Tensor
 from torch.utils.data import DataLoader
+from trainer_kit import ROWS, Tuner, fabric_losses, with_lora
 from transformers import AutoModelForCausalLM
 
-from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
-from swarm_plugins.client import connect
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
-from swarm_plugins.testing.models import save_tiny
 
-pytestmark = [pytest.mark.swarm, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
-
-ROWS = torch.randint(3, 100, (8, 12), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
-
-
-@pytest.fixture(scope="module")
-def swarm(model: Path) -> Iterator[LocalSwarm]:
-    with LocalSwarm(model, num_servers=2) as running:
-        yield running
-        # What the strategies of all tests shared.
-        connect(running.initial_peers, SwarmConfig()).close()
-
-
-@pytest.fixture(autouse=True)
-def _peers(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SWARM_INITIAL_PEERS", " ".join(swarm.initial_peers))
-    yield
-    connect(swarm.initial_peers, SwarmConfig()).close()
-    monkeypatch.undo()
-
-
-class Tuner(pl.LightningModule):
-    """LoRA on a model that is loaded where Lightning says."""
-
-    def __init__(self, directory: Path, loader: Any) -> None:
-        super().__init__()
-        self.directory = directory
-        self.loader = loader
-        self.losses: list[float] = []
-
-    def configure_model(self) -> None:
-        torch.manual_seed(0)
-        base = self.loader.from_pretrained(self.directory)
-        self.model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-
-    def training_step(self, batch: Tensor, _: int) -> Tensor:
-        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.usefixtures("peers"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+# Fixtures.
+model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
 
 
 def trainer(folder: Path, strategy: str, epochs: int, **options: Any) -> pl.Trainer:
@@ -138,19 +95,8 @@ def test_fabric_trains_too(model: Path) -> None:
     fabric = L.Fabric(strategy="swarm", accelerator="cpu", devices=1)
     fabric.launch()
     with fabric.init_module():
-        torch.manual_seed(0)
         base = AutoSwarmModelForCausalLM.from_pretrained(model)
-    tuned = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    module, optimizer = fabric.setup(
-        tuned, torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
-    )
-    losses = []
-    for _ in range(3):
-        loss = module(input_ids=ROWS[:4], labels=ROWS[:4]).loss
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = fabric_losses(fabric, with_lora(base), 3)
     assert losses[-1] < losses[0]
 
 

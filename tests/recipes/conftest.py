@@ -11,35 +11,15 @@ import huggingface_hub
 # Here and not in a run: its log handler keeps the stream that it finds, and that of a run is closed afterwards.
 import lightning.pytorch  # noqa: F401
 import pytest
+import trainer_kit
 from typer.testing import CliRunner, Result
 
-from swarm_plugins import LocalSwarm, SwarmConfig
 from swarm_plugins.cli.main import app
-from swarm_plugins.client import connect
-from swarm_plugins.testing.models import save_tiny
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ROOT / "recipes"
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
-
-
-@pytest.fixture(scope="session")
-def swarm(model: Path) -> Iterator[LocalSwarm]:
-    with LocalSwarm(model, num_servers=2) as running:
-        yield running
-
-
-@pytest.fixture
-def peers(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The swarm is that of the environment; what the run shared of it is closed."""
-    monkeypatch.setenv("SWARM_INITIAL_PEERS", " ".join(swarm.initial_peers))
-    yield swarm.initial_peers
-    connect(swarm.initial_peers, SwarmConfig()).close()
-    monkeypatch.undo()
+# Fixtures.
+model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
 
 
 @pytest.fixture

@@ -1,0 +1,87 @@
+"""A tiny swarm for trainers, and LoRA on its model as a user writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import lightning.pytorch as pl
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from swarm_plugins import LocalSwarm, SwarmConfig
+from swarm_plugins.client import connect
+from swarm_plugins.testing.models import save_tiny
+
+ROWS = torch.randint(3, 100, (8, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
+
+
+@pytest.fixture(scope="module")
+def swarm(model: Path) -> Iterator[LocalSwarm]:
+    with LocalSwarm(model, num_servers=2) as running:
+        yield running
+
+
+@pytest.fixture
+def peers(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The swarm is that of the environment; what the run shared of it is closed."""
+    monkeypatch.setenv("SWARM_INITIAL_PEERS", " ".join(swarm.initial_peers))
+    yield swarm.initial_peers
+    connect(swarm.initial_peers, SwarmConfig()).close()
+    monkeypatch.undo()
+
+
+def with_lora(base: Any) -> Any:
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """Changes what is trained of a module."""
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Tuner(pl.LightningModule):
+    """LoRA on a model that is loaded where Lightning says; it keeps what it sees."""
+
+    def __init__(self, directory: Path, loader: Any) -> None:
+        super().__init__()
+        self.directory = directory
+        self.loader = loader
+        self.losses: list[float] = []
+        self.logits: Tensor | None = None
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.model = with_lora(self.loader.from_pretrained(self.directory))
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        output = self.model(input_ids=batch, labels=batch)
+        self.logits = output.logits
+        self.losses.append(float(output.loss.detach()))
+        loss: Tensor = output.loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+def fabric_losses(fabric: L.Fabric, tuned: Any, num_steps: int) -> list[float]:
+    """Trains on the same rows again and again."""
+    module, optimizer = fabric.setup(tuned, adamw(tuned))
+    losses = []
+    for _ in range(num_steps):
+        loss = module(input_ids=ROWS[:4], labels=ROWS[:4]).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
