@@ -30,9 +30,10 @@ class OffloadConfig:
             is loaded, less a reserve for activations.
         ram_bytes: Pinned RAM for experts of a CUDA device, beside ``fast_bytes``; None: what is free. Without a CUDA
             device there is one memory, and only ``fast_bytes`` counts.
-        prefetch: Read the next layer's experts ahead, guessed by its own router (speculative loading, Eliseev and
+        prefetch: Read the next layers' experts ahead, guessed by their own routers (speculative loading, Eliseev and
             Mazur 2023, section 3.2); ``auto`` stops guessing while it does not pay.
-        pinned_share: Share of ``fast_bytes`` for the busiest experts, which eviction passes over; the rest is LRU.
+        pinned_share: Share of ``fast_bytes`` for the busiest experts, which eviction passes over; of the rest the
+            least used go, where uses long ago count little.
         expert_bits: Width of the experts in memory; None: as the checkpoint has them.
         other_bits: Width of all other weights; None: as the checkpoint has them.
         num_readers: Threads that read from disk.

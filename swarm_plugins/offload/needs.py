@@ -1,8 +1,9 @@
 """How many experts each layer should keep, measured: the budget goes where a resident expert saves most reads.
 
-An expert that is used is looked for in its layer's order of recency. At place ``p`` it would have been a hit in an LRU
-cache of more than ``p`` experts, so the counts per place are the hits that each further resident would have brought
-(Mattson et al. 1970, "Evaluation techniques for storage hierarchies"), whatever the cache holds now.
+The experts of a layer stand in an order, the last to be evicted first: by how often each was used, old uses counting
+less. An expert that is used is looked for there. At place ``p`` it would have been a hit in a cache of more than ``p``
+experts, so the counts per place are the hits that each further resident would have brought (Mattson et al. 1970,
+"Evaluation techniques for storage hierarchies"), whatever the cache holds now.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ __all__ = ["LayerNeed", "busiest", "share_budget"]
 
 # What is believed before anything was measured: the same for each layer, less for each further resident.
 _PRIOR_HITS = 1.0
+# A use counts half of one that comes so many uses of the layer later. Very small: the order is that of an LRU cache.
+_HALF_LIFE = 16.0
+_GROWTH = 2.0 ** (1.0 / _HALF_LIFE)
+_MAX_WEIGHT = 1e100
 # Older hits count half at every review, so that the shares follow a text that changes.
 _DECAY = 0.5
 
@@ -26,37 +31,44 @@ class LayerNeed:
     """
 
     def __init__(self, num_experts: int) -> None:
-        self.recency = list(range(num_experts))
-        """Experts that are not pinned, the last used first."""
+        self.order = list(range(num_experts))
+        """Experts that are not pinned, those most worth keeping first."""
         self.counts = [0.0] * num_experts
         """Uses of each expert, older ones for less."""
         self._hits = [0.0] * num_experts
+        self._scores = [0.0] * num_experts
+        # Of a use now: growing, where all that was noted before would have to shrink.
+        self._weight = 1.0
         self._pinned: frozenset[int] = frozenset()
 
     def use(self, experts: Sequence[int]) -> None:
         """Notes that experts are used together."""
-        recency, counts = self.recency, self.counts
         # A prompt uses most experts of a layer at once: that says nothing about which of them are worth keeping.
-        is_telling = 2 * len(experts) <= len(counts)
+        is_telling = 2 * len(experts) <= len(self.counts)
+        self._weight *= _GROWTH
+        if self._weight > _MAX_WEIGHT:
+            self._scores = [score / self._weight for score in self._scores]
+            self._weight = 1.0
         for expert in experts:
-            counts[expert] += 1
+            self.counts[expert] += 1
+            self._scores[expert] += self._weight
         experts = [expert for expert in experts if expert not in self._pinned] if self._pinned else experts
-        places = [recency.index(expert) for expert in experts]
         if is_telling:
-            for place in places:
-                self._hits[place] += 1
+            for expert in experts:
+                self._hits[self.order.index(expert)] += 1
         gone = frozenset(experts)
-        # One assignment: an interruption leaves the old order or the new one, and nobody out.
-        self.recency = [*experts, *(expert for expert in recency if expert not in gone)]
+        order = [*experts, *(expert for expert in self.order if expert not in gone)]
+        # Stable: between equals, the last used is first. And one assignment: an interruption leaves nobody out.
+        self.order = sorted(order, key=self._scores.__getitem__, reverse=True)
 
     def pin(self, experts: frozenset[int]) -> None:
-        """Takes experts out of the order of recency, and puts back those that no longer are pinned."""
+        """Takes experts out of the order, and puts back those that no longer are pinned."""
         returning = sorted(self._pinned - experts)
-        self.recency, self._pinned = [expert for expert in self.recency if expert not in experts] + returning, experts
+        self.order, self._pinned = [expert for expert in self.order if expert not in experts] + returning, experts
 
     def gains(self) -> list[float]:
         """Returns the hits that the first, second ... resident brings, none more than the one before."""
-        num = len(self.recency)
+        num = len(self.order)
         return _decreasing([hits + _PRIOR_HITS / (1 + place) for place, hits in enumerate(self._hits[:num])])
 
     def fade(self) -> None:

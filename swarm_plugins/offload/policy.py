@@ -1,7 +1,8 @@
-"""Which experts stay in memory: least recently used within a layer, the budget shared by need, the busiest pinned.
+"""Which experts stay in memory: the most used of each layer, the budget shared by need, the busiest pinned.
 
-Pure bookkeeping, no tensors and no reading, so that it is tested without weights (LRU per layer: Eliseev and Mazur
-2023, section 3.1).
+Pure bookkeeping, no tensors and no reading, so that it is tested without weights. A cache per layer is that of Eliseev
+and Mazur (2023, section 3.1). Theirs evicts the least recently used expert; counting uses, old ones for less, keeps
+more of what is needed again (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -136,13 +137,13 @@ class Residency:
         }
 
     def _victim(self, layer: int, excess: Mapping[int, int], taken: Sequence[ExpertKey]) -> ExpertKey | None:
-        """Returns who goes first: the oldest of the layer that is furthest beyond its quota.
+        """Returns who goes first: the least used of the layer that is furthest beyond its quota.
 
         At equal excess it is this layer's, or the layer's that was used last: its turn comes last again.
         """
         order = sorted(excess, key=lambda other: (-excess[other], other != layer, -self._last_use[other]))
         for other in order:
-            for expert in reversed(self._needs[other].recency):
+            for expert in reversed(self._needs[other].order):
                 if self._may_go(key := ExpertKey(other, expert)) and key not in taken:
                     return key
         for other in order:
