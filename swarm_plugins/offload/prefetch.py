@@ -1,7 +1,8 @@
-"""Speculative loading: the next layer's router says, one layer early, what that layer will probably need.
+"""Speculative loading: the routers of the next layers say early what their layers will probably need.
 
 Hidden states change little from layer to layer, so the next layer's router applied to this layer's input finds most of
-the experts that the next layer will choose (Eliseev and Mazur 2023, section 3.2).
+the experts that the next layer will choose (Eliseev and Mazur 2023, section 3.2). What they do change is much the same
+for each token: its mean, added to the input, makes the guess better (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,13 +21,18 @@ from torch import Tensor, nn
 from swarm_plugins.offload.cache import BoundedCache
 from swarm_plugins.offload.trial import PayTrial
 
-__all__ = ["MAX_ROWS", "install_prefetch"]
+__all__ = ["LOOK_AHEAD", "MAX_ROWS", "install_prefetch"]
 
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 4
 """Tokens in a pass beyond which nothing is guessed: together they need most experts anyway."""
 
+LOOK_AHEAD = 2
+"""Layers that are guessed: while the next one's experts are at hand, the disk reads those of the one behind."""
+
+# Share of the newest difference in the mean: some ten tokens are looked back at.
+_DRIFT_RATE = 0.1
 _ROUTERS = ("gate", "router")
 
 
@@ -65,10 +72,39 @@ class _Extra(NamedTuple):
         return is_same and all(self.keywords[name] is other.keywords[name] for name in self.keywords)
 
 
-class _Predictor:
-    """Applies routers one layer early.
+@dataclass(slots=True)
+class _Seen:
+    """What is known of one router; copies of a model have routers of their own."""
 
-    Copies of a model share it, and have routers of their own: which follows which is seen as they are called.
+    extra: _Extra | None = None
+    following: weakref.ref[nn.Module] | None = None
+    """The next layer's router."""
+    hidden: Tensor | None = None
+    """Its last input, ``[..., D]``."""
+    drift: Tensor | None = None
+    """What is added to the input of the router before to get near this one's: the mean difference, ``[D]``."""
+
+    def note_drift(self, before: Tensor | None) -> None:
+        """Takes into the mean what was added this time.
+
+        Args:
+            before: Input of the router before, in the same pass.
+        """
+        now = self.hidden
+        if now is None or before is None or (now.shape, now.device) != (before.shape, before.device):
+            return
+        drift, width = self.drift, now.shape[-1]
+        added = now - before
+        added = added.reshape(width) if added.numel() == width else added.reshape(-1, width).mean(0)
+        if drift is not None and (drift.shape, drift.dtype, drift.device) == (added.shape, added.dtype, added.device):
+            added = torch.lerp(drift, added, _DRIFT_RATE)
+        self.drift = added
+
+
+class _Predictor:
+    """Applies routers early.
+
+    Which router follows which is seen as they are called.
 
     Args:
         cache: Who is told.
@@ -80,8 +116,7 @@ class _Predictor:
         self._next = dict(pairwise(layers))
         self._first = layers[0]
         self._last: tuple[int, weakref.ref[nn.Module]] | None = None
-        self._following: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-        self._extras: weakref.WeakKeyDictionary[nn.Module, _Extra] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()
         # Layers whose router gets other objects each time, or does not answer as routers do.
         self._unfit: set[int] = set()
         self._input: tuple[int, nn.Module, Tensor] | None = None
@@ -102,33 +137,44 @@ class _Predictor:
                 self._begin_pass(num_rows)
             if self._cache.on_asked is None or module.training:
                 return
-            self._note_router(layer, module, _Extra(arguments[1:], keywords))
-            following = self._following.get(module)
-            router = following() if following is not None else None
-            if num_rows <= MAX_ROWS and router is not None:
-                # Without its history, which would keep a whole pass in memory.
-                self._input = layer, router, hidden.detach()
+            # Without its history, which would keep a whole pass in memory; nor are the rows of a prompt kept.
+            # Without its history, which would keep a whole pass in memory; of a prompt nothing is kept.
+            kept = hidden.detach() if num_rows <= MAX_ROWS else None
+            self._note_router(layer, module, _Extra(arguments[1:], keywords), kept)
+            if kept is not None:
+                self._input = layer, module, kept
 
         return note
 
     def predict(self, layer: int) -> bool:
-        """Guesses for the layer behind one that has just asked for its experts.
+        """Guesses for the layers behind one that has just asked for its experts.
 
         Returns:
             Whether there is a guess.
         """
         found, self._input = self._input, None
-        following = self._next.get(layer)
-        if found is None or found[0] != layer or following is None or not self._is_on or following in self._unfit:
+        if found is None or found[0] != layer or not self._is_on:
             return False
         _, router, hidden = found
-        extra = self._extras.get(router)
-        if extra is None or self._cache.is_complete(following):
-            return False
-        experts = self._apply(following, router, hidden, extra)
-        if experts:
-            self._cache.guess(following, experts)
-        return bool(experts)
+        has_guess = False
+        for _ in range(LOOK_AHEAD):
+            following, next_router = self._next.get(layer), self._following(router)
+            if following is None or next_router is None:
+                break
+            layer, router = following, next_router
+            seen = self._seen[router]
+            if seen.drift is not None and seen.drift.shape == hidden.shape[-1:]:
+                hidden = hidden + seen.drift
+            experts: Sequence[int] = ()
+            if seen.extra is not None and layer not in self._unfit and not self._cache.is_complete(layer):
+                experts = self._apply(layer, router, hidden, seen.extra)
+            self._cache.guess(layer, experts)
+            has_guess = has_guess or bool(experts)
+        return has_guess
+
+    def _following(self, router: nn.Module) -> nn.Module | None:
+        seen = self._seen.get(router)
+        return None if seen is None or seen.following is None else seen.following()
 
     def _apply(self, layer: int, router: nn.Module, hidden: Tensor, extra: _Extra) -> Sequence[int]:
         try:
@@ -145,18 +191,20 @@ class _Predictor:
         num_experts = self._cache.num_experts[layer]
         return [expert for expert in dict.fromkeys(experts) if isinstance(expert, int) and 0 <= expert < num_experts]
 
-    def _note_router(self, layer: int, router: nn.Module, extra: _Extra) -> None:
+    def _note_router(self, layer: int, router: nn.Module, extra: _Extra, hidden: Tensor | None) -> None:
+        seen = self._seen.setdefault(router, _Seen())
+        seen.hidden = hidden
         last, self._last = self._last, (layer, weakref.ref(router))
         if last is not None and self._next.get(last[0]) == layer and (before := last[1]()) is not None:
-            self._following[before] = self._last[1]
-        known = self._extras.get(router)
+            self._seen[before].following = self._last[1]
+            seen.note_drift(self._seen[before].hidden)
         if layer in self._unfit:
             return
-        if known is None:
-            self._extras[router] = extra
-        elif not known.is_same(extra):
+        if seen.extra is None:
+            seen.extra = extra
+        elif not seen.extra.is_same(extra):
             self._unfit.add(layer)
-            self._extras.pop(router, None)
+            seen.extra = None
 
     def _begin_pass(self, num_rows: int) -> None:
         self._cache.count_tokens(num_rows)

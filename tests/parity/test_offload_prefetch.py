@@ -81,8 +81,10 @@ def test_routers_are_asked_early_for_few_tokens_only(toys: Any, monkeypatch: pyt
     asked: list[int] = []
     monkeypatch.setattr(_Predictor, "_apply", lambda self, layer, *others: asked.append(layer) or ())
     for length in (MAX_ROWS + 1, MAX_ROWS, 1):
+        asked.append(length)
         model(tokens(1, length))
-    assert asked == [1, 2, 1, 2]
+    # Who follows whom was seen in the prompt.
+    assert asked == [MAX_ROWS + 1, MAX_ROWS, 1, 2, 2, 1, 1, 2, 2]
 
 
 def test_guessing_draws_no_random_numbers_and_records_no_router_logits(toys: Any) -> None:

@@ -93,7 +93,7 @@ def test_no_more_is_taken_than_all_experts_need(store: FakeStore) -> None:
 
 
 def test_memory_held_by_others_is_waited_for_and_then_reported(store: FakeStore) -> None:
-    cache = make(store, num_fast=3, read_timeout_s=0.2)
+    cache = make(store, num_fast=3, read_timeout_s=1)
     loans = [cache.borrow(0, [expert]) for expert in range(3)]
     for loan in loans:
         next(loan)

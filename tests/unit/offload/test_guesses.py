@@ -125,6 +125,53 @@ def test_a_wrong_guess_that_waits_is_never_read(
     assert not is_ready(cache, 1, 3)
 
 
+def test_a_layer_behind_is_read_after_the_next_one(
+    store: FakeStore, cache: BoundedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+    load = cache._loader.load
+    monkeypatch.setattr(
+        cache._loader, "load", lambda key, into, job: begun.append((key.layer, key.expert)) or load(key, into, job)
+    )
+    cache.guess(1, [2, 3])
+    cache.guess(2, [1])
+    borrowed(cache, 0, [0])
+    wait_for(lambda: is_ready(cache, 1, 2) and is_ready(cache, 1, 3) and is_ready(cache, 2, 1))
+    assert begun[0] == (0, 0)
+    assert begun[-1] == (2, 1)
+    borrowed(cache, 1, [2, 3])
+    borrowed(cache, 2, [1])
+    stats = cache.stats()
+    assert (stats.guesses, stats.guesses_used, stats.guessed_loads, stats.hits) == (3, 3, 3, 3)
+    assert not any(cache._policy.is_held(key) for key in store.contents)
+
+
+def test_a_better_guess_takes_the_place_of_the_one_before(store: FakeStore, cache: BoundedCache) -> None:
+    cache.guess(1, [0])
+    cache.guess(2, [0, 1])
+    borrowed(cache, 0, [0])
+    wait_for(lambda: is_ready(cache, 2, 0) and is_ready(cache, 2, 1))
+    cache.guess(2, [1, 2])
+    borrowed(cache, 1, [0])
+    wait_for(lambda: is_ready(cache, 2, 2))
+    held = {(key.layer, key.expert) for key in store.contents if cache._policy.is_held(key)}
+    assert held == {(2, 1), (2, 2)}
+    borrowed(cache, 2, [1, 2])
+    stats = cache.stats()
+    assert (stats.guesses, stats.guesses_used) == (3, 3)
+    assert (stats.guessed_loads, stats.guessed_loads_used) == (4, 3)
+
+
+def test_a_layer_that_nobody_guessed_ends_all_guesses(store: FakeStore, cache: BoundedCache) -> None:
+    cache.guess(1, [2])
+    cache.guess(2, [3])
+    borrowed(cache, 0, [0])
+    wait_for(lambda: is_ready(cache, 1, 2) and is_ready(cache, 2, 3))
+    borrowed(cache, 0, [0])
+    assert not any(cache._policy.is_held(key) for key in store.contents)
+    assert cache.stats().guesses == 2
+
+
 def test_what_was_cancelled_can_be_asked_for_at_once(
     store: FakeStore, cache: BoundedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

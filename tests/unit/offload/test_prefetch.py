@@ -1,0 +1,118 @@
+"""What is guessed, for which layers, from what: with routers that can be seen through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swarm_plugins.offload import OffloadConfig
+from swarm_plugins.offload.prefetch import LOOK_AHEAD, _Predictor
+
+NUM_LAYERS, NUM_EXPERTS = 5, 6
+
+
+@dataclass
+class Notes:
+    """Stands in for a cache: remembers what it is told."""
+
+    config: OffloadConfig = field(default_factory=lambda: OffloadConfig(prefetch=True))
+    num_experts: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(NUM_LAYERS), NUM_EXPERTS))
+    on_asked: Callable[[int], bool] | None = None
+    guesses: list[tuple[int, list[int]]] = field(default_factory=list)
+    complete: set[int] = field(default_factory=set)
+
+    def guess(self, layer: int, experts: Sequence[int]) -> None:
+        self.guesses.append((layer, list(experts)))
+
+    def is_complete(self, layer: int) -> bool:
+        return layer in self.complete
+
+    def count_tokens(self, num_tokens: int) -> None:
+        pass
+
+
+class Largest(nn.Module):
+    """Chooses the expert of the largest input."""
+
+    def forward(self, hidden: Tensor) -> Any:
+        weights, chosen = hidden.topk(1)
+        return hidden, weights, chosen
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def walk(notes: Notes) -> Callable[[Callable[[int], Tensor]], None]:
+    predictor = _Predictor(notes)  # type: ignore[arg-type]
+    notes.on_asked = predictor.predict
+    routers = [Largest().eval() for _ in range(NUM_LAYERS)]
+    for layer, router in enumerate(routers):
+        router.register_forward_pre_hook(predictor.hook(layer), with_kwargs=True)
+
+    def walk(hidden: Callable[[int], Tensor]) -> None:
+        notes.guesses.clear()
+        for layer, router in enumerate(routers):
+            router(hidden(layer))
+            predictor.predict(layer)
+
+    return walk
+
+
+def unit(place: int) -> Tensor:
+    return nn.functional.one_hot(torch.tensor([place]), NUM_EXPERTS).float()
+
+
+def test_each_layer_is_guessed_twice_the_nearer_one_first(notes: Notes, walk: Any) -> None:
+    for _ in range(2):
+        walk(lambda layer: unit(3))
+    assert LOOK_AHEAD == 2
+    assert [layer for layer, _ in notes.guesses] == [1, 2, 2, 3, 3, 4, 4]
+    assert all(experts == [3] for _, experts in notes.guesses)
+
+
+def test_what_layers_add_to_every_token_is_learnt(notes: Notes, walk: Any) -> None:
+    # Layer after layer the next expert is chosen: its input, as it is, always says the one before.
+    for _ in range(2):
+        walk(unit)
+    assert notes.guesses == [(layer, [layer]) for layer in (1, 2, 2, 3, 3, 4, 4)]
+
+
+def test_what_one_token_adds_moves_the_mean_a_little(notes: Notes, walk: Any) -> None:
+    for _ in range(20):
+        walk(lambda layer: unit(3))
+    walk(unit)
+    walk(lambda layer: unit(3))
+    assert all(experts == [3] for _, experts in notes.guesses)
+
+
+def test_a_layer_that_is_all_there_is_passed_over(notes: Notes, walk: Any) -> None:
+    walk(lambda layer: unit(3))
+    notes.complete = {2}
+    walk(lambda layer: unit(3))
+    assert notes.guesses == [(layer, [] if layer == 2 else [3]) for layer in (1, 2, 2, 3, 3, 4, 4)]
+
+
+def test_a_prompt_is_no_measure(notes: Notes, walk: Any) -> None:
+    for _ in range(2):
+        walk(lambda layer: unit(3))
+    walk(lambda layer: unit(layer).repeat(9, 1))
+    assert not notes.guesses
+    walk(lambda layer: unit(3))
+    assert all(experts == [3] for _, experts in notes.guesses)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batches_and_types_may_change_from_pass_to_pass(notes: Notes, walk: Any, dtype: torch.dtype) -> None:
+    for _ in range(2):
+        walk(unit)
+    walk(lambda layer: unit(layer).to(dtype).repeat(3, 1))
+    walk(lambda layer: unit(layer).to(dtype).repeat(3, 1))
+    assert notes.guesses == [(layer, [layer]) for layer in (1, 2, 2, 3, 3, 4, 4)]
