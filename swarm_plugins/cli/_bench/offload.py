@@ -88,10 +88,11 @@ def bench_offload(
                 directory=str(directory),
                 fast_bytes=fast,
                 smallest_bytes=smallest,
-                limit_bytes=limit if arm.is_ours else 0,
+                limit_bytes=0 if arm is ArmName.RESIDENT else limit,
             )
             running[arm] = stack.enter_context(ArmProcess(job))
             running[arm].wait_until_ready()
+            report.has_group = report.has_group or bool(running[arm].job.group)
             progress.advance(bar)
         progress.update(bar, description="decoding")
         for index in range(rounds + 1):

@@ -33,10 +33,10 @@ class ArmName(StrEnum):
 
     @property
     def is_ours(self) -> bool:
-        """Whether experts are offloaded by this package, and under the memory limit.
+        """Whether experts are offloaded by this package.
 
-        accelerate maps the files that it reads, which such a limit counts as memory though it is page cache: it has
-        none, and its page cache is dropped between tokens instead.
+        Where no control group can be made, only these run under a limit, of private memory: accelerate maps the files
+        that it reads, which such a limit counts as memory though it is page cache. So that is dropped between tokens.
         """
         return self in (ArmName.FULL, ArmName.NO_GUESSES, ArmName.BARE)
 
@@ -51,7 +51,9 @@ class LoadedArm:
 
 
 @contextmanager
-def load_arm(arm: ArmName, directory: Path, *, fast_bytes: int, smallest_bytes: int) -> Iterator[LoadedArm]:
+def load_arm(
+    arm: ArmName, directory: Path, *, fast_bytes: int, smallest_bytes: int, has_bounded_cache: bool
+) -> Iterator[LoadedArm]:
     """Loads the model in one of the ways.
 
     Args:
@@ -59,6 +61,7 @@ def load_arm(arm: ArmName, directory: Path, *, fast_bytes: int, smallest_bytes: 
         directory: Of the model.
         fast_bytes: Memory for experts.
         smallest_bytes: The least that experts can do with: no cache to speak of.
+        has_bounded_cache: Whether a limit on memory counts the page cache too.
     """
     if arm is ArmName.RESIDENT:
         yield LoadedArm(_quiet(_load_all(directory, {})), _nothing)
@@ -66,7 +69,7 @@ def load_arm(arm: ArmName, directory: Path, *, fast_bytes: int, smallest_bytes: 
         with TemporaryDirectory(prefix=".accelerate-", dir=directory.parent) as folder:
             model = _load_all(directory, {"device_map": _experts_on_disk(directory), "offload_folder": folder})
             files = [*directory.glob("*.safetensors"), *(path for path in Path(folder).rglob("*") if path.is_file())]
-            yield LoadedArm(_quiet(model), lambda: _drop_page_cache(files))
+            yield LoadedArm(_quiet(model), _nothing if has_bounded_cache else lambda: _drop_page_cache(files))
     else:
         config = OffloadConfig(
             fast_bytes=smallest_bytes if arm is ArmName.BARE else fast_bytes,

@@ -64,8 +64,10 @@ def run_offload(
             report, directory, share=share, arms=arms, new_tokens=new_tokens, rounds=rounds, progress=progress
         )
         report.notes.append(
-            "the limit is one of private memory, for the three offloaded arms; accelerate has none (it maps files), "
-            "its page cache is dropped between tokens; offloaded experts are read past the page cache"
+            "the limit counts the page cache too (a control group), and holds for all but the resident model"
+            if report.has_group
+            else "the limit is one of private memory, for the three offloaded arms; accelerate has none (it maps "
+            "files), its page cache is dropped between tokens; offloaded experts are read past the page cache"
         )
         if plot is not None:
             _plot(directory, plot, fast_bytes=report.fast_bytes, new_tokens=new_tokens)

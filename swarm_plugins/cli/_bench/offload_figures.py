@@ -76,6 +76,8 @@ class OffloadReport:
     budget_bytes: int = 0
     """Of weights outside experts and of the experts in memory."""
     limit_bytes: int = 0
+    has_group: bool = False
+    """Whether the limit is one of all memory with page cache, for all arms but the resident one."""
     rounds: int = 0
     new_tokens: int = 0
     speeds: Speeds | None = None
@@ -162,8 +164,10 @@ def _speed_goals(report: OffloadReport, full: ArmFigures, resident: ArmFigures) 
         report.goals.append(Goal(name="over all resident", value=full.tokens_per_s / resident.tokens_per_s, goal=goal))
     if report.speeds is not None:
         ceiling = resident.tokens_per_s
-        if full.read_bytes > 0:
-            ceiling = min(ceiling, report.speeds.disk_bytes_per_s / full.read_bytes)
+        # What has to be read: guesses read more.
+        blind = report.find(ArmName.NO_GUESSES) or full
+        if blind.read_bytes > 0:
+            ceiling = min(ceiling, report.speeds.disk_bytes_per_s / blind.read_bytes)
         report.goals.append(
             Goal(name="over what disk and memory allow", value=full.tokens_per_s / ceiling, goal=_DISK_GOAL)
         )

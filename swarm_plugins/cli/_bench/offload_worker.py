@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.cli._bench.arms import quiet_libraries
+from swarm_plugins.cli._bench.memory_group import MemoryGroup
 from swarm_plugins.cli._bench.offload_arms import ArmName, LoadedArm, load_arm
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.offload.stats import OffloadStats
@@ -38,7 +39,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     fast_bytes: int
     smallest_bytes: int
     limit_bytes: int
-    """Of private memory beside what the libraries take; 0: none."""
+    """Of memory beside what the libraries take; 0: none."""
+    group: str = ""
+    """The control group that sets the limit, page cache included; empty: only private memory is limited."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,31 +75,38 @@ class ArmProcess:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self._group = ExitStack()
         self.ready: Ready | None = None
         self.rounds: list[Round] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ArmProcess:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Modules that transformers imports while it loads must not count as written by the load.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        )
+        with ExitStack() as group:
+            if self.job.limit_bytes:
+                path = group.enter_context(MemoryGroup(self.job.limit_bytes)).path
+                self.job = msgspec.structs.replace(self.job, group=str(path or ""))
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # Modules that transformers imports while it loads must not count as written by the load.
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            )
+            self._group = group.pop_all()
         self._send(msgspec.json.encode(self.job))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._process is None:
             return
-        self._pipe(self._process.stdin).close()
-        try:
-            self._process.wait(timeout=20.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=10.0)
-        self._pipe(self._process.stdout).close()
+        with self._group:
+            self._pipe(self._process.stdin).close()
+            try:
+                self._process.wait(timeout=20.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(timeout=10.0)
+            self._pipe(self._process.stdout).close()
 
     def wait_until_ready(self) -> Ready:
         """Waits until the model is loaded.
@@ -143,20 +153,33 @@ def main() -> None:
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     arm, directory = ArmName(job.arm), Path(job.directory)
     resident = _memory("VmRSS")
-    if job.limit_bytes:
-        limit = _memory("VmData") + job.limit_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    _limit_memory(job, arm)
     started, written = time.perf_counter(), _disk_bytes("write_bytes")
     with ExitStack() as stack:
         # Bars of several processes would overwrite each other, and that of the command.
         with contextlib.redirect_stderr(io.StringIO()):
-            arm_loading = load_arm(arm, directory, fast_bytes=job.fast_bytes, smallest_bytes=job.smallest_bytes)
+            arm_loading = load_arm(
+                arm,
+                directory,
+                fast_bytes=job.fast_bytes,
+                smallest_bytes=job.smallest_bytes,
+                has_bounded_cache=bool(job.group),
+            )
             loaded = stack.enter_context(arm_loading)
         load_s = time.perf_counter() - started
         _answer(Ready(load_s=load_s, written_bytes=_disk_bytes("write_bytes") - written))
         for line in sys.stdin.buffer:
             prompt, new_tokens = msgspec.json.decode(line, type=tuple[list[int], int])
             _answer(_decode(loaded, torch.tensor([prompt]), new_tokens, resident))
+
+
+def _limit_memory(job: Job, arm: ArmName) -> None:
+    if job.group:
+        # What the libraries have taken so far stays with the group where this process began.
+        (Path(job.group) / "cgroup.procs").write_text("0")
+    elif job.limit_bytes and arm.is_ours:
+        limit = _memory("VmData") + job.limit_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _decode(loaded: LoadedArm, prompt: Tensor, new_tokens: int, resident: int) -> Round:
