@@ -145,4 +145,4 @@ def _no_weights(label: str, names: object) -> str:
         )
     if "adapter_config.json" in found:
         return f"{message}; it holds an adapter: give the base model that adapter_config.json names instead"
-    return f"{message}; it has {', '.join(found[:20]) or 'no files'}"
+    return f"{message}; it has {', '.join(found[:20]) or 'no files'}: give a directory that has them, or fetch it again"

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
-from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload.layout import locate_experts
+from swarm_plugins.offload.outline import build_outline, check_picks, refuse_quantized
+from swarm_plugins.offload.quantized_check import check_fits
 from swarm_plugins.offload.quantized_store import QuantizedStore, open_quantized
 
 __all__ = ["ExpertLayer", "ModelSizes", "experts_modules", "meta_model", "model_sizes", "stored_dtype"]
+
+_MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +98,12 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
         context_tokens: Length that the attention cache is sized for.
 
     Raises:
+        CheckpointError: If no model can be made of the config, or the headers are of another model.
         UnsupportedError: If the model has no experts that can be offloaded, or cannot be built without weights.
     """
     store = open_quantized(checkpoint)
+    if store is None:
+        refuse_quantized(checkpoint.config, checkpoint.name)
     dtype = stored_dtype(checkpoint) if store is None else getattr(torch, str(checkpoint.config.dtype).split(".")[-1])
     model = meta_model(checkpoint.config, dtype)
     experts = experts_modules(model)
@@ -104,6 +112,7 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
             f"{checkpoint.name} ({type(model).__name__}) has no experts that transformers runs through its experts "
             "interface: only mixture-of-experts models can be offloaded; load a dense one with transformers itself"
         )
+    _check_fits(checkpoint, store, model, experts)
     picked, cache_bytes = _dry_run(model, experts, context_tokens, checkpoint.name)
     layers = tuple(_expert_layer(layer, module, picked[layer], dtype, store) for layer, module in experts.items())
     in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
@@ -139,10 +148,20 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
 
 
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the model without storage."""
+    """Returns the model without storage.
+
+    Raises:
+        CheckpointError: If no model can be made of the config.
+        UnsupportedError: If transformers has no causal language model for it.
+    """
+    name = config.name_or_path or f"a config of model_type {config.model_type!r}"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(
+            f"transformers has no causal language model for model_type {config.model_type!r} of {name}; supported are "
+            "decoder-only mixture-of-experts models"
+        )
     build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
-    with torch.device("meta"):
-        model = build(config, dtype=dtype)
+    model = build_outline(lambda: build(config, dtype=dtype), f"{config.model_type} model", name)
     model.eval()
     return model
 
@@ -155,6 +174,30 @@ def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
             if is_fused_experts(module):
                 found[index] = module
     return found
+
+
+def _check_fits(
+    checkpoint: Checkpoint, store: QuantizedStore | None, model: PreTrainedModel, experts: Mapping[int, nn.Module]
+) -> None:
+    """Compares the headers with the model that the config describes."""
+    names = {module: path for path, module in model.named_modules()}
+    paths = {layer: names[module] for layer, module in experts.items()}
+    check_picks(model, paths, checkpoint.name)
+    if store is None:
+        others = locate_experts(model, paths, checkpoint.tensors).others
+    else:
+        check_fits(store.manifest, checkpoint.tensors, model, paths, checkpoint.name)
+        others = store.other_tensors()
+    parameters = dict(model.named_parameters())
+    for name in others:
+        # Those that transformers renames are not looked at.
+        expected = tuple(parameters[name].shape) if name in parameters else None
+        info = checkpoint.tensors[name]
+        if expected is not None and info.shape != expected:
+            raise CheckpointError(
+                f"{name} in {info.file} has shape {list(info.shape)}, the config of {checkpoint.name} asks for "
+                f"{list(expected)}: config and weights are of different checkpoints, fetch them again"
+            )
 
 
 def _expert_layer(
@@ -184,8 +227,13 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
         with torch.no_grad():
             ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
             output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as exc:
-        raise UnsupportedError(f"{name} ({type(model).__name__}) cannot be sized without its weights: {exc}") from exc
+    except Exception as exc:
+        # Any kind, from any line of HF's model that meets a stranger's number.
+        reason = " ".join(f"{type(exc).__name__}: {exc}".split())[:_MAX_REASON_CHARS]
+        raise UnsupportedError(
+            f"{name} ({type(model).__name__}) cannot be run without its weights to see what it takes ({reason}): "
+            "correct config.json if it was changed; otherwise try what it takes with swarm run"
+        ) from exc
     finally:
         for module in experts.values():
             del module.forward

@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
-from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.layout import locate_experts
 from swarm_plugins.offload.linears import replace_module
 from swarm_plugins.offload.model_sizes import experts_modules, stored_dtype
+from swarm_plugins.offload.outline import build_outline, check_picks, refuse_quantized
 from swarm_plugins.offload.quantized_check import check_fits
 from swarm_plugins.offload.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 from swarm_plugins.offload.sources import CheckpointStore
@@ -32,7 +33,6 @@ __all__ = ["Parts", "find_parts", "load_rest", "parts_of"]
 _TASKS: tuple[Mapping[Any, Any], ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def parts_of(
     model_class = _model_class(checkpoint.name, config)
     outline = _outline(model_class, config, compute_dtype, checkpoint.name)
     paths = _experts_paths(outline, checkpoint.name)
-    _check_picks(outline, paths, checkpoint.name)
+    check_picks(outline, paths, checkpoint.name)
     if layers is not None:
         paths = {layer: path for layer, path in paths.items() if layer in layers}
         if not paths:
@@ -181,11 +181,7 @@ def load_rest(parts: Parts, device: torch.device) -> PreTrainedModel:
 
 def _model_class(name: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Returns the class that the config names, if it is for a task that is supported, or the causal language model."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedError(
-            f"{name} is stored quantized ({config.quantization_config}): give the unquantized checkpoint; "
-            "its experts can be quantized with OffloadConfig(expert_bits=...)"
-        )
+    refuse_quantized(config, name)
     found: list[type[PreTrainedModel]] = []
     for task in _TASKS:
         if type(config) in task:
@@ -220,35 +216,9 @@ def _outline(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
-            return model_class(copy.deepcopy(config))
-    except ImportError as exc:
-        raise UnsupportedError(f"{name}: HF's {model_class.__name__} needs another package: {_reason(exc)}") from exc
-    except Exception as exc:
-        # Any kind, from any line of HF's model that meets a stranger's number.
-        raise CheckpointError(
-            f"{name}: HF's {model_class.__name__} cannot be made of its config ({_reason(exc)}): correct config.json, "
-            "or fetch the checkpoint again"
-        ) from exc
+        return build_outline(lambda: model_class(copy.deepcopy(config)), model_class.__name__, name)
     finally:
         torch.set_default_dtype(before)
-
-
-def _reason(exc: Exception) -> str:
-    return " ".join(f"{type(exc).__name__}: {exc}".split())[:_MAX_REASON_CHARS]
-
-
-def _check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -> None:
-    """Checks how many experts the routers pick: all families call it ``top_k``."""
-    for layer, path in paths.items():
-        num_experts = int(outline.get_submodule(path).num_experts)  # type: ignore[arg-type]
-        for module in outline.get_submodule(path.rpartition(".")[0]).modules():
-            picks = getattr(module, "top_k", None)
-            if picks is not None and not (isinstance(picks, int) and 1 <= picks <= num_experts):
-                raise CheckpointError(
-                    f"by the config of {name} each token takes {picks!r} experts of layer {layer}, which has "
-                    f"{num_experts}: correct config.json, or fetch the checkpoint again"
-                )
 
 
 def _experts_paths(outline: PreTrainedModel, name: str) -> dict[int, str]:
