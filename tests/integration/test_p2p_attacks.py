@@ -132,6 +132,8 @@ def test_many_idle_streams_of_one_peer_leave_room_for_others() -> None:
                 writer.write(b"S")
                 streams.append((reader, writer))
             await asyncio.sleep(1.0)
+            while victim.num_streams < 10:
+                await asyncio.sleep(0.1)
             assert victim.num_streams == 10
             for _, writer in streams:
                 writer.close()

@@ -80,8 +80,8 @@ def test_a_client_finds_a_server_and_talks_to_it() -> None:
                 assert torch.equal(received.hidden, sent)
             assert host.num_streams == 1
             await channel.close()
-            await asyncio.sleep(0.1)
-            assert host.num_streams == 0
+            while host.num_streams:
+                await asyncio.sleep(0.02)
             assert await guest.addresses() == ()
 
     run(body)
@@ -182,10 +182,10 @@ def test_announcements_are_renewed_moved_and_retracted() -> None:
 def test_records_expire() -> None:
     async def body() -> None:
         async with server() as host, client(*await host.addresses()) as guest:
-            await host.announce(INFO, ttl_s=1.0)
+            await host.announce(INFO, ttl_s=3.0)
             assert set(await guest.servers("v1", 8)) == {host.peer_id}
-            await asyncio.sleep(1.2)
-            assert await guest.servers("v1", 8) == {}
+            while await guest.servers("v1", 8):
+                await asyncio.sleep(0.1)
 
     run(body)
 

@@ -159,9 +159,10 @@ def test_a_hub_that_does_not_answer_is_left_after_a_while(
     hub: LocalHub, target: PushTarget, make_folder: MakeFolder
 ) -> None:
     hub.faults.delays_s["create_repo"] = 3.0
+    folder = make_folder()
     started = time.monotonic()
     with pytest.raises(HubError, match=r"no answer from the Hub within 0 s"):
-        push_folder(make_folder(), target, token=TOKEN, retries=RetryPlan(attempts=1, attempt_s=0.2))
+        push_folder(folder, target, token=TOKEN, retries=RetryPlan(attempts=1, attempt_s=0.2))
     assert time.monotonic() - started < 2
 
 

@@ -32,8 +32,9 @@ def test_folders_are_published_in_order(hub: LocalHub, target: PushTarget, make_
 def test_submitting_does_not_wait(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
     hub.faults.delays_s["create_repo"] = 1.0
     worker = PushWorker(token=TOKEN, retries=FAST)
+    folder = make_folder()
     started = time.monotonic()
-    worker.submit(make_folder(), target)
+    worker.submit(folder, target)
     assert time.monotonic() - started < 0.5
     assert worker.close(30.0) == []
     assert len(worker.pushed) == 1

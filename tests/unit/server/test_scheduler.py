@@ -33,9 +33,9 @@ def test_waiting_steps_run_as_one_pack(runner: FakeRunner, scheduler: Scheduler)
     async def scene() -> None:
         runner.gate = threading.Event()
         first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
-        await asyncio.sleep(0.05)  # the first one is now running, alone
+        await until(lambda: runner.threads)  # the first one, alone
         others = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5)) for _ in range(5)]
-        await asyncio.sleep(0.05)
+        await until(lambda: scheduler.num_waiting == 6)
         runner.gate.set()
         for task in (first, *others):
             assert float((await task).hidden[0, 0, 0]) == 1.0 + ADDED
@@ -61,9 +61,9 @@ def test_decode_goes_between_the_chunks_of_a_prefill(runner: FakeRunner, schedul
     async def scene() -> None:
         runner.gate = threading.Event()
         prefill = asyncio.create_task(scheduler.step(step_of(runner, num_tokens=150), timeout_s=5))
-        await asyncio.sleep(0.05)
+        await until(lambda: runner.threads)
         decode = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 2)
         runner.gate.set()
         await asyncio.gather(prefill, decode)
 
@@ -79,9 +79,9 @@ def test_one_bad_step_of_a_pack_fails_alone(runner: FakeRunner, scheduler: Sched
     async def scene() -> list[object]:
         runner.gate = threading.Event()
         first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
-        await asyncio.sleep(0.05)
+        await until(lambda: runner.threads)
         tasks = [asyncio.create_task(scheduler.step(step_of(runner, value=v), timeout_s=5)) for v in (1, 666, 2)]
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 4)
         runner.gate.set()
         await first
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -102,7 +102,7 @@ def test_prefill_that_fails_half_way_leaves_its_cache_as_it_was(runner: FakeRunn
 
 
 def test_decode_runs_between_the_blocks_of_a_training_item(runner: FakeRunner, scheduler: Scheduler) -> None:
-    runner.block_s = 0.05
+    runner.block_s = 0.2
 
     async def scene() -> None:
         inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
@@ -141,14 +141,14 @@ def test_cancelled_request_never_runs(runner: FakeRunner, scheduler: Scheduler) 
     async def scene() -> None:
         runner.gate = threading.Event()
         first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
-        await asyncio.sleep(0.05)
+        await until(lambda: runner.threads)
         gone = asyncio.create_task(scheduler.step(step_of(runner, batch_size=7), timeout_s=5))
         ran: list[int] = []
         gone_training = asyncio.create_task(scheduler.train(lambda: ran.append(1), timeout_s=5))
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 3)
         gone.cancel()
         gone_training.cancel()
-        await asyncio.sleep(0.02)
+        await asyncio.gather(gone, gone_training, return_exceptions=True)
         runner.gate.set()
         await first
         await scheduler.call(lambda: None, timeout_s=5)
@@ -161,7 +161,7 @@ def test_cancelled_request_never_runs(runner: FakeRunner, scheduler: Scheduler) 
 
 
 def test_abandoned_training_stops_at_the_next_block(runner: FakeRunner, scheduler: Scheduler) -> None:
-    runner.block_s = 0.05
+    runner.block_s = 0.2
 
     async def scene() -> None:
         inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
@@ -177,7 +177,7 @@ def test_full_queue_is_refused_with_its_limit(runner: FakeRunner, scheduler: Sch
     async def scene() -> None:
         runner.gate = threading.Event()
         tasks = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5)) for _ in range(16)]
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 16)
         with pytest.raises(RequestError, match="16 step requests wait") as caught:
             await scheduler.step(step_of(runner), timeout_s=5)
         assert caught.value.kind == "overloaded"
@@ -191,12 +191,12 @@ def test_one_peer_cannot_fill_the_queue(runner: FakeRunner, scheduler: Scheduler
     async def scene() -> None:
         runner.gate = threading.Event()
         tasks = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="flood")) for _ in range(8)]
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 8)
         with pytest.raises(RequestError, match="8 step requests of this client wait here, 8 are allowed") as caught:
             await scheduler.step(step_of(runner), timeout_s=5, peer="flood")
         assert caught.value.kind == "overloaded"
         tasks.append(asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="other")))
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 9)
         runner.gate.set()
         await asyncio.gather(*tasks)
         await scheduler.step(step_of(runner), timeout_s=5, peer="flood")
@@ -211,9 +211,9 @@ def test_wide_steps_of_one_peer_do_not_keep_another_waiting(runner: FakeRunner, 
             asyncio.create_task(scheduler.step(step_of(runner, batch_size=64), timeout_s=5, peer="flood"))
             for _ in range(6)
         ]
-        await asyncio.sleep(0.02)
+        await until(lambda: runner.threads)
         other = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="other"))
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 7)
         runner.gate.set()
         await asyncio.gather(other, *wide)
 
@@ -226,18 +226,22 @@ def test_trainings_of_peers_take_turns(runner: FakeRunner, scheduler: Scheduler)
     ran: list[str] = []
 
     async def scene() -> None:
-        start = threading.Event()
+        begun, start = threading.Event(), threading.Event()
+
+        def block() -> None:
+            begun.set()
+            start.wait(5.0)
 
         def train(peer: str) -> asyncio.Task[None]:
             return asyncio.create_task(scheduler.train(lambda: ran.append(peer), timeout_s=5, peer=peer))
 
-        blocked = asyncio.create_task(scheduler.train(lambda: start.wait(5.0), timeout_s=5))
-        await asyncio.sleep(0.02)
+        blocked = asyncio.create_task(scheduler.train(block, timeout_s=5))
+        await until(begun.is_set)
         # Two of the four that may wait are the most for one peer.
         tasks = [train("flood"), train("flood")]
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 3)
         tasks.append(train("other"))
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 4)
         start.set()
         await asyncio.gather(blocked, *tasks)
 
@@ -259,9 +263,9 @@ def test_close_fails_what_waits(runner: FakeRunner) -> None:
     async def scene() -> list[object]:
         runner.gate = threading.Event()
         first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
-        await asyncio.sleep(0.05)
+        await until(lambda: runner.threads)
         waiting = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
-        await asyncio.sleep(0.02)
+        await until(lambda: scheduler.num_waiting == 2)
         asyncio.get_running_loop().call_later(0.05, runner.gate.set)
         await asyncio.to_thread(scheduler.close)
         with pytest.raises(RequestError, match="shutting down"):

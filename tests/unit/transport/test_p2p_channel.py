@@ -146,7 +146,8 @@ def test_a_first_message_at_a_trickle_is_given_up() -> None:
 
 def test_a_first_message_that_keeps_coming_may_take_longer_than_the_silence() -> None:
     async def main() -> None:
-        acceptor = acceptor_with(first_message_timeout_s=0.05, min_receive_bytes_per_s=1000.0)
+        # A hundred bytes are enough for the next second.
+        acceptor = acceptor_with(first_message_timeout_s=0.05, min_receive_bytes_per_s=100.0)
         async with connected(acceptor, echo) as channel:
             transport = channel.stream._check_usable()
             payload = torch.arange(400, dtype=torch.uint8)

@@ -85,6 +85,11 @@ async def read_hidden(stream: FrameStream, timeout_s: float = 5.0) -> torch.Tens
     return received.hidden
 
 
+async def claims(budget: ReceiveBudget, num_bytes: int) -> None:
+    while budget.used_bytes < num_bytes:
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("num_elements", [1, 1000, 20_000, 700_000, 3_000_000])
 def test_messages_of_any_size_arrive_in_order(run: Callable[[Body], None], num_elements: int) -> None:
     async def body() -> None:
@@ -154,12 +159,12 @@ def test_a_declared_size_alone_claims_little_memory(run: Callable[[Body], None])
         budget = ReceiveBudget(1 << 30)
         async with stream_and_socket(limits, budget) as (stream, far):
             far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 400 << 20))
-            await asyncio.sleep(0.02)
+            await claims(budget, 1)
             assert budget.used_bytes == 1 << 16
             far.send(bytes(150_000))
-            await asyncio.sleep(0.05)
+            await claims(budget, 150_000)
             # Never more than twice what has arrived.
-            assert 150_000 <= budget.used_bytes <= 300_000 + (1 << 16)
+            assert budget.used_bytes <= 300_000 + (1 << 16)
             far.close()
             with pytest.raises(TransportError, match="peer-x broke"):
                 await stream.read(5.0)
@@ -180,7 +185,7 @@ def test_all_unfinished_messages_share_one_budget(run: Callable[[Body], None]) -
         ):
             header = struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 64_000)
             far_one.send(header)
-            await asyncio.sleep(0.02)
+            await claims(budget, 1)
             far_two.send(header)
             with pytest.raises(ProtocolError, match="hold 64064 bytes, 64064 more asked, allowed are 100000"):
                 await second.read(5.0)
@@ -351,10 +356,9 @@ def test_messages_nobody_reads_count_in_the_budget(run: Callable[[Body], None]) 
         data = frame_bytes(2000)
         async with stream_and_socket(budget=budget) as (stream, far):
             async with stream_and_socket(budget=budget) as (other, other_far):
-                far.send(data)
-                await asyncio.sleep(0.05)
-                far.send(data)
-                await asyncio.sleep(0.05)
+                for count in (1, 2):
+                    far.send(data)
+                    await claims(budget, count * (len(data) - 16))
                 assert budget.used_bytes == 2 * (len(data) - 16)
                 other_far.send(data)
                 with pytest.raises(ProtocolError, match="incoming messages hold"):

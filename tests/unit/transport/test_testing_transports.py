@@ -43,8 +43,9 @@ def test_messages_go_there_and_back_through_the_encoder() -> None:
         await channel.close()
         with pytest.raises(TransportError, match="closed"):
             await channel.send(InfoRequest())
-        await asyncio.sleep(0.01)
-        assert transport.num_live_channels == 0
+        async with asyncio.timeout(5):
+            while transport.num_live_channels:
+                await asyncio.sleep(0.01)
         await transport.close()
 
     asyncio.run(main())
