@@ -91,12 +91,12 @@ class _Seen:
             before: Input of the router before, in the same pass.
         """
         now = self.hidden
-        if now is None or before is None or (now.shape, now.device) != (before.shape, before.device):
+        if now is None or before is None or now.shape != before.shape or not _is_alike(now, before):
             return
         drift, width = self.drift, now.shape[-1]
         added = now - before
         added = added.reshape(width) if added.numel() == width else added.reshape(-1, width).mean(0)
-        if drift is not None and (drift.shape, drift.dtype, drift.device) == (added.shape, added.dtype, added.device):
+        if drift is not None and _is_alike(drift, added):
             added = torch.lerp(drift, added, _DRIFT_RATE)
         self.drift = added
 
@@ -137,7 +137,6 @@ class _Predictor:
                 self._begin_pass(num_rows)
             if self._cache.on_asked is None or module.training:
                 return
-            # Without its history, which would keep a whole pass in memory; nor are the rows of a prompt kept.
             # Without its history, which would keep a whole pass in memory; of a prompt nothing is kept.
             kept = hidden.detach() if num_rows <= MAX_ROWS else None
             self._note_router(layer, module, _Extra(arguments[1:], keywords), kept)
@@ -163,7 +162,7 @@ class _Predictor:
                 break
             layer, router = following, next_router
             seen = self._seen[router]
-            if seen.drift is not None and seen.drift.shape == hidden.shape[-1:]:
+            if seen.drift is not None and _is_alike(seen.drift, hidden):
                 hidden = hidden + seen.drift
             experts: Sequence[int] = ()
             if seen.extra is not None and layer not in self._unfit and not self._cache.is_complete(layer):
@@ -197,7 +196,8 @@ class _Predictor:
         last, self._last = self._last, (layer, weakref.ref(router))
         if last is not None and self._next.get(last[0]) == layer and (before := last[1]()) is not None:
             self._seen[before].following = self._last[1]
-            seen.note_drift(self._seen[before].hidden)
+            if not self._cache.is_complete(layer):
+                seen.note_drift(self._seen[before].hidden)
         if layer in self._unfit:
             return
         if seen.extra is None:
@@ -210,6 +210,11 @@ class _Predictor:
         self._cache.count_tokens(num_rows)
         if self._trial is not None:
             self._is_on = self._trial.begin_pass(time.perf_counter(), is_decode=num_rows <= MAX_ROWS)
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Says whether rows of two tensors can be added: a model may be moved or run in another type."""
+    return (one.shape[-1], one.dtype, one.device) == (other.shape[-1], other.dtype, other.device)
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:

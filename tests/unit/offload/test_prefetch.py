@@ -39,7 +39,11 @@ class Notes:
 class Largest(nn.Module):
     """Chooses the expert of the largest input."""
 
+    dtype = torch.float32
+
     def forward(self, hidden: Tensor) -> Any:
+        if hidden.dtype != self.dtype:
+            raise RuntimeError("as a product of two types does")
         weights, chosen = hidden.topk(1)
         return hidden, weights, chosen
 
@@ -110,9 +114,12 @@ def test_a_prompt_is_no_measure(notes: Notes, walk: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batches_and_types_may_change_from_pass_to_pass(notes: Notes, walk: Any, dtype: torch.dtype) -> None:
+def test_batches_and_types_may_change_from_pass_to_pass(
+    notes: Notes, walk: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(2):
         walk(unit)
+    monkeypatch.setattr(Largest, "dtype", dtype)
     walk(lambda layer: unit(layer).to(dtype).repeat(3, 1))
     walk(lambda layer: unit(layer).to(dtype).repeat(3, 1))
     assert notes.guesses == [(layer, [layer]) for layer in (1, 2, 2, 3, 3, 4, 4)]
