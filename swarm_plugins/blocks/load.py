@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.quantized_manifest import QUANT_METHOD
 
 __all__ = ["DEFAULT_KV_BYTES", "load_span"]
 
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
 GROUP_BYTES = 1 << 30
 """Most bytes of a checkpoint that are loaded at once, if a block is not larger."""
+
+_MAX_CHARS = 200
 
 _IsWanted = Callable[[str], bool]
 
@@ -178,9 +181,18 @@ def _joined(model: PreTrainedModel, part: PreTrainedModel, path: str, blocks: ra
 def _span_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     # A copy: the attention implementation is switched in it while calls run.
     config = copy.deepcopy(checkpoint.config.get_text_config(decoder=True))
-    if getattr(config, "quantization_config", None) is not None:
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == QUANT_METHOD:
+        # Its blocks are another version's than those that clients of the base ask for.
+        base, bits = (str(quantization.get(key))[:_MAX_CHARS] for key in ("base", "expert_bits"))
         raise UnsupportedError(
-            f"{checkpoint.name} is stored quantized ({config.quantization_config}): give the unquantized checkpoint, "
+            f"{checkpoint.name} is a store that swarm quantize made, for swarm run and load_offloaded: to serve "
+            f"blocks, give the model that it was made from, {base}, and offload its experts with expert_bits={bits}, which "
+            "packs them as they are read"
+        )
+    if quantization is not None:
+        raise UnsupportedError(
+            f"{checkpoint.name} is stored quantized ({quantization}): give the unquantized checkpoint, "
             "and quantize while serving with quantization='int8' or 'nf4'"
         )
     for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
