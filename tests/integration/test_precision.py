@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import lightning.pytorch as pl
 import pytest
 import torch
 import trainer_kit
 from torch.utils.data import DataLoader
-from trainer_kit import ROWS, Tuner, fabric_losses, with_lora
+from trainer_kit import ROWS, Tuner, fabric_losses, quiet_trainer, with_lora
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import AutoSwarmModelForCausalLM
@@ -33,17 +32,7 @@ model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
 
 def fitted(model: Path, strategy: str, precision: str, loader: Any = AutoSwarmModelForCausalLM) -> Tuner:
     tuner = Tuner(model, loader)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
-        max_epochs=4,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(strategy=strategy, precision=precision, max_epochs=4, enable_checkpointing=False)
     trainer.fit(tuner, DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
     return tuner
 

@@ -14,7 +14,7 @@ import torch
 import trainer_kit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
-from trainer_kit import ROWS, Tuner, fabric_losses, with_lora
+from trainer_kit import ROWS, Tuner, fabric_losses, quiet_trainer, with_lora
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
@@ -30,14 +30,9 @@ model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
 
 
 def trainer(folder: Path, strategy: str, epochs: int, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
+    return quiet_trainer(
         strategy=strategy,
         max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[ModelCheckpoint(dirpath=folder, filename="last", save_top_k=-1)],
         **options,

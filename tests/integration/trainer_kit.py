@@ -74,6 +74,17 @@ class Tuner(pl.LightningModule):
         return adamw(self)
 
 
+def quiet_trainer(**options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
 def fabric_losses(fabric: L.Fabric, tuned: Any, num_steps: int) -> list[float]:
     """Trains on the same rows again and again."""
     module, optimizer = fabric.setup(tuned, adamw(tuned))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
-from cache_kit import FakeStore, borrowed, make, wait_for
+from cache_kit import FakeStore, borrowed, wait_for
 
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache import BoundedCache
@@ -18,13 +17,6 @@ from swarm_plugins.offload.cache import BoundedCache
 _BOOKS = frozenset(("slots.py", "policy.py", "needs.py", "buffers.py", "guesses.py"))
 # Before each call only: lines have an end of a with block among them, where Python never looks for signals.
 _LOCKING = frozenset(("cache.py", "read_queue.py"))
-
-
-@pytest.fixture
-def cache(store: FakeStore) -> Iterator[BoundedCache]:
-    cache = make(store, num_fast=4, read_timeout_s=5)
-    yield cache
-    cache.close()
 
 
 class Interrupt:
