@@ -77,7 +77,7 @@ def load_span(
         ConfigError: If the blocks are not in the model, or a setting is unknown.
         CheckpointError: If weights are missing.
         UnsupportedError: If the model's blocks cannot be run apart from the rest of it, or have no experts to offload.
-        CapacityError: If the budget does not hold the experts of one token.
+        CapacityError: If the budget does not hold one expert for each reader and one to compute with.
     """
     if blocks.step != 1 or not blocks:
         raise ConfigError(f"blocks must be a non-empty range of consecutive indices, got {blocks}")
@@ -187,8 +187,8 @@ def _span_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         base, bits = (str(quantization.get(key))[:_MAX_CHARS] for key in ("base", "expert_bits"))
         raise UnsupportedError(
             f"{checkpoint.name} is a store that swarm quantize made, for swarm run and load_offloaded: to serve "
-            f"blocks, give the model that it was made from, {base}, and offload its experts with expert_bits={bits}, which "
-            "packs them as they are read"
+            f"blocks, give the model that it was made from, {base}, and offload its experts with expert_bits={bits}, "
+            "which packs them as they are read"
         )
     if quantization is not None:
         raise UnsupportedError(

@@ -39,7 +39,7 @@ def offloaded_parts(
 
     Raises:
         ConfigError: If settings contradict each other.
-        CapacityError: If the budget does not hold the experts of one token.
+        CapacityError: If the budget does not hold one expert for each reader and one to compute with.
         CheckpointError: If a tensor is missing, truncated or of a wrong shape.
         UnsupportedError: If the blocks have no experts, or experts that cannot be offloaded.
     """
@@ -79,7 +79,7 @@ def offload_experts(model: PreTrainedModel, parts: Parts, config: OffloadConfig,
         What lends them.
 
     Raises:
-        CapacityError: If the budget does not hold the experts of one token.
+        CapacityError: If the budget does not hold one expert for each reader and one to compute with.
     """
     formats = formats_of(parts, config, device)
     cache = make_cache(parts.store, formats, config, device)

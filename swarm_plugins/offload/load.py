@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
@@ -20,13 +20,21 @@ from swarm_plugins.offload.standin import OffloadedExperts
 
 __all__ = ["load_offloaded"]
 
+_DTYPES = {
+    "auto": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
 
 def load_offloaded(
     name_or_dir: str | Path,
     config: OffloadConfig | None = None,
     *,
     revision: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
     """Loads a model whose experts stay on disk, a bounded set of them in memory.
@@ -38,7 +46,7 @@ def load_offloaded(
         name_or_dir: A directory, or the id of a repository on the Hub, whose files are downloaded first.
         config: Budgets in bytes; by default what is free.
         revision: Branch, tag or commit on the Hub.
-        dtype: Floating type to compute in; None: the checkpoint's.
+        dtype: Floating type to compute in, or its name such as ``bfloat16``; None or ``auto``: the checkpoint's.
         device: Where to compute; None: a CUDA device if there is one, else the CPU.
 
     Returns:
@@ -48,11 +56,12 @@ def load_offloaded(
         ConfigError: If there is no such model or device, or ``dtype`` is none to compute in.
         CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
         UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
-        CapacityError: If the budget does not hold the experts of one token.
+        CapacityError: If the budget does not hold one expert for each reader and one to compute with, all of the
+            largest size.
     """
     settings = config or OffloadConfig()
     place = choose_device(device)
-    parts = find_parts(name_or_dir, revision=revision, dtype=dtype)
+    parts = find_parts(name_or_dir, revision=revision, dtype=_dtype_of(dtype))
     formats = formats_of(parts, settings, place)
     check_budget(parts, formats, settings, place)
     model = load_rest(parts, place)
@@ -68,6 +77,14 @@ def load_offloaded(
         if isinstance(module, PreTrainedModel) and any(isinstance(one, OffloadedExperts) for one in module.modules()):
             module.save_pretrained = _refuse_saving  # type: ignore[method-assign]
     return model
+
+
+def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
+    if not isinstance(wanted, str):
+        return wanted
+    if wanted not in _DTYPES:
+        raise ConfigError(f"dtype is {wanted!r}; allowed are {', '.join(_DTYPES)}, or the torch.dtype itself")
+    return _DTYPES[wanted]
 
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:

@@ -74,10 +74,16 @@ def test_a_token_takes_one_expert_at_least_and_no_more_than_there_are(
         find_parts(edited(tmp_path / "plain", tmp_path / "model", **{name: picks}))
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "bfloat16", 5])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, 5])
 def test_a_type_that_is_none_to_compute_in_is_named(directory: Path, dtype: Any) -> None:
     with pytest.raises(ConfigError, match=rf"dtype is {dtype!r}; allowed are torch\.bfloat16"):
         load_offloaded(directory, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["int8", "bf16", "", "torch.float32"])
+def test_a_name_of_no_type_to_compute_in_is_named(directory: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"dtype is {name!r}; allowed are auto, bfloat16, .*, or the torch.dtype"):
+        load_offloaded(directory, dtype=name, device="cpu")
 
 
 @pytest.mark.parametrize("device", ["warp", "meta", "mps", "cuda:64", [], ""])

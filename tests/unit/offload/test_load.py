@@ -68,6 +68,13 @@ def test_the_model_is_of_its_own_class_and_ready_to_use(model: PreTrainedModel, 
     }
 
 
+@pytest.mark.parametrize("name", ["auto", "float32", "float16", "bfloat16", "float64"])
+def test_the_type_may_be_named_as_in_transformers(name: str, directory: Path) -> None:
+    model = load_offloaded(directory, OffloadConfig(fast_bytes=200_000), dtype=name, device="cpu")
+    assert model.dtype == AutoModelForCausalLM.from_pretrained(directory, dtype=name).dtype
+    assert logits(model).dtype == model.dtype
+
+
 def test_experts_take_no_memory_and_are_frozen(model: PreTrainedModel) -> None:
     experts = [one for one in model.parameters() if isinstance(one, OffloadedWeight)]
     assert len(experts) == 6
