@@ -91,6 +91,7 @@ def _refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
     # What would be written looks like a model, but has no experts.
     raise UnsupportedError(
         "a model with offloaded experts is not saved as a whole, its experts stay in the checkpoint that it was loaded "
-        "from: train an adapter and save that (get_peft_model(model, ...).save_pretrained), or save other tensors that "
-        "were trained from model.state_dict()"
+        "from: train an adapter and save that (get_peft_model(model, ...).save_pretrained; a Trainer that gets the "
+        "adapted model does so by itself), or save other tensors that were trained from model.state_dict(), in a "
+        "Trainer with save_strategy='no'"
     )
