@@ -5,20 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cache_kit import FakeStore, borrowed, content, make, make_store
+from cache_kit import FakeStore, borrowed, content, make, wait_for
 
 from swarm_plugins.offload.cache import BoundedCache
 from swarm_plugins.offload.read_queue import Job, ReadQueue
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FakeStore:
-    return make_store(tmp_path)
 
 
 @pytest.fixture
@@ -33,13 +27,6 @@ def queue() -> Iterator[ReadQueue]:
     queue = ReadQueue(2)
     yield queue
     queue.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def is_ready(cache: BoundedCache, layer: int, expert: int) -> bool:
