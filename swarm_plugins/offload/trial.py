@@ -9,9 +9,11 @@ __all__ = ["PayTrial"]
 
 # Passes of a kind in a row: a guess of the last pass still helps or hurts the next one.
 _BLOCK = 4
-# On, off, off, on: what drifts over time hits both alike.
-_ORDER = (True, False, False, True)
-_MAX_SAMPLES = 32
+# In a trial one block of so many does the other thing, in the middle: what drifts over time hits both alike. The other
+# thing most often is the slower one, so it is tried no more than has to be.
+_BLOCKS = 7
+_FEWEST_SAMPLES = 6
+_MOST_SAMPLES = 24
 # Differences this many standard errors large are believed.
 _CERTAIN = 2.5
 # Passes to the next trial: few at first, as caches are still filling.
@@ -22,8 +24,8 @@ _LAST_REST = 2048
 class PayTrial:
     """Decides, pass by pass, whether to guess: by comparing times of passes with and without.
 
-    A pass is one token through all layers. While a trial runs it alternates; then the faster kind is used for a
-    while, twice as long each time the trial says the same again.
+    A pass is one token through all layers. While a trial runs, now and then some passes do the other thing; then the
+    faster kind is used for a while, twice as long each time the trial says the same again.
     """
 
     def __init__(self) -> None:
@@ -56,22 +58,23 @@ class PayTrial:
             if not self._rest:
                 self._place = 0
                 self._samples = {True: [], False: []}
-                self._is_on = _ORDER[0]
             return self._is_on
         # The first pass of a block still runs on what the block before left in memory.
         if self._place % _BLOCK:
             self._samples[self._is_on].append(now_s - began)
         self._place += 1
-        self._is_on = _ORDER[self._place // _BLOCK % len(_ORDER)]
-        if self._place % (_BLOCK * len(_ORDER)) == 0:
+        is_other = self._place // _BLOCK % _BLOCKS == _BLOCKS // 2
+        self._is_on = self.is_paying != is_other
+        if self._place % (_BLOCK * _BLOCKS) == 0:
             self._judge()
         return self._is_on
 
     def _judge(self) -> None:
         on, off = self._samples[True], self._samples[False]
+        num_other = min(len(on), len(off))
         gain = statistics.median(off) - statistics.median(on)
         error = math.hypot(_standard_error(on), _standard_error(off))
-        if abs(gain) < _CERTAIN * error and len(on) < _MAX_SAMPLES:
+        if num_other < _FEWEST_SAMPLES or (abs(gain) < _CERTAIN * error and num_other < _MOST_SAMPLES):
             return
         pays = gain > 0
         self._next_rest = min(2 * self._next_rest, _LAST_REST) if pays == self.is_paying else _FIRST_REST
