@@ -23,6 +23,8 @@ _FEWEST_WITH_HABITS = 8
 # Of the next layers' experts that their routers name early, and of the time that could be hidden at best what is.
 _RECALL = 0.85
 _HIDDEN = 0.4
+# Computing and reading at the same time slow each other: they share memory, and often cores.
+_SHARING = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +115,10 @@ def forecast(
         if speeds.link_bytes_per_s:
             # Copies follow reads: the slower of the two sets the pace.
             moving = max(moving, copied / speeds.link_bytes_per_s)
+        if not moving:
+            return speeds.step_s
         hidden = _HIDDEN * min(_RECALL * moving, speeds.step_s) if prefetch else 0.0
-        return speeds.step_s + moving - hidden
+        return _SHARING * (speeds.step_s + moving - hidden)
 
     experts = min(layer.num_experts for layer in sizes.layers)
     likely = missed(hit_ratio(fast, experts), hit_ratio(fast + ram, experts))
