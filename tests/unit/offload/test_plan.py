@@ -60,7 +60,8 @@ def test_with_everything_in_memory_nothing_is_read_and_the_speed_is_the_resident
 def test_without_memory_every_expert_of_a_token_is_read() -> None:
     expected = forecast(sizes(), SPEEDS, fast_bytes=0, prefetch=False)
     assert expected.read_bytes == 160 * MB
-    assert 1 / expected.tokens_per_s == pytest.approx(0.05 + 0.16)
+    # Reading and computing slow each other.
+    assert 1 / expected.tokens_per_s == pytest.approx(1.15 * (0.05 + 0.16))
 
 
 def test_more_memory_is_never_slower_and_reading_ahead_never_costs() -> None:
