@@ -9,11 +9,11 @@ __all__ = ["PayTrial"]
 
 # Passes of a kind in a row: a guess of the last pass still helps or hurts the next one.
 _BLOCK = 4
-# In a trial one block of so many does the other thing, in the middle: what drifts over time hits both alike. The other
-# thing most often is the slower one, so it is tried no more than has to be.
+# In a trial one block of so many, in the middle, does the other thing: most often the slower one, so no more of it.
 _BLOCKS = 7
-_FEWEST_SAMPLES = 6
-_MOST_SAMPLES = 24
+# Each time through the blocks gives one comparison: what changes over seconds, as disks do, is in both its sides.
+_FEWEST_COMPARED = 5
+_MOST_COMPARED = 12
 # Differences this many standard errors large are believed.
 _CERTAIN = 2.5
 # Passes to the next trial: few at first, as caches are still filling.
@@ -37,6 +37,7 @@ class PayTrial:
         self._next_rest = _FIRST_REST
         self._place = 0
         self._samples: dict[bool, list[float]] = {True: [], False: []}
+        self._gains: list[float] = []
         self._began_s: float | None = None
 
     def begin_pass(self, now_s: float, *, is_decode: bool) -> bool:
@@ -57,6 +58,7 @@ class PayTrial:
             self._is_on = self.is_paying
             if not self._rest:
                 self._place = 0
+                self._gains = []
                 self._samples = {True: [], False: []}
             return self._is_on
         # The first pass of a block still runs on what the block before left in memory.
@@ -70,13 +72,17 @@ class PayTrial:
         return self._is_on
 
     def _judge(self) -> None:
-        on, off = self._samples[True], self._samples[False]
-        num_other = min(len(on), len(off))
-        gain = statistics.median(off) - statistics.median(on)
-        error = math.hypot(_standard_error(on), _standard_error(off))
-        if num_other < _FEWEST_SAMPLES or (abs(gain) < _CERTAIN * error and num_other < _MOST_SAMPLES):
+        on_s, off_s = (statistics.median(self._samples[kind]) for kind in (True, False))
+        self._samples = {True: [], False: []}
+        self._gains.append(off_s - on_s)
+        if len(self._gains) < _FEWEST_COMPARED:
             return
-        pays = gain > 0
+        gain, error = statistics.median(self._gains), _standard_error(self._gains)
+        is_certain = abs(gain) > _CERTAIN * error
+        if not is_certain and len(self._gains) < _MOST_COMPARED:
+            return
+        # What cannot be told apart stays as it is.
+        pays = gain > 0 if is_certain else self.is_paying
         self._next_rest = min(2 * self._next_rest, _LAST_REST) if pays == self.is_paying else _FIRST_REST
         self.is_paying = self._is_on = pays
         self._rest = self._next_rest
