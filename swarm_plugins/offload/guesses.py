@@ -83,7 +83,8 @@ class Guesses:
         counters.guesses_late += sum(expert in slots and not slots[expert].is_ready for expert in used)
         counters.guessed_loads += len(guess.loads)
         counters.guessed_loads_used += len(guess.loads & needed)
-        counters.asked_after_guess += len(experts)
+        # Of a layer that is all in memory nothing is guessed.
+        counters.asked_after_guess += len(experts) if guess.experts else 0
         del self._active[layer]
         self._let_go(guess, keep=needed)
         for slot in guess.held:
