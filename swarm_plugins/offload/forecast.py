@@ -17,8 +17,8 @@ __all__ = ["MEASURED_HITS", "Forecast", "Speeds", "forecast", "hit_ratio"]
 
 MEASURED_HITS: Sequence[tuple[float, float]] = ((0.0, 0.0), (0.25, 0.38), (0.5, 0.66), (0.75, 0.87), (1.0, 1.0))
 """Share of a layer's experts in memory, and the share of requests that find theirs there: eight experts of which two
-are picked, decoding real text. With four experts of which two are picked, the same text found no more than an even use
-of the experts gives (.24, .52 and .74), so those are expected of fewer than eight."""
+are picked, decoding answers to real text. With four experts of which two are picked, no more were found than an even
+use of the experts gives (.24, .52 and .74), so those are expected of fewer than eight."""
 _FEWEST_WITH_HABITS = 8
 # Of the next layers' experts that their routers name early, and of the time that could be hidden at best what is.
 _RECALL = 0.85
@@ -50,7 +50,7 @@ class Forecast:
     ram_share: float
     """The same for pinned RAM beside it."""
     hit_ratio: float
-    """Requests for an expert that find it in fast memory, as measured on real text."""
+    """Requests for an expert that find it in fast memory, as measured in answers to real text."""
     hit_ratio_even: float
     """The same if every expert were equally likely at any time (independent references): the least to expect."""
     read_bytes: float

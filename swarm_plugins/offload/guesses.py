@@ -50,6 +50,9 @@ class Guesses:
         planned, self._planned = self._planned, {}
         for layer, experts in planned.items():
             guess = self._active.setdefault(layer, _Guess(layer))
+            if not experts:
+                # All of the layer is there or on its way, perhaps thanks to the guess before, which stays.
+                continue
             self._let_go(guess, keep=experts)
             guess.experts = experts
             if not self._fetch(guess):
@@ -127,8 +130,7 @@ class Guesses:
 
     def _let_go(self, guess: _Guess, keep: Collection[int]) -> None:
         """Gives back what a guess holds, but for some experts; what nobody has come to need is no longer read."""
-        held, guess.held = guess.held, [slot for slot in guess.held if slot.key.expert in keep]
-        for slot in held:
-            if slot.key.expert not in keep:
-                self._slots.release(slot)
-                self._slots.cancel_guess(slot)
+        for slot in [slot for slot in guess.held if slot.key.expert not in keep]:
+            guess.held.remove(slot)
+            self._slots.release(slot)
+            self._slots.cancel_guess(slot)

@@ -8,6 +8,7 @@ for each token: its mean, added to the input, makes the guess better (docs/bench
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -37,9 +38,9 @@ _ROUTERS = ("gate", "router")
 
 
 def install_prefetch(model: nn.Module, cache: BoundedCache) -> None:
-    """Makes a model tell its cache what the next layer will probably need, and how many tokens it saw.
+    """Makes a model tell its cache what the next layers will probably need, and how many tokens it saw.
 
-    Routers that need what is not at hand one layer early (token ids, another layer's state) are left alone: their
+    Routers that need what is not at hand early (token ids, another layer's state) are left alone: their
     layers are not guessed.
 
     Args:
@@ -84,20 +85,22 @@ class _Seen:
     drift: Tensor | None = None
     """What is added to the input of the router before to get near this one's: the mean difference, ``[D]``."""
 
-    def note_drift(self, before: Tensor | None) -> None:
+    def note_drift(self, before: Tensor | None, now: Tensor | None) -> None:
         """Takes into the mean what was added this time.
 
         Args:
-            before: Input of the router before, in the same pass.
+            before: Input of the router before; None: of many rows.
+            now: That of this router.
         """
-        now = self.hidden
-        if now is None or before is None or now.shape != before.shape or not _is_alike(now, before):
+        if now is None or before is None or not now.numel():
+            return
+        if now.shape != before.shape or not _is_alike(now, before):
             return
         drift, width = self.drift, now.shape[-1]
-        added = now - before
-        added = added.reshape(width) if added.numel() == width else added.reshape(-1, width).mean(0)
+        added = (now - before).reshape(-1, width).mean(0)
         if drift is not None and _is_alike(drift, added):
-            added = torch.lerp(drift, added, _DRIFT_RATE)
+            # A pass that overflowed must not stay in the mean for ever.
+            added = torch.where(drift.isfinite(), torch.lerp(drift, added, _DRIFT_RATE), added)
         self.drift = added
 
 
@@ -115,7 +118,7 @@ class _Predictor:
         layers = sorted(cache.num_experts)
         self._next = dict(pairwise(layers))
         self._first = layers[0]
-        self._last: tuple[int, weakref.ref[nn.Module]] | None = None
+        self._last: tuple[int, weakref.ref[nn.Module], int] | None = None
         self._seen: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()
         # Layers whose router gets other objects each time, or does not answer as routers do.
         self._unfit: set[int] = set()
@@ -193,11 +196,13 @@ class _Predictor:
     def _note_router(self, layer: int, router: nn.Module, extra: _Extra, hidden: Tensor | None) -> None:
         seen = self._seen.setdefault(router, _Seen())
         seen.hidden = hidden
-        last, self._last = self._last, (layer, weakref.ref(router))
+        thread = threading.get_ident()
+        last, self._last = self._last, (layer, weakref.ref(router), thread)
         if last is not None and self._next.get(last[0]) == layer and (before := last[1]()) is not None:
             self._seen[before].following = self._last[1]
-            if not self._cache.is_complete(layer):
-                seen.note_drift(self._seen[before].hidden)
+            # Threads that run the same model are at different tokens.
+            if last[2] == thread:
+                seen.note_drift(self._seen[before].hidden, hidden)
         if layer in self._unfit:
             return
         if seen.extra is None:

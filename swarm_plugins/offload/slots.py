@@ -97,10 +97,11 @@ class Slots:
             if slot is None:
                 return None
             self._start(slot, is_guess=is_guess)
-        elif slot.job is not None and not is_guess:
+        elif slot.job is not None:
             # On its way for a guess, perhaps being cancelled.
             slot.job.is_cancelled = False
-            self._queue.need(slot.job)
+            if not is_guess:
+                self._queue.need(slot.job)
         self.policy.hold(key)
         return slot
 

@@ -1,4 +1,4 @@
-"""Whether guessing pays: tried out, token against token, and tried again now and then. Pure bookkeeping."""
+"""Whether guessing pays: tried out, a few tokens against those around them, now and then again. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -72,8 +72,11 @@ class PayTrial:
         return self._is_on
 
     def _judge(self) -> None:
-        on_s, off_s = (statistics.median(self._samples[kind]) for kind in (True, False))
-        self._samples = {True: [], False: []}
+        samples, self._samples = self._samples, {True: [], False: []}
+        if not all(samples.values()):
+            # Another thread that runs the same model has just judged.
+            return
+        on_s, off_s = (statistics.median(samples[kind]) for kind in (True, False))
         self._gains.append(off_s - on_s)
         if len(self._gains) < _FEWEST_COMPARED:
             return

@@ -30,8 +30,8 @@ def print_plan(console: Console, planned: Planned) -> None:
     )
     console.print(_forecast_table(planned))
     console.print(
-        "hits: least-recently-used cache, as measured on real text with 8 experts of which 2 are picked (fewer: as if "
-        "even); in brackets: if every expert were equally likely at any time\n"
+        "hits: as measured in answers to real text with 8 experts of which 2 are picked (fewer: as if even); in "
+        "brackets: if every expert were equally likely at any time\n"
         "other widths: from a store that `swarm quantize` writes; products are taken to be as fast\n"
     )
     if plan.fits and sizes.quantized_bits is None:

@@ -149,6 +149,37 @@ def test_a_better_guess_takes_the_place_of_the_one_before(store: FakeStore, cach
     assert (stats.guessed_loads, stats.guessed_loads_used) == (4, 3)
 
 
+def test_a_layer_that_a_guess_makes_complete_keeps_the_guess(store: FakeStore, cache: BoundedCache) -> None:
+    borrowed(cache, 2, [0, 1, 2])
+    cache.reset_stats()
+    cache.guess(1, [])
+    cache.guess(2, [3])
+    borrowed(cache, 0, [0])
+    assert cache.is_complete(2)
+    cache.guess(2, [])
+    borrowed(cache, 1, [0])
+    wait_for(lambda: is_ready(cache, 2, 3))
+    assert [key for key in store.contents if cache._policy.is_held(key)] == [(2, 3)]
+    borrowed(cache, 2, [3])
+    stats = cache.stats()
+    assert (stats.guesses, stats.guesses_used, stats.guessed_loads_used, stats.asked_after_guess) == (1, 1, 1, 1)
+
+
+def test_a_guess_that_was_given_up_and_is_made_again_is_read(
+    store: FakeStore, cache: BoundedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    borrowed(cache, 0, [0])
+    gate = Gate(monkeypatch)
+    cache.guess(1, [2])
+    borrowed(cache, 0, [0])
+    wait_for(lambda: gate.num_waiting == 1)
+    borrowed(cache, 0, [0])  # another layer was guessed: the read is told to stop
+    cache.guess(1, [2])
+    borrowed(cache, 0, [0])
+    gate.opened.set()
+    wait_for(lambda: is_ready(cache, 1, 2))
+
+
 def test_a_layer_that_nobody_guessed_ends_all_guesses(store: FakeStore, cache: BoundedCache) -> None:
     cache.guess(1, [2])
     cache.guess(2, [3])

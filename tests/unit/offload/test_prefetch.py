@@ -113,6 +113,16 @@ def test_a_prompt_is_no_measure(notes: Notes, walk: Any) -> None:
     assert all(experts == [3] for _, experts in notes.guesses)
 
 
+@pytest.mark.parametrize("odd", [torch.full((1, NUM_EXPERTS), torch.inf), torch.full((1, NUM_EXPERTS), torch.nan)])
+def test_a_pass_that_overflowed_is_forgotten(notes: Notes, walk: Any, odd: Tensor) -> None:
+    for _ in range(2):
+        walk(unit)
+    walk(lambda layer: odd if layer == 2 else unit(layer))
+    for _ in range(60):
+        walk(unit)
+    assert notes.guesses == [(layer, [layer]) for layer in (1, 2, 2, 3, 3, 4, 4)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batches_and_types_may_change_from_pass_to_pass(
     notes: Notes, walk: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

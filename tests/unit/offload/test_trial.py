@@ -82,3 +82,11 @@ def test_prompts_are_no_measure() -> None:
         # A prompt with guessing on would look terribly slow.
         now += 100.0 if is_prompt and is_on else 0.7 if is_on else 1.0
     assert trial.is_paying
+
+
+def test_two_threads_that_end_a_trial_together_judge_once() -> None:
+    trial = PayTrial()
+    run(0.7, 1.0, 16 + 28 + 3, trial=trial)
+    trial._judge()
+    trial._judge()
+    assert trial.is_paying
