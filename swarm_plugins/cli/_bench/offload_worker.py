@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from torch import Tensor
 from swarm_plugins.cli._bench.arms import quiet_libraries
 from swarm_plugins.cli._bench.memory_group import MemoryGroup
 from swarm_plugins.cli._bench.offload_arms import ArmName, LoadedArm, load_arm
+from swarm_plugins.cli.sizes import format_bytes
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.offload.stats import OffloadStats
 
@@ -93,7 +95,11 @@ class ArmProcess:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             )
             self._group = group.pop_all()
-        self._send(msgspec.json.encode(self.job))
+        try:
+            self._send(msgspec.json.encode(self.job))
+        except SwarmError:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -129,7 +135,7 @@ class ArmProcess:
     def _line(self) -> bytes:
         line = self._pipe(self._process.stdout if self._process else None).readline()
         if not line:
-            raise SwarmError(f"the process of {self.job.arm!r} ended; its error is printed above")
+            raise self._ended()
         return line
 
     def _send(self, line: bytes) -> None:
@@ -138,7 +144,17 @@ class ArmProcess:
             pipe.write(line + b"\n")
             pipe.flush()
         except OSError as exc:
-            raise SwarmError(f"the process of {self.job.arm!r} ended; its error is printed above") from exc
+            raise self._ended() from exc
+
+    def _ended(self) -> SwarmError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # Its output ends a moment before it does.
+            if self._process is not None and self._process.wait(timeout=5.0) == -signal.SIGKILL and self.job.group:
+                return SwarmError(
+                    f"{self.job.arm!r} took more than its limit of {format_bytes(self.job.limit_bytes)}, so that the "
+                    "system ended it: give a larger --fast, or leave the arm out with --without"
+                )
+        return SwarmError(f"the process of {self.job.arm!r} ended; its error is printed above")
 
     @staticmethod
     def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
