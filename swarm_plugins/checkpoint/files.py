@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -125,8 +126,8 @@ def read_pieces(path: Path, pieces: Sequence[Piece], progress: Progress) -> None
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            if hasattr(os, "posix_fadvise"):
-                # The system reads twice as far ahead: pieces of some megabytes come two to three times as fast.
+            # Where it is known, the system reads twice as far ahead: pieces of some megabytes come twice as fast.
+            with suppress(OSError, AttributeError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             for piece in pieces:
                 _fill(descriptor, path, piece, progress)
