@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from hivemind.p2p import P2PDaemonError, PeerID
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.channel import Channel
@@ -41,9 +42,14 @@ async def freeze(pid: int) -> None:
         await asyncio.sleep(0.01)
 
 
-async def knows(node: SwarmNode, peer_id: str) -> None:
-    while peer_id not in {peer.peer_id.to_base58() for peer in await node._running().p2p.list_peers()}:
-        await asyncio.sleep(0.05)
+async def can_be_found(peer_id: str, peers: Sequence[str]) -> None:
+    """Waits until one who knows others of the swarm gets through to a peer by its name alone."""
+    async with SwarmNode(NodeConfig(initial_peers=tuple(peers), client_mode=True)) as asking:
+        while True:
+            try:
+                return await asking._running().p2p._client.connect(PeerID.from_base58(peer_id), [])
+            except P2PDaemonError:
+                await asyncio.sleep(0.1)
 
 
 async def look_for_ever(node: SwarmNode) -> None:
@@ -336,8 +342,8 @@ def test_an_identity_copied_to_another_machine_is_refused(tmp_path: Path) -> Non
             async with SwarmNode(config) as original:
                 shutil.copy(tmp_path / "id", tmp_path / "copy")
                 copied = NodeConfig(identity_path=tmp_path / "copy", initial_peers=peers)
-                # Others can only be told of a peer that they know: the first one has to have heard of it.
-                await knows(first, original.peer_id)
+                # Others can only be told of a peer that they know: the first one has to have heard where it is.
+                await can_be_found(original.peer_id, peers)
                 with pytest.raises(ConfigError, match=f"another peer of the swarm.*copy.*{original.peer_id}.*own file"):
                     await SwarmNode(copied).start()
                 peer = original.peer_id
