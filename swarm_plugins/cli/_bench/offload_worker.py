@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.cli._bench.arms import quiet_libraries
+from swarm_plugins.cli._bench.child import end_child
 from swarm_plugins.cli._bench.memory_group import MemoryGroup
 from swarm_plugins.cli._bench.offload_arms import ArmName, LoadedArm, load_arm
 from swarm_plugins.cli.sizes import format_bytes
@@ -103,16 +104,9 @@ class ArmProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._process is None:
-            return
-        with self._group:
-            self._pipe(self._process.stdin).close()
-            try:
-                self._process.wait(timeout=20.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(timeout=10.0)
-            self._pipe(self._process.stdout).close()
+        if self._process is not None:
+            with self._group:
+                end_child(self._process)
 
     def wait_until_ready(self) -> Ready:
         """Waits until the model is loaded.

@@ -13,6 +13,7 @@ from typing import IO
 import msgspec
 
 from swarm_plugins.cli._bench.arms import decode, prompt_tokens, quiet_libraries, swarm_model
+from swarm_plugins.cli._bench.child import end_child
 from swarm_plugins.errors import SwarmError
 
 __all__ = ["Worker", "main"]
@@ -52,15 +53,8 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.process is None:
-            return
-        self._pipe(self.process.stdin).close()
-        try:
-            self.process.wait(timeout=10.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(timeout=10.0)
-        self._pipe(self.process.stdout).close()
+        if self.process is not None:
+            end_child(self.process)
 
     @property
     def pid(self) -> int:
