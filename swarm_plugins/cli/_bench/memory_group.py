@@ -11,8 +11,12 @@ from types import TracebackType
 __all__ = ["MemoryGroup"]
 
 _ROOT = Path("/sys/fs/cgroup")
-# Where groups are made, and the file for the limit: the unified hierarchy, and the one before it.
-_PLACES = ((_ROOT, "memory.max"), (_ROOT / "memory", "memory.limit_in_bytes"))
+# Where groups are made, the file for the limit, and the one where a 0 means no swapping: the unified hierarchy, and the
+# one before it.
+_PLACES = (
+    (_ROOT, "memory.max", "memory.swap.max"),
+    (_ROOT / "memory", "memory.limit_in_bytes", "memory.swappiness"),
+)
 # The kernel takes a moment to see that the last process of a group has ended.
 _REMOVE_S = 2.0
 
@@ -30,7 +34,7 @@ class MemoryGroup:
         """Where processes join, by writing 0 to its ``cgroup.procs``; None if no group could be made."""
 
     def __enter__(self) -> MemoryGroup:
-        for place, name in _PLACES:
+        for place, name, swap_name in _PLACES:
             path = place / f"swarm-bench-{os.getpid()}-{id(self)}"
             try:
                 path.mkdir()
@@ -43,6 +47,9 @@ class MemoryGroup:
             except OSError:
                 path.rmdir()
                 continue
+            # A kernel without swap may lack the file.
+            with suppress(OSError), (path / swap_name).open("r+") as file:
+                file.write("0")
             self.path = path
             break
         return self

@@ -30,7 +30,11 @@ def test_a_process_that_takes_more_than_the_limit_is_ended() -> None:
 
 def test_where_no_group_can_be_made_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A folder, but no hierarchy of groups; and none at all.
-    monkeypatch.setattr(memory_group, "_PLACES", ((tmp_path, "memory.max"), (tmp_path / "missing", "memory.max")))
+    monkeypatch.setattr(
+        memory_group,
+        "_PLACES",
+        [(folder, "memory.max", "memory.swap.max") for folder in (tmp_path, tmp_path / "missing")],
+    )
     with MemoryGroup(MB) as group:
         assert group.path is None
     assert not list(tmp_path.iterdir())
