@@ -210,7 +210,7 @@ class Slots:
             return
         if isinstance(error, ReadCancelled) and not job.is_cancelled:
             # Somebody asked for it after all, between the cancellation and now.
-            slot.job = Job(job.run, is_guess=False)
+            slot.job = Job(job.run, is_guess=job.is_guess)
             self._queue.submit(slot.job)
             return
         slot.job = None
