@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 
 from swarm_plugins.checkpoint import TensorInfo
 from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.offload.further_layers import check_further_layers
 
 __all__ = ["ExpertTensor", "Located", "Piece", "locate_experts"]
 
@@ -92,21 +93,25 @@ def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: 
         tensors: All tensors of the checkpoint.
 
     Raises:
-        CheckpointError: If a tensor of an expert is missing or has a wrong shape; names it.
+        CheckpointError: If a tensor of an expert is missing or has a wrong shape, or there are layers that the model
+            has not; names it.
         UnsupportedError: If experts are stored in a way that is no sequence of byte ranges, or as codes.
     """
     rules = _Rules(model)
     layers = {f"{path}.{name}": layer for layer, path in experts.items() for name in _names(model.get_submodule(path))}
     parts: dict[str, defaultdict[str, list[TensorInfo]]] = {target: defaultdict(list) for target in layers}
     others, unused = [], []
+    renamed: dict[str, str] = {}
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rules.target(name)
+        renamed[name] = target
         if target in parts:
             parts[target][pattern or ""].append(tensors[name])
-        elif target is not None:
+        elif rules.is_known(target):
             others.append(name)
         else:
             unused.append(name)
+    check_further_layers(model, renamed)
     _check_unused(unused, [info for groups in parts.values() for group in groups.values() for info in group])
     found: defaultdict[int, list[ExpertTensor]] = defaultdict(list)
     for target, layer in layers.items():
@@ -129,13 +134,17 @@ class _Rules:
         self._state: dict[str, Any] = model.state_dict()
         self._prefix = model.base_model_prefix
 
-    def target(self, name: str) -> tuple[str | None, str | None]:
-        """Returns the parameter that a tensor goes to, or None, and the pattern that converts it, or None."""
+    def target(self, name: str) -> tuple[str, str | None]:
+        """Returns the parameter that a tensor would go to, and the pattern that converts it, or None."""
         rename: Callable[..., tuple[str, str | None]] = rename_source_key
         target, pattern = rename(name, self._renamings, self._converters, self._prefix, self._state)
         if target not in self._state and name in self._state:
             target, pattern = name, None
-        return (target if target in self._state else None), pattern
+        return target, pattern
+
+    def is_known(self, target: str) -> bool:
+        """Says whether the model has such a parameter."""
+        return target in self._state
 
     def converter(self, patterns: Sequence[str]) -> Any:
         """Returns the rule that has these patterns, or None if they are no conversion."""

@@ -84,6 +84,7 @@ def sentence_of(model: Path) -> str:
         pytest.param(config(attn_implementation="flash_attention_2"), "another package.*install it", id="package"),
         pytest.param(config(quantization_config={"quant_method": "mxfp4"}), "give the unquantized", id="codes"),
         pytest.param(config(num_hidden_layers=10_000), "num_hidden_layers 10000, .* fetch them again", id="layers"),
+        pytest.param(config(num_hidden_layers=1), f"weights of 2 layers, such as .*{CORRECT}", id="fewer-layers"),
         pytest.param(config(hidden_size=64), "asks for .96, 64. .*do not belong together", id="other-width"),
         pytest.param(config(num_local_experts=8), "has 4 of 8 tensors.*fetch it again", id="other-experts"),
         pytest.param(config(vocab_size=999), r"lm_head.* asks for \[999, 32\].*fetch them again", id="other-words"),
