@@ -54,6 +54,7 @@ def offloaded_parts(
         )
     parts = parts_of(checkpoint, dtype=dtype, layers=blocks)
     check_budget(parts, formats_of(parts, config, device), config, device)
+    parts.fetch()
     return parts
 
 

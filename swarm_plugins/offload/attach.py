@@ -62,7 +62,7 @@ class _Shared:
 def check_budget(
     parts: Parts, formats: Mapping[int, ExpertFormat], settings: OffloadConfig, device: torch.device
 ) -> None:
-    """Checks a budget that was given against the headers, before gigabytes of other weights are read for nothing.
+    """Checks a budget that was given against the headers, before gigabytes are downloaded or read for nothing.
 
     Raises:
         CapacityError: If it is too small to compute with.

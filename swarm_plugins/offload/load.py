@@ -43,7 +43,8 @@ def load_offloaded(
     read from the original files when a token is routed to them, and cannot be changed; LoRA on them works.
 
     Args:
-        name_or_dir: A directory, or the id of a repository on the Hub, whose files are downloaded first.
+        name_or_dir: A directory, or the id of a repository on the Hub, whose files are downloaded first, if the budget
+            is large enough for its experts.
         config: Budgets in bytes; by default what is free.
         revision: Branch, tag or commit on the Hub.
         dtype: Floating type to compute in, or its name such as ``bfloat16``; None or ``auto``: the checkpoint's.
@@ -65,6 +66,7 @@ def load_offloaded(
     formats = formats_of(parts, settings, place)
     check_budget(parts, formats, settings, place)
     model = load_rest(parts, place)
+    parts.fetch()
     if settings.other_bits in (4, 8) and parts.other_bits is None:
         quantize_linears(model, settings.other_bits)
     cache = make_cache(parts.store, formats, settings, place)

@@ -26,7 +26,6 @@ from swarm_plugins.offload.outline import build_outline, check_picks, refuse_qua
 from swarm_plugins.offload.quantized_check import check_fits
 from swarm_plugins.offload.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 from swarm_plugins.offload.sources import CheckpointStore
-from swarm_plugins.offload.types import ExpertStore
 
 __all__ = ["Parts", "find_parts", "load_rest", "parts_of"]
 
@@ -48,7 +47,8 @@ class Parts:
     """The whole model on the meta device."""
     paths: Mapping[int, str]
     """Of the fused experts, by index of the layer."""
-    store: ExpertStore
+    store: CheckpointStore | QuantizedStore
+    """Of which no file has been fetched."""
     is_transposed: Mapping[int, bool]
     """Whether weights of experts lie as ``[in, out]``, by index of the layer."""
     others: list[str]
@@ -62,12 +62,20 @@ class Parts:
         bits = None if self.quantized is None else self.quantized.manifest.other_bits
         return None if bits == 16 else bits
 
+    def fetch(self) -> None:
+        """Brings the files of the experts here: on the Hub, gigabytes.
+
+        Raises:
+            CheckpointError: If a file is missing or cannot be fetched.
+        """
+        self.store.fetch(self.paths)
+
 
 def find_parts(name_or_dir: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> Parts:
-    """Finds the experts of a model, and what else it has.
+    """Finds the experts of a model, and what else it has, from the headers of its files.
 
     Args:
-        name_or_dir: A directory, or the id of a repository on the Hub, whose expert files are downloaded.
+        name_or_dir: A directory, or the id of a repository on the Hub.
         revision: Branch, tag or commit on the Hub; for a quantized store, the revision of the model that it was made
             from.
         dtype: Floating type to compute in; None: the checkpoint's.
@@ -89,7 +97,7 @@ def parts_of(
     dtype: torch.dtype | None = None,
     layers: range | None = None,
 ) -> Parts:
-    """Finds the experts of a checkpoint that is open; of the Hub's files only theirs are downloaded.
+    """Finds the experts of a checkpoint that is open, from the headers of its files.
 
     Args:
         checkpoint: The model.
@@ -119,15 +127,13 @@ def parts_of(
                 f"blocks {layers.start}:{layers.stop} of {checkpoint.name} have no experts: "
                 "serve them without offloading"
             )
-    store: ExpertStore
+    store: CheckpointStore | QuantizedStore
     if quantized is not None:
         check_fits(quantized.manifest, checkpoint.tensors, outline, paths, checkpoint.name)
         store, others, is_transposed = quantized, quantized.other_tensors(), dict.fromkeys(paths, False)
     else:
         located = locate_experts(outline, paths, checkpoint.tensors)
-        groups = [group for tensors in located.experts.values() for one in tensors for group in one.groups]
-        files = sorted({info.file for group in groups for info in group})
-        found = CheckpointStore(located.experts, {file: checkpoint.file_path(file) for file in files})
+        found = CheckpointStore(located.experts, checkpoint.file_path)
         is_transposed = {
             layer: found.is_transposed(layer) != bool(outline.get_submodule(path).is_transposed)
             for layer, path in paths.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -49,12 +49,26 @@ class QuantizedStore:
         self._layouts = {layer: self._stored(layer) for layer in self.num_experts}
         self._files: dict[str, tuple[Path, FileIdentity]] = {}
 
+    def fetch(self, layers: Iterable[int]) -> None:
+        """Brings the files of some layers' experts here; until then the headers are all that is known of them.
+
+        What is there then is what is read later, or nothing.
+
+        Raises:
+            CheckpointError: If a file is missing or cannot be fetched.
+        """
+        names = (name for layer in layers for name in self._expert_tensors(layer))
+        for file in sorted({self._checkpoint.tensors[name].file for name in names}):
+            if file not in self._files:
+                path = self._checkpoint.file_path(file)
+                self._files[file] = (path, file_identity(path))
+
     def stored_layout(self, layer: int) -> BufferLayout:
         """Returns how an expert of a layer lies in its buffer after reading."""
         return self._layouts[layer]
 
     def ranges(self, key: ExpertKey) -> Sequence[FileRange]:
-        """Returns where an expert's buffer lies: in one piece."""
+        """Returns where an expert's buffer lies, in one piece of a file that was fetched."""
         info = self._checkpoint.tensors[expert_tensor(*key)]
         path, identity = self._files[info.file]
         return (FileRange(path, info.start, self._layouts[key.layer].num_bytes, 0, info.name, identity),)
@@ -75,7 +89,7 @@ class QuantizedStore:
     def other_tensors(self) -> list[str]:
         """Returns the names of the tensors that are neither experts nor of quantized linear layers."""
         taken = {f"{name}.{part}" for name in self.manifest.linears for part in (*PARTS.values(), "bias")}
-        taken.update(self._expert_tensors())
+        taken.update(name for layer in self.num_experts for name in self._expert_tensors(layer))
         return [name for name in self._checkpoint.tensors if name not in taken]
 
     def install_linears(self, model: PreTrainedModel, device: torch.device) -> None:
@@ -112,10 +126,10 @@ class QuantizedStore:
         return saved
 
     def check(self) -> None:
-        """Compares what the store says of itself with its files, before anything is allocated for it.
+        """Compares what the store says of itself with the headers, before anything is allocated for it.
 
         Raises:
-            CheckpointError: If a tensor is missing or has another shape, or a file cannot be fetched.
+            CheckpointError: If a tensor is missing or has another shape.
         """
         for layer, count in self.num_experts.items():
             size = padded_bytes(self._layouts[layer].num_bytes)
@@ -125,19 +139,14 @@ class QuantizedStore:
         for name, shape in self.manifest.linears.items():
             for part in matrix_format(shape, self.manifest.other_bits, cpu).stored:
                 self._check_tensor(f"{name}.{PARTS[part.name]}", part.dtype, part.shape)
-        for name in self._expert_tensors():
-            file = self._checkpoint.tensors[name].file
-            if file not in self._files:
-                path = self._checkpoint.file_path(file)
-                self._files[file] = (path, file_identity(path))
 
     def _stored(self, layer: int) -> BufferLayout:
         plain = self.manifest.layers[str(layer)].layout()
         bits = self.manifest.expert_bits
         return plain if bits == 16 else QuantizedFormat(plain, bits, torch.device("cpu")).stored
 
-    def _expert_tensors(self) -> list[str]:
-        return [expert_tensor(layer, expert) for layer, count in self.num_experts.items() for expert in range(count)]
+    def _expert_tensors(self, layer: int) -> list[str]:
+        return [expert_tensor(layer, expert) for expert in range(self.num_experts[layer])]
 
     def _check_tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         info = self._checkpoint.tensors.get(name)

@@ -95,6 +95,7 @@ def quantize_checkpoint(
         formats = {layer: _LayerFormat(parts, layer, expert_bits) for layer in parts.paths}
         expert_bytes = sum(one.file_bytes for one in formats.values())
         _check_space(target, expert_bytes + sum(parts.checkpoint.tensors[name].num_bytes for name in parts.others))
+        parts.fetch()
         weight_map, linears = _write_others(load_rest(parts, _CPU), work, other_bits)
         weight_map |= _write_experts(parts, formats, work, progress)
         layers = {layer: one.layer for layer, one in formats.items()}

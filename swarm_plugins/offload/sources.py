@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.direct_file import file_identity
 from swarm_plugins.offload.layout import ExpertTensor
-from swarm_plugins.offload.types import BufferLayout, ExpertKey, FileRange
+from swarm_plugins.offload.types import BufferLayout, ExpertKey, FileIdentity, FileRange
 
 __all__ = ["CheckpointStore"]
 
@@ -18,20 +18,32 @@ class CheckpointStore:
 
     Args:
         layers: The fused parameters of each layer that has experts.
-        paths: Where the files that they name lie; what is there now is what is read later, or nothing.
-
-    Raises:
-        CheckpointError: If a file is missing.
+        file_path: Says where a file of the checkpoint lies, and downloads it first if need be.
     """
 
-    def __init__(self, layers: Mapping[int, Sequence[ExpertTensor]], paths: Mapping[str, Path]) -> None:
+    def __init__(self, layers: Mapping[int, Sequence[ExpertTensor]], file_path: Callable[[str], Path]) -> None:
         self._layers = layers
-        self._files = {name: (path, file_identity(path)) for name, path in paths.items()}
+        self._file_path = file_path
+        self._files: dict[str, tuple[Path, FileIdentity]] = {}
         self._layouts = {
             layer: BufferLayout.of([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors])
             for layer, tensors in layers.items()
         }
         self.num_experts: Mapping[int, int] = {layer: tensors[0].num_experts for layer, tensors in layers.items()}
+
+    def fetch(self, layers: Iterable[int]) -> None:
+        """Brings the files of some layers here; until then the headers are all that is known of them.
+
+        What is there then is what is read later, or nothing.
+
+        Raises:
+            CheckpointError: If a file is missing or cannot be fetched.
+        """
+        tensors = (tensor for layer in layers for tensor in self._layers[layer])
+        for file in sorted({info.file for tensor in tensors for group in tensor.groups for info in group}):
+            if file not in self._files:
+                path = self._file_path(file)
+                self._files[file] = (path, file_identity(path))
 
     def stored_layout(self, layer: int) -> BufferLayout:
         """Returns how an expert of a layer lies in its buffer after reading."""
@@ -53,7 +65,7 @@ class CheckpointStore:
         return found.pop()
 
     def ranges(self, key: ExpertKey) -> Sequence[FileRange]:
-        """Returns the bytes that make up an expert's stored buffer."""
+        """Returns the bytes that make up an expert's stored buffer, in files that were fetched."""
         found = []
         for tensor, spec in zip(self._layers[key.layer], self._layouts[key.layer].tensors, strict=True):
             offset = spec.offset

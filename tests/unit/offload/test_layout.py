@@ -41,7 +41,9 @@ def store_of(family: str, directory: Path) -> CheckpointStore:
     checkpoint = Checkpoint.open(directory)
     model = outline(family)
     located = locate_experts(model, paths_of(model), checkpoint.tensors)
-    return CheckpointStore(located.experts, {file.name: file for file in directory.iterdir()})
+    found = CheckpointStore(located.experts, checkpoint.file_path)
+    found.fetch(located.experts)
+    return found
 
 
 def read(store: CheckpointStore, key: ExpertKey) -> dict[str, Tensor]:

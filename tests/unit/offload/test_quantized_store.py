@@ -52,6 +52,7 @@ def make(source: Path, out: Path, *, expert_bits: int = 3, other_bits: int = 4) 
 def opened(path: Path) -> QuantizedStore:
     found = open_quantized(Checkpoint.open(path))
     assert found is not None
+    found.fetch(found.num_experts)
     return found
 
 
