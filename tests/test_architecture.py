@@ -71,6 +71,7 @@ LATE_PARTS = frozenset({"cli", "__main__"})
 LATE_IMPORTS = frozenset({
     ("adapter_spec.py", "torch"),  # structure and digest checks must not cost a torch import
     ("blocks/quantize.py", "bitsandbytes"),  # memory and start-up time of servers that do not quantize
+    ("offload/formats/bnb.py", "bitsandbytes"),  # the same of models that need none of it
 })  # fmt: skip
 MAX_LINES = 400
 

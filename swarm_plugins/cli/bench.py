@@ -139,10 +139,10 @@ def offload(
 def quality(
     model: Annotated[str, typer.Option(help="Mixture of experts: a directory, or its id on the Hub.")],
     experts: Annotated[
-        list[int] | None, typer.Option(metavar="BITS", help="Width of experts; may be given several times.")
+        list[str] | None, typer.Option(metavar="BITS", help="Width of experts; may be given several times.")
     ] = None,
     attention: Annotated[
-        list[int] | None, typer.Option(metavar="BITS", help="Width of all other layers; may be given several times.")
+        list[str] | None, typer.Option(metavar="BITS", help="Width of all other layers; may be given several times.")
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text to predict. Default: presidential addresses.", exists=True, dir_okay=False)
@@ -159,8 +159,8 @@ def quality(
 
         run_quality(
             model,
-            experts=experts or [16, 8, 4, 3, 2],
-            attention=attention or [16, 8, 4],
+            experts=experts or ["16", "8", "4", "3", "2"],
+            attention=attention or ["16", "8", "4"],
             text=text,
             num_pieces=pieces,
             length=length,

@@ -21,6 +21,7 @@ from swarm_plugins.offload.parts import Parts
 from swarm_plugins.offload.standin import turn_into_offloaded
 from swarm_plugins.offload.trial import PayTrial
 from swarm_plugins.offload.types import ExpertFormat
+from swarm_plugins.offload.widths import width_text
 
 __all__ = ["attach_experts", "check_budget", "formats_of"]
 
@@ -49,8 +50,8 @@ def formats_of(parts: Parts, settings: OffloadConfig, device: torch.device) -> d
     ):
         if asked is not None and stored is not None and asked != stored:
             raise ConfigError(
-                f"{what} is {asked}, but {parts.checkpoint.name} holds {stored} bits: leave {what} out, or give the "
-                f"model that it was made from, {store.manifest.base}"
+                f"{what} is {asked}, but {parts.checkpoint.name} holds {width_text(stored)}: leave {what} out, or give "
+                f"the model that it was made from, {store.manifest.base}"
             )
     return {layer: store.format(layer, parts.dtype, device) for layer in parts.paths}
 

@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
 
-__all__ = ["EXPERT_BITS", "OTHER_BITS", "OffloadConfig"]
-
-EXPERT_BITS = (2, 3, 4, 8, 16)
-"""Widths that experts can have."""
-OTHER_BITS = (4, 8, 16)
-"""Widths that all other weights can have."""
+__all__ = ["OffloadConfig"]
 
 # No machine has as much; what is larger is a mistake in the unit, or somebody's attack.
 _MAX_BYTES = 1 << 50
@@ -34,8 +30,9 @@ class OffloadConfig:
             Mazur 2023, section 3.2); ``auto`` stops guessing while it does not pay.
         pinned_share: Share of ``fast_bytes`` for the busiest experts, which eviction passes over; of the rest the
             least used go, where uses long ago count little.
-        expert_bits: Width of the experts in memory; None: as the checkpoint has them.
-        other_bits: Width of all other weights; None: as the checkpoint has them.
+        expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as the checkpoint has them. What
+            is quantized on its way to a CUDA device gets nf4 for 4.
+        other_bits: Width of all other weights: 16, 8, 4 or ``nf4``; None: as the checkpoint has them.
         num_readers: Threads that read from disk.
         read_timeout_s: Seconds after which a read that has not ended is an error.
     """
@@ -44,8 +41,8 @@ class OffloadConfig:
     ram_bytes: int | None = None
     prefetch: bool | Literal["auto"] = "auto"
     pinned_share: float = 0.0
-    expert_bits: int | None = None
-    other_bits: int | None = None
+    expert_bits: Width | None = None
+    other_bits: Width | None = None
     num_readers: int = 2
     read_timeout_s: float = 60.0
 
@@ -66,8 +63,9 @@ class OffloadConfig:
             raise ConfigError(f"prefetch is {self.prefetch!r}; allowed are True, False and 'auto'")
         if not (_is_number(self.pinned_share) and 0.0 <= self.pinned_share < 1.0):
             raise ConfigError(f"pinned_share is {self.pinned_share!r}; allowed are 0 up to (not including) 1")
-        _check_bits("expert_bits", self.expert_bits, EXPERT_BITS)
-        _check_bits("other_bits", self.other_bits, OTHER_BITS)
+        for name, allowed in (("expert_bits", EXPERT_BITS), ("other_bits", OTHER_BITS)):
+            if getattr(self, name) is not None:
+                check_width(name, getattr(self, name), allowed, ", or None for the checkpoint's own")
         if not (_is_whole(self.num_readers) and 1 <= self.num_readers <= _MAX_READERS):
             raise ConfigError(
                 f"num_readers is {self.num_readers!r}; allowed are 1 to {_MAX_READERS} (2 saturate an SSD)"
@@ -84,10 +82,3 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, float) or _is_whole(value)
-
-
-def _check_bits(name: str, bits: int | None, allowed: tuple[int, ...]) -> None:
-    if bits is not None and not (_is_whole(bits) and bits in allowed):
-        raise ConfigError(
-            f"{name} is {bits!r}; allowed are {', '.join(map(str, allowed))}, or None for the checkpoint's own"
-        )

@@ -13,6 +13,7 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload.formats.experts import matrix_format
 from swarm_plugins.offload.formats.matrices import multiply
+from swarm_plugins.offload.widths import Width
 
 __all__ = ["PARTS", "QuantizedLinear", "quantizable_linears", "quantize_linears", "replace_module"]
 
@@ -29,7 +30,7 @@ class QuantizedLinear(nn.Linear):
 
     Args:
         shape: Rows and columns of the weight.
-        bits: 8, 4, 3 or 2.
+        bits: 8, 4, 3, 2 or ``nf4``.
         parts: The stored parts of the weight.
         bias: ``[out]``.
         device: Where it computes.
@@ -40,7 +41,7 @@ class QuantizedLinear(nn.Linear):
     def __init__(
         self,
         shape: tuple[int, int],
-        bits: int,
+        bits: Width,
         parts: Mapping[str, Tensor],
         bias: nn.Parameter | None,
         device: torch.device,
@@ -105,13 +106,13 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def quantize_linears(
-    model: PreTrainedModel, bits: int, *, is_fitted: bool = False, on_layer: Callable[[], object] = lambda: None
+    model: PreTrainedModel, bits: Width, *, is_fitted: bool = False, on_layer: Callable[[], object] = lambda: None
 ) -> None:
     """Replaces the linear layers of a model that may be in few bits, in place.
 
     Args:
         model: The model with its weights.
-        bits: 8, 4, 3 or 2.
+        bits: 8, 4, 3, 2 or ``nf4``.
         is_fitted: Take the time to make the error small.
         on_layer: Called after each.
     """

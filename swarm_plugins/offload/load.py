@@ -17,6 +17,7 @@ from swarm_plugins.offload.linears import quantize_linears
 from swarm_plugins.offload.parts import find_parts, load_rest
 from swarm_plugins.offload.prefetch import install_prefetch
 from swarm_plugins.offload.standin import OffloadedExperts
+from swarm_plugins.offload.widths import width_on
 
 __all__ = ["load_offloaded"]
 
@@ -65,10 +66,10 @@ def load_offloaded(
     parts = find_parts(name_or_dir, revision=revision, dtype=_dtype_of(dtype))
     formats = formats_of(parts, settings, place)
     check_budget(parts, formats, settings, place)
-    model = load_rest(parts, place)
     parts.fetch()
-    if settings.other_bits in (4, 8) and parts.other_bits is None:
-        quantize_linears(model, settings.other_bits)
+    model = load_rest(parts, place)
+    if settings.other_bits not in (None, 16) and parts.other_bits is None:
+        quantize_linears(model, width_on(settings.other_bits, place))
     cache = make_cache(parts.store, formats, settings, place)
     attach_experts(model, parts, formats, cache, place)
     install_prefetch(model, cache)

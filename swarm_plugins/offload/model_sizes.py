@@ -23,6 +23,7 @@ from swarm_plugins.offload.layout import locate_experts
 from swarm_plugins.offload.outline import build_outline, check_picks, refuse_quantized
 from swarm_plugins.offload.quantized_check import check_fits
 from swarm_plugins.offload.quantized_store import QuantizedStore, open_quantized
+from swarm_plugins.offload.widths import Width
 
 __all__ = ["ExpertLayer", "ModelSizes", "experts_modules", "meta_model", "model_sizes", "stored_dtype"]
 
@@ -61,11 +62,11 @@ class ModelSizes:
     """Of the attention cache after ``context_tokens``."""
     activation_bytes: int
     """An estimate of what a forward over ``context_tokens`` needs beside weights and cache."""
-    quantized_bits: int | None = None
+    quantized_bits: Width | None = None
     """Width of the experts, if `swarm quantize` made the checkpoint."""
 
     @property
-    def expert_bits(self) -> int:
+    def expert_bits(self) -> Width:
         """Width of the experts as they are stored."""
         return self.dtype.itemsize * 8 if self.quantized_bits is None else self.quantized_bits
 

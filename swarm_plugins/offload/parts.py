@@ -26,6 +26,7 @@ from swarm_plugins.offload.outline import build_outline, check_picks, refuse_qua
 from swarm_plugins.offload.quantized_check import check_fits
 from swarm_plugins.offload.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 from swarm_plugins.offload.sources import CheckpointStore
+from swarm_plugins.offload.widths import Width
 
 __all__ = ["Parts", "find_parts", "load_rest", "parts_of"]
 
@@ -57,7 +58,7 @@ class Parts:
     """The store, if it is one that `swarm quantize` made."""
 
     @property
-    def other_bits(self) -> int | None:
+    def other_bits(self) -> Width | None:
         """Width of the other weights if they are quantized, else None."""
         bits = None if self.quantized is None else self.quantized.manifest.other_bits
         return None if bits == 16 else bits
@@ -68,7 +69,7 @@ class Parts:
         Raises:
             CheckpointError: If a file is missing or cannot be fetched.
         """
-        self.store.fetch(self.paths)
+        self.store.fetch()
 
 
 def find_parts(name_or_dir: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> Parts:
@@ -103,7 +104,7 @@ def parts_of(
         checkpoint: The model.
         quantized: The store of its experts, if it is one.
         dtype: Floating type to compute in; None: the checkpoint's.
-        layers: The layers whose experts are wanted; None: all.
+        layers: The layers whose experts are wanted; None: all. A quantized store need not have any in them.
 
     Raises:
         ConfigError: If ``dtype`` is none to compute in.
@@ -120,17 +121,19 @@ def parts_of(
     outline = _outline(model_class, config, compute_dtype, checkpoint.name)
     paths = _experts_paths(outline, checkpoint.name)
     check_picks(outline, paths, checkpoint.name)
+    if quantized is not None:
+        check_fits(quantized.manifest, checkpoint.tensors, outline, paths, checkpoint.name)
     if layers is not None:
         paths = {layer: path for layer, path in paths.items() if layer in layers}
-        if not paths:
+        if not paths and quantized is None:
             raise UnsupportedError(
                 f"blocks {layers.start}:{layers.stop} of {checkpoint.name} have no experts: "
                 "serve them without offloading"
             )
     store: CheckpointStore | QuantizedStore
     if quantized is not None:
-        check_fits(quantized.manifest, checkpoint.tensors, outline, paths, checkpoint.name)
-        store, others, is_transposed = quantized, quantized.other_tensors(), dict.fromkeys(paths, False)
+        store, others = quantized.of_layers(paths), quantized.other_tensors()
+        is_transposed = dict.fromkeys(paths, False)
     else:
         located = locate_experts(outline, paths, checkpoint.tensors)
         found = CheckpointStore(located.experts, checkpoint.file_path)

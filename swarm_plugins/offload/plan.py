@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.offload.config import EXPERT_BITS, OffloadConfig
+from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.forecast import Forecast, Speeds, forecast
-from swarm_plugins.offload.formats.grouped import GROUP_SIZES
 from swarm_plugins.offload.model_sizes import ModelSizes
+from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
 
 __all__ = ["RUNTIME_BYTES", "Alternative", "OffloadPlan", "make_plan", "stored_bits_ratio"]
 
 RUNTIME_BYTES = 450_000_000
 """What Python, torch and transformers take before any model."""
-# One number for the scale and one for the offset, 16 bits each, of every group.
+# For each group a scale and an offset of 16 bits each, or a scale of 32.
 _GROUP_BITS = 32
 
 
@@ -49,11 +49,12 @@ class OffloadPlan:
         return self.fast_bytes >= self.sizes.expert_bytes
 
 
-def stored_bits_ratio(bits: int, original_bits: int) -> float:
+def stored_bits_ratio(width: Width, original_bits: int) -> float:
     """Returns the size of quantized experts over that of the original ones, scales included."""
+    bits = num_bits(width)
     if bits >= original_bits:
         return 1.0
-    scales = _GROUP_BITS / GROUP_SIZES[bits] if bits in GROUP_SIZES else 0.0
+    scales = _GROUP_BITS / GROUP_SIZES[width] if width in GROUP_SIZES else 0.0
     return (bits + scales) / original_bits
 
 
@@ -106,9 +107,11 @@ def make_plan(
 def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) -> Sequence[Alternative]:
     if sizes.quantized_bits is not None:
         return ()
-    original_bits = sizes.expert_bits
+    original_bits = num_bits(sizes.expert_bits)
+    # Numbers alone: by size and reads, nf4 is the same as 4.
+    narrower = [bits for bits in EXPERT_BITS if isinstance(bits, int) and bits < original_bits]
     found = []
-    for bits in sorted((bits for bits in EXPERT_BITS if bits < original_bits), reverse=True):
+    for bits in sorted(narrower, reverse=True):
         ratio = stored_bits_ratio(bits, original_bits)
         expected = forecast(sizes, speeds, fast_bytes=room, ram_bytes=ram_bytes, bits_ratio=ratio)
         found.append(Alternative(expert_bits=bits, expert_bytes=round(sizes.expert_bytes * ratio), forecast=expected))

@@ -11,6 +11,7 @@ from swarm_plugins.checkpoint import TensorInfo
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.linears import quantizable_linears
 from swarm_plugins.offload.quantized_manifest import Layer, Manifest
+from swarm_plugins.offload.widths import Width
 
 __all__ = ["check_fits"]
 
@@ -49,7 +50,7 @@ def check_fits(
         _check_linear(path, shape, candidates.get(path), tensors.get(f"{path}.bias"), name)
 
 
-def _check_experts(layer: Layer, module: nn.Module, bits: int, label: str) -> None:
+def _check_experts(layer: Layer, module: nn.Module, bits: Width, label: str) -> None:
     is_turned = layer.is_transposed != bool(module.is_transposed)
     expected = {}
     for name, parameter in module.named_parameters(recurse=False):

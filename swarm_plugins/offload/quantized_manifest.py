@@ -12,9 +12,8 @@ import torch
 
 from swarm_plugins import __version__
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.offload.config import EXPERT_BITS, OTHER_BITS
-from swarm_plugins.offload.formats.grouped import GROUP_SIZES
 from swarm_plugins.offload.types import BufferLayout
+from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, NF4, OTHER_BITS, Width, width_text
 from swarm_plugins.versions import ModelVersion
 
 __all__ = [
@@ -44,7 +43,7 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
 # Of a stranger's text in a message, and of a name in there.
 _MAX_CHARS, _MAX_NAME_CHARS = 300, 80
-_TOOLS = ("torch", "transformers")
+_TOOLS = ["torch", "transformers"]
 
 
 class TensorShape(msgspec.Struct, frozen=True):
@@ -74,10 +73,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int = _FORMAT
     base: str
     """Name and revision of the model that was quantized."""
-    expert_bits: int
-    other_bits: int
+    expert_bits: Width
+    other_bits: Width
     group_sizes: dict[str, int]
-    """Columns of a group, by bits."""
+    """Columns of a group, by width."""
     made_by: dict[str, str]
     """Versions of what made it."""
     layers: dict[str, Layer]
@@ -91,18 +90,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def make(
         cls,
         base: ModelVersion,
-        expert_bits: int,
-        other_bits: int,
+        expert_bits: Width,
+        other_bits: Width,
         layers: dict[int, Layer],
         linears: dict[str, tuple[int, int]],
     ) -> Manifest:
         """Describes a store that this version of the package makes."""
+        tools = [*_TOOLS, "bitsandbytes"] if NF4 in (expert_bits, other_bits) else _TOOLS
         return cls(
             base=str(base),
             expert_bits=expert_bits,
             other_bits=other_bits,
             group_sizes={str(bits): GROUP_SIZES[bits] for bits in (expert_bits, other_bits) if bits in GROUP_SIZES},
-            made_by={"swarm_plugins": __version__} | {name: metadata.version(name) for name in _TOOLS},
+            made_by={"swarm_plugins": __version__} | {name: metadata.version(name) for name in tools},
             layers={str(index): layer for index, layer in layers.items()},
             linears=linears,
         )
@@ -172,7 +172,9 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"{name} is {bits}, allowed are {', '.join(map(str, allowed))}")
         if bits in GROUP_SIZES and manifest.group_sizes.get(str(bits)) != GROUP_SIZES[bits]:
             found = manifest.group_sizes.get(str(bits))
-            raise ValueError(f"its groups of {bits} bits have {found} columns, this version reads {GROUP_SIZES[bits]}")
+            raise ValueError(
+                f"its groups of {width_text(bits)} have {found} columns, this version reads {GROUP_SIZES[bits]}"
+            )
     if not manifest.layers:
         raise ValueError("it has no layer with experts")
     for index, layer in manifest.layers.items():

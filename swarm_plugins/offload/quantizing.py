@@ -21,7 +21,6 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import Piece, read_pieces
 from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.offload.config import EXPERT_BITS, OTHER_BITS
 from swarm_plugins.offload.expert_files import padded_bytes, write_buffers
 from swarm_plugins.offload.formats.choice import half_type
 from swarm_plugins.offload.formats.experts import QuantizedFormat, matrix_format, turn, turned
@@ -37,6 +36,7 @@ from swarm_plugins.offload.quantized_manifest import (
     expert_tensor,
 )
 from swarm_plugins.offload.types import BufferLayout, ExpertKey
+from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
 
 __all__ = ["QuantizedSize", "other_tensors", "quantize_checkpoint"]
 
@@ -58,8 +58,8 @@ def quantize_checkpoint(
     name_or_dir: str | Path,
     out: str | Path,
     *,
-    expert_bits: int,
-    other_bits: int = 16,
+    expert_bits: Width,
+    other_bits: Width = 16,
     revision: str | None = None,
     progress: bool = True,
 ) -> QuantizedSize:
@@ -71,8 +71,8 @@ def quantize_checkpoint(
     Args:
         name_or_dir: A directory, or the id of a repository on the Hub.
         out: Directory to make.
-        expert_bits: Width of experts: 16, 8, 4, 3 or 2.
-        other_bits: Width of all other linear layers but the output head: 16, 8 or 4.
+        expert_bits: Width of experts: 16, 8, 4, 3, 2 or ``nf4``.
+        other_bits: Width of all other linear layers but the output head: 16, 8, 4 or ``nf4``.
         revision: Branch, tag or commit on the Hub.
         progress: Show a bar.
 
@@ -82,8 +82,8 @@ def quantize_checkpoint(
         UnsupportedError: If the model has no experts that can be offloaded, or is quantized already.
         OSError: If it cannot be written.
     """
-    _check_bits("expert_bits", expert_bits, EXPERT_BITS)
-    _check_bits("other_bits", other_bits, OTHER_BITS)
+    check_width("expert_bits", expert_bits, EXPERT_BITS)
+    check_width("other_bits", other_bits, OTHER_BITS)
     target = Path(out).expanduser().absolute()
     with _work_directory(target) as work:
         parts = find_parts(name_or_dir, revision=revision)
@@ -116,7 +116,7 @@ def quantize_checkpoint(
 class _LayerFormat:
     """How the experts of a layer are written."""
 
-    def __init__(self, parts: Parts, layer: int, bits: int) -> None:
+    def __init__(self, parts: Parts, layer: int, bits: Width) -> None:
         self._source = parts.store.stored_layout(layer)
         self._is_turned = parts.is_transposed[layer] and bits != 16
         plain = turned(self._source) if self._is_turned else self._source
@@ -181,12 +181,12 @@ def _counted(buffers: Iterator[tuple[str, Tensor]], bar: tqdm) -> Iterator[tuple
         bar.update(1)
 
 
-def other_tensors(model: PreTrainedModel, bits: int) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
     """Returns all of a model that is no expert as a store has it, and the shapes of quantized linear layers by name.
 
     Args:
         model: The model, its linear layers not quantized.
-        bits: Width of linear layers: 16, 8 or 4.
+        bits: Width of linear layers: 16, 8, 4 or ``nf4``.
     """
     candidates = quantizable_linears(model)
     halved = {f"{name}.weight" for name in candidates}
@@ -209,7 +209,7 @@ def other_tensors(model: PreTrainedModel, bits: int) -> tuple[dict[str, Tensor],
     return tensors, linears
 
 
-def _write_others(model: PreTrainedModel, work: Path, bits: int) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
+def _write_others(model: PreTrainedModel, work: Path, bits: Width) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
     """Writes all that is no expert; returns which file holds which tensor, and the quantized linear layers."""
     tensors, linears = other_tensors(model, bits)
     save_file(tensors, work / _OTHERS_FILE)
@@ -285,11 +285,6 @@ def _sync_directory(directory: Path) -> None:
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-
-
-def _check_bits(name: str, bits: int, allowed: tuple[int, ...]) -> None:
-    if bits not in allowed:
-        raise ConfigError(f"{name} is {bits}; allowed are {', '.join(map(str, allowed))}")
 
 
 def _check_finite(key: ExpertKey, tensors: dict[str, Tensor]) -> None:

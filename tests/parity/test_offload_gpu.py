@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from offload_models import save_toy, tokens
+from torch.nn import functional
 
-from swarm_plugins.offload import OffloadConfig, load_offloaded
+from swarm_plugins.offload import OffloadConfig, load_offloaded, quantize_checkpoint
+from swarm_plugins.offload.formats.int8 import Int8Matrix
+from swarm_plugins.offload.formats.nf4 import Nf4Matrix
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,3 +75,66 @@ def test_converted_experts_are_converted_on_the_device(directory: Path) -> None:
     ids = tokens(2).cuda()
     # 8 bits a weight, three layers.
     torch.testing.assert_close(model(ids).logits, exact(ids).logits, atol=0.1, rtol=0.1)
+
+
+@torch.no_grad()
+def test_experts_that_become_nf4_on_the_device_compute_as_a_store_does(directory: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(directory, tmp_path / "nf4", expert_bits="nf4", progress=False)
+    stored = load(tmp_path / "nf4", fast_bytes=18 * EXPERT_BYTES)
+    # 4 means nf4 for what is quantized on its way to CUDA; quantizing starts on one stream and ends on another.
+    here = load(directory, fast_bytes=4 * EXPERT_BYTES, ram_bytes=6 * EXPERT_BYTES, expert_bits=4, prefetch=True)
+    on_cpu = load_offloaded(tmp_path / "nf4", OffloadConfig(), device="cpu")
+    for seed in range(5):
+        ids = tokens(2, seed=seed)
+        # A level more or less for a weight in the middle between two, and the embeddings of a store have 16 bits.
+        torch.testing.assert_close(here(ids.cuda()).logits, stored(ids.cuda()).logits, atol=0.05, rtol=0.05)
+        # The same weights: only the order of sums differs, and TF32 may be on.
+        torch.testing.assert_close(stored(ids.cuda()).logits.cpu(), on_cpu(ids).logits, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 2000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@torch.no_grad()
+def test_nf4_weights_are_those_of_the_cpu(dtype: torch.dtype, rows: int) -> None:
+    weight = torch.randn(192, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    matrix = Nf4Matrix((192, 200))
+    expected = matrix.quantize(weight, is_fitted=False)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = matrix.quantize(weight.cuda(), is_fitted=False)
+        torch.cuda.current_stream().synchronize()
+    torch.testing.assert_close(found["scales"].cpu(), expected["scales"])
+    # A weight in the middle between two levels may go either way.
+    assert int((found["codes"].cpu() != expected["codes"]).sum()) <= 4
+    parts = {name: one.cuda() for name, one in expected.items()}
+    inputs = torch.randn(rows, 200, generator=torch.Generator().manual_seed(1)).to(dtype)
+    products = matrix.product(parts, inputs.cuda()).cpu()
+    wide = functional.linear(inputs.float(), matrix.widen(expected, torch.float32))
+    assert products.dtype == dtype
+    # Weights and results in the type of the rows.
+    assert float((products.float() - wide).norm() / wide.norm()) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("shape", [(192, 256), (70, 96), (33, 50)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@torch.no_grad()
+def test_products_of_8_bits_are_those_of_the_cpu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    matrix = Int8Matrix(shape)
+    parts = matrix.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(0)), is_fitted=False)
+    rows = torch.randn(7, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows[2, 5] = 40.0
+    there = {name: one.cuda() for name, one in parts.items()}
+    found, expected = matrix.product(there, rows.cuda()).cpu(), matrix.product(parts, rows.float())
+    assert found.dtype == dtype
+    # Activations of 8 bits, where the CPU has 16.
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.02
+    assert matrix.product(there, rows[:0].cuda()).shape == (0, shape[0])
+
+
+def test_gradients_flow_through_nf4_and_8_bits(directory: Path) -> None:
+    for bits in ("nf4", 8):
+        model = load(directory, fast_bytes=9 * EXPERT_BYTES, expert_bits=bits)
+        states = model.get_input_embeddings()(tokens(2).cuda()).detach().requires_grad_()
+        model(inputs_embeds=states).logits.square().mean().backward()
+        assert states.grad is not None
+        assert bool(states.grad.isfinite().all())
+        assert float(states.grad.abs().max()) > 0

@@ -21,6 +21,7 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.linears import quantize_linears
 from swarm_plugins.offload.quantizing import other_tensors, quantize_checkpoint
+from swarm_plugins.offload.widths import Width, sort_key
 
 __all__ = ["bench_quality", "text_pieces"]
 
@@ -31,8 +32,8 @@ def bench_quality(
     pieces: Tensor,
     work: Path,
     *,
-    experts: Sequence[int],
-    attention: Sequence[int],
+    experts: Sequence[Width],
+    attention: Sequence[Width],
     revision: str | None = None,
 ) -> None:
     """Measures each pair of widths, the widest first: what the others are compared with.
@@ -47,11 +48,11 @@ def bench_quality(
         revision: Branch, tag or commit on the Hub.
     """
     baseline: Tensor | None = None
-    other_bytes: dict[int, int] = {}
-    for expert_bits in sorted(experts, reverse=True):
+    other_bytes: dict[Width, int] = {}
+    for expert_bits in sorted(experts, key=sort_key, reverse=True):
         store = work / f"experts-{expert_bits}"
         size = quantize_checkpoint(model, store, expert_bits=expert_bits, revision=revision)
-        for other_bits in sorted(attention, reverse=True):
+        for other_bits in sorted(attention, key=sort_key, reverse=True):
             loaded = _load(store)
             if other_bits not in other_bytes:
                 other_bytes[other_bits] = _num_bytes(loaded, other_bits)
@@ -115,6 +116,6 @@ def _load(store: Path) -> PreTrainedModel:
         return load_offloaded(store, OffloadConfig(prefetch=False), device="cpu")
 
 
-def _num_bytes(model: PreTrainedModel, bits: int) -> int:
+def _num_bytes(model: PreTrainedModel, bits: Width) -> int:
     tensors, _ = other_tensors(model, bits)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from swarm_plugins.cli._bench.quality import bench_quality, text_pieces
 from swarm_plugins.cli._bench.quality_table import QualityReport
-from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.config import EXPERT_BITS, OTHER_BITS
+from swarm_plugins.cli.widths import parse_width
+from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS
 
 __all__ = ["run_quality"]
 
@@ -19,8 +19,8 @@ __all__ = ["run_quality"]
 def run_quality(
     model: str,
     *,
-    experts: Sequence[int],
-    attention: Sequence[int],
+    experts: Sequence[str],
+    attention: Sequence[str],
     text: Path | None,
     num_pieces: int,
     length: int,
@@ -32,8 +32,8 @@ def run_quality(
     Raises:
         ConfigError: If a width is not allowed or the text is too short.
     """
-    _check("--experts", experts, EXPERT_BITS)
-    _check("--attention", attention, OTHER_BITS)
+    expert_bits = [parse_width("--experts", text, EXPERT_BITS) for text in experts]
+    other_bits = [parse_width("--attention", text, OTHER_BITS) for text in attention]
     pieces = text_pieces(model, text, num_pieces, length, revision)
     report = QualityReport(
         model=Path(model).name,
@@ -41,15 +41,9 @@ def run_quality(
         num_tokens=pieces.numel(),
     )
     with tempfile.TemporaryDirectory(prefix="swarm-quality-") as work:
-        bench_quality(report, model, pieces, Path(work), experts=experts, attention=attention, revision=revision)
+        bench_quality(report, model, pieces, Path(work), experts=expert_bits, attention=other_bits, revision=revision)
     if json is not None:
         report.write_json(json)
     console = Console()
     # A pipe has no width of its own; 80 columns would fold the table.
     report.print_table(console if console.is_terminal else Console(width=120))
-
-
-def _check(option: str, widths: Sequence[int], allowed: tuple[int, ...]) -> None:
-    wrong = [bits for bits in widths if bits not in allowed]
-    if wrong:
-        raise ConfigError(f"{option} {wrong[0]} is not allowed; allowed are {', '.join(map(str, allowed))}")

@@ -12,6 +12,7 @@ from rich.table import Table
 from swarm_plugins.cli._bench.figures import machine
 from swarm_plugins.demo.evaluation import Figure
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.widths import Width, sort_key, width_text
 
 __all__ = ["QualityReport", "Row"]
 
@@ -20,8 +21,8 @@ __all__ = ["QualityReport", "Row"]
 class Row:
     """One pair of widths."""
 
-    attention_bits: int
-    expert_bits: int
+    attention_bits: Width
+    expert_bits: Width
     num_bytes: int
     """Of all weights."""
     perplexity: float
@@ -43,10 +44,10 @@ class QualityReport:
         table = Table(title=f"swarm bench quality: {self.model}", title_justify="left")
         for heading in ("attention", "experts", "size", "perplexity", "change of loss"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for row in sorted(self.rows, key=lambda row: (-row.attention_bits, -row.expert_bits)):
+        for row in sorted(self.rows, key=_order, reverse=True):
             table.add_row(
-                f"{row.attention_bits} bits",
-                f"{row.expert_bits} bits",
+                width_text(row.attention_bits),
+                width_text(row.expert_bits),
                 f"{row.num_bytes / 1e9:.3f} GB",
                 f"{row.perplexity:.2f}",
                 f"{row.loss_change.mean:+.4f} ± {row.loss_change.standard_error:.4f}",
@@ -65,3 +66,7 @@ class QualityReport:
             path.write_text(json.dumps({**asdict(self), "machine": machine()}, indent=1) + "\n")
         except OSError as exc:
             raise ConfigError(f"cannot write the figures to {path}: {exc.strerror}; name another file") from exc
+
+
+def _order(row: Row) -> tuple[tuple[int, str], tuple[int, str]]:
+    return sort_key(row.attention_bits), sort_key(row.expert_bits)

@@ -75,7 +75,7 @@ def _forecast_table(planned: Planned) -> Table:
     rows += [(other.expert_bits, other.expert_bytes, other.forecast) for other in plan.alternatives]
     for width, size, expected in rows:
         table.add_row(
-            f"{width}-bit" + (", as stored" if width == bits else ""),
+            (f"{width}-bit" if isinstance(width, int) else width) + (", as stored" if width == bits else ""),
             format_bytes(size),
             f"{expected.fast_share:.0%}",
             f"{expected.hit_ratio:.2f} ({expected.hit_ratio_even:.2f})",

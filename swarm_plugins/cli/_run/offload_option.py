@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from swarm_plugins.cli.sizes import parse_bytes
+from swarm_plugins.cli.widths import parse_width
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width
 
 __all__ = ["OFFLOAD_HELP", "format_offload", "parse_offload"]
 
 OFFLOAD_HELP = (
-    "Where experts are kept: fast=SIZE,ram=SIZE,bits=8|4|3|2,other-bits=8|4,prefetch=auto|on|off,pinned=SHARE,"
+    "Where experts are kept: fast=SIZE,ram=SIZE,bits=8|4|3|2|nf4,other-bits=8|4|nf4,prefetch=auto|on|off,pinned=SHARE,"
     "readers=N, each optional. `swarm plan` says what to give."
 )
 _PREFETCH: Mapping[str, bool | str] = {"on": True, "off": False, "auto": "auto"}
@@ -69,6 +72,10 @@ def _whole(name: str, value: str) -> int:
     return int(value)
 
 
+def _width(allowed: tuple[Width, ...], name: str, value: str) -> Width:
+    return parse_width(f"--offload {name}", value, allowed)
+
+
 def _share(name: str, value: str) -> float:
     try:
         return float(value)
@@ -85,8 +92,8 @@ def _prefetch(name: str, value: str) -> bool | str:
 _READERS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
     "fast": ("fast_bytes", _size),
     "ram": ("ram_bytes", _size),
-    "bits": ("expert_bits", _whole),
-    "other-bits": ("other_bits", _whole),
+    "bits": ("expert_bits", partial(_width, EXPERT_BITS)),
+    "other-bits": ("other_bits", partial(_width, OTHER_BITS)),
     "prefetch": ("prefetch", _prefetch),
     "pinned": ("pinned_share", _share),
     "readers": ("num_readers", _whole),

@@ -7,18 +7,19 @@ import torch
 from swarm_plugins.offload.formats.experts import QuantizingFormat
 from swarm_plugins.offload.formats.plain import PlainFormat
 from swarm_plugins.offload.types import BufferLayout, ExpertFormat
+from swarm_plugins.offload.widths import Width, width_on
 
 __all__ = ["expert_format", "half_type"]
 
 
 def expert_format(
-    stored: BufferLayout, bits: int | None, dtype: torch.dtype, device: torch.device, *, is_transposed: bool
+    stored: BufferLayout, bits: Width | None, dtype: torch.dtype, device: torch.device, *, is_transposed: bool
 ) -> ExpertFormat:
     """Returns how to multiply with experts that a checkpoint has in a floating type.
 
     Args:
         stored: How an expert lies in its buffer after reading.
-        bits: Width in memory: 16, 8, 4, 3 or 2; None: that of ``dtype``.
+        bits: Width in memory: 16, 8, 4, 3, 2 or ``nf4``; None: that of ``dtype``.
         dtype: Type to compute in.
         device: Where.
         is_transposed: Whether weights lie as ``[in, out]``.
@@ -27,7 +28,7 @@ def expert_format(
         return PlainFormat(stored, dtype, is_transposed=is_transposed)
     if bits == 16:
         return PlainFormat(stored, half_type(dtype), is_transposed=is_transposed)
-    return QuantizingFormat(stored, bits, device, is_transposed=is_transposed)
+    return QuantizingFormat(stored, width_on(bits, device), device, is_transposed=is_transposed)
 
 
 def half_type(dtype: torch.dtype) -> torch.dtype:

@@ -10,21 +10,25 @@ from torch import Tensor
 from swarm_plugins.offload.formats.grouped import GroupedMatrix
 from swarm_plugins.offload.formats.int8 import Int8Matrix
 from swarm_plugins.offload.formats.matrices import MatrixFormat, Part, multiply
+from swarm_plugins.offload.formats.nf4 import Nf4Matrix
 from swarm_plugins.offload.types import BufferLayout
+from swarm_plugins.offload.widths import Width
 
 __all__ = ["QuantizedFormat", "QuantizingFormat", "matrix_format", "turn", "turned"]
 
 
-def matrix_format(shape: tuple[int, int], bits: int, device: torch.device) -> MatrixFormat:
+def matrix_format(shape: tuple[int, int], bits: Width, device: torch.device) -> MatrixFormat:
     """Returns how a weight is kept.
 
     Args:
         shape: Rows and columns, ``[out, in]``.
-        bits: 8, 4, 3 or 2.
+        bits: 8, 4, 3, 2 or ``nf4``.
         device: Where it is multiplied with.
     """
     if bits == 8:
         return Int8Matrix(shape)
+    if bits == "nf4":
+        return Nf4Matrix(shape)
     return GroupedMatrix(shape, bits, is_for_cpu=device.type == "cpu")
 
 
@@ -33,11 +37,11 @@ class QuantizedFormat:
 
     Args:
         plain: The tensors before they were quantized, weights as ``[out, in]``; what has one dimension stays as it is.
-        bits: 8, 4, 3 or 2.
+        bits: 8, 4, 3, 2 or ``nf4``.
         device: Where they are multiplied with.
     """
 
-    def __init__(self, plain: BufferLayout, bits: int, device: torch.device) -> None:
+    def __init__(self, plain: BufferLayout, bits: Width, device: torch.device) -> None:
         self._matrices: dict[str, MatrixFormat] = {
             spec.name: matrix_format((spec.shape[0], spec.shape[1]), bits, device)
             for spec in plain.tensors
@@ -95,12 +99,12 @@ class QuantizingFormat:
 
     Args:
         plain: The tensors as they are read.
-        bits: 8, 4, 3 or 2.
+        bits: 8, 4, 3, 2 or ``nf4``.
         device: Where they are multiplied with.
         is_transposed: Whether weights lie as ``[in, out]``.
     """
 
-    def __init__(self, plain: BufferLayout, bits: int, device: torch.device, *, is_transposed: bool = False) -> None:
+    def __init__(self, plain: BufferLayout, bits: Width, device: torch.device, *, is_transposed: bool = False) -> None:
         self.stored = plain
         self._is_transposed = is_transposed
         self._format = QuantizedFormat(turned(plain) if is_transposed else plain, bits, device)

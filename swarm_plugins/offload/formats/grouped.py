@@ -18,11 +18,9 @@ from torch.nn import functional
 from swarm_plugins.offload.formats.fitting import codes_of, fit, round_to_nearest
 from swarm_plugins.offload.formats.matrices import Part
 from swarm_plugins.offload.formats.nibbles import TILE_ROWS, fold, folded_bytes, from_tiles, to_tiles, unfold
+from swarm_plugins.offload.widths import GROUP_SIZES
 
-__all__ = ["GROUP_SIZES", "GroupedMatrix", "is_native_order"]
-
-GROUP_SIZES = {4: 64, 3: 64, 2: 32}
-"""Columns of a group, by bits: four levels need closer grids. The CPU's product takes no fewer than 32."""
+__all__ = ["GroupedMatrix", "is_native_order"]
 
 _COLUMN_MULTIPLE = 64
 _CODE_OF_OFFSET = 8

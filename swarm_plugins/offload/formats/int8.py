@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from swarm_plugins.offload.formats.bnb import has_int8_product, int8_product
 from swarm_plugins.offload.formats.matrices import Part
 
 __all__ = ["Int8Matrix"]
@@ -24,7 +25,8 @@ class Int8Matrix:
 
     On a CPU with integer dot products the activations are split in two int8 numbers each, 16 bits in all: the products
     are sums of integers, hence exact, and a row's result does not depend on the rows beside it. That takes half the
-    time of float32. (With activations of 8 bits it would take a third, and outliers would lose digits.)
+    time of float32. (With activations of 8 bits it would take a third, and outliers would lose digits.) On CUDA it is
+    the product of LLM.int8(): activations of 8 bits, columns with outliers apart.
 
     Args:
         shape: Rows and columns of the weight.
@@ -63,6 +65,8 @@ class Int8Matrix:
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """Multiplies rows ``[T, in]``: ``[T, out]``."""
         codes, scales = parts["codes"], parts["scales"]
+        if has_int8_product(rows.device):
+            return int8_product(codes, scales, rows)
         if rows.is_cuda:
             return functional.linear(rows, self.widen(parts, rows.dtype))
         wide = rows.float()

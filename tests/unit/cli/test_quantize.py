@@ -33,6 +33,17 @@ def test_quantize_writes_what_load_offloaded_loads_and_says_how_large_it_is(mode
     assert load_offloaded(tmp_path / "q", device="cpu").config.model_type == "mixtral"
 
 
+def test_quantize_writes_nf4(model: Path, tmp_path: Path) -> None:
+    code, output = run("quantize", model, "--out", tmp_path / "q", "--experts", "nf4", "--attention", "nf4")
+    assert code == 0
+    assert "at nf4, the rest" in output
+    about = json.loads((tmp_path / "q" / "swarm_quantized.json").read_text())
+    assert (about["expert_bits"], about["other_bits"], about["group_sizes"]) == ("nf4", "nf4", {"nf4": 64})
+    code, output = run("plan", tmp_path / "q", "--memory", "1GB", "--disk-rate", "1GB")
+    assert code == 0
+    assert "nf4, as stored" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -57,7 +68,7 @@ def test_quantize_refuses_a_model_without_experts(tmp_path: Path) -> None:
 def test_quality_compares_each_pair_of_widths_with_the_widest(model: Path, tmp_path: Path) -> None:
     text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
     text.write_text("we came over the pass in the late afternoon when the wind had dropped " * 4)
-    widths = ["--experts", 16, "--experts", 2, "--attention", 16, "--attention", 4]
+    widths = ["--experts", 16, "--experts", "nf4", "--attention", 16, "--attention", 4]
     code, output = run(
         "bench", "quality", "--model", model, *widths, "--text", text, "--pieces", 3, "--length", 16, "--json", figures
     )
@@ -65,17 +76,18 @@ def test_quality_compares_each_pair_of_widths_with_the_widest(model: Path, tmp_p
     assert "48 tokens of text.txt" in output
     found = json.loads(figures.read_text())
     rows = {(row["attention_bits"], row["expert_bits"]): row for row in found["rows"]}
-    assert rows.keys() == {(16, 16), (16, 2), (4, 16), (4, 2)}
+    assert rows.keys() == {(16, 16), (16, "nf4"), (4, 16), (4, "nf4")}
     assert rows[16, 16]["loss_change"]["mean"] == 0.0
     assert all(abs(row["loss_change"]["mean"]) > 1e-4 for key, row in rows.items() if key != (16, 16))
     # The same experts, so the same difference between the rests.
-    assert rows[16, 16]["num_bytes"] - rows[4, 16]["num_bytes"] == rows[16, 2]["num_bytes"] - rows[4, 2]["num_bytes"]
+    sizes = {key: row["num_bytes"] for key, row in rows.items()}
+    assert sizes[16, 16] - sizes[4, 16] == sizes[16, "nf4"] - sizes[4, "nf4"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["--experts", 7], "--experts 7 is not allowed; allowed are 2, 3, 4, 8, 16", id="experts"),
+        pytest.param(["--experts", 7], "--experts is 7; allowed are 2, 3, 4, 8, 16, nf4", id="experts"),
         pytest.param(["--length", 4000], "tokens, at least 8000 are needed: give a longer one", id="short"),
     ],
 )

@@ -118,6 +118,7 @@ def test_without_a_wish_it_is_the_cpu_where_there_is_no_cuda(monkeypatch: pytest
         {"pinned_share": float("nan")},
         {"expert_bits": 4.0},
         {"expert_bits": "4"},
+        {"expert_bits": "fp4"},
         {"other_bits": True},
         {"num_readers": 2.5},
         {"num_readers": 17},

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from swarm_plugins.offload.formats.choice import expert_format
 from swarm_plugins.offload.formats.experts import QuantizedFormat, QuantizingFormat
 from swarm_plugins.offload.types import BufferLayout
+from swarm_plugins.offload.widths import NF4, Width
 
 CPU = torch.device("cpu")
 PLAIN = BufferLayout.of(
@@ -28,8 +30,8 @@ def expert(layout: BufferLayout) -> tuple[Tensor, dict[str, Tensor]]:
     return buffer, views
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_an_expert_quantized_beforehand_or_as_it_is_read_multiplies_alike(bits: int) -> None:
+@pytest.mark.parametrize("bits", [8, 4, "nf4", 3, 2])
+def test_an_expert_quantized_beforehand_or_as_it_is_read_multiplies_alike(bits: Width) -> None:
     plain, tensors = expert(PLAIN)
     ready, reading = QuantizedFormat(PLAIN, bits, CPU), QuantizingFormat(PLAIN, bits, CPU)
     assert reading.stored is PLAIN
@@ -51,7 +53,7 @@ def test_an_expert_quantized_beforehand_or_as_it_is_read_multiplies_alike(bits: 
 
 
 def test_nothing_is_converted_where_the_disk_holds_what_is_multiplied_with() -> None:
-    for bits in (8, 4, 3, 2):
+    for bits in (8, 4, NF4, 3, 2):
         ready = QuantizedFormat(PLAIN, bits, torch.device("cuda"))
         assert ready.computed is ready.stored
 
@@ -72,5 +74,18 @@ def test_transposed_weights_are_turned() -> None:
 
 def test_few_bits_are_small() -> None:
     plain = BufferLayout.of([("up_proj", torch.float32, (512, 512)), ("down_proj", torch.float32, (512, 512))])
-    sizes = [QuantizedFormat(plain, bits, CPU).stored.num_bytes / plain.num_bytes for bits in (8, 4, 3, 2)]
-    assert sizes == pytest.approx([8 / 32, 4.5 / 32, 3.5 / 32, 3 / 32], rel=0.01)
+    sizes = [QuantizedFormat(plain, bits, CPU).stored.num_bytes / plain.num_bytes for bits in (8, 4, NF4, 3, 2)]
+    assert sizes == pytest.approx([8 / 32, 4.5 / 32, 4.5 / 32, 3.5 / 32, 3 / 32], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("bits", "device", "quantized_alike"),
+    [(4, "cuda", "nf4"), (4, "cpu", 4), ("nf4", "cpu", "nf4"), (3, "cuda", 3), (8, "cuda", 8)],
+)
+def test_four_bits_on_their_way_to_cuda_are_nf4(bits: Width, device: str, quantized_alike: Width) -> None:
+    place = torch.device(device)
+    found = expert_format(PLAIN, bits, torch.float32, place, is_transposed=False)
+    assert found.computed == QuantizedFormat(PLAIN, quantized_alike, place).computed
+    # What a store holds stays what it is.
+    if bits == 4:
+        assert QuantizedFormat(PLAIN, 4, place).stored == QuantizedFormat(PLAIN, 4, CPU).stored

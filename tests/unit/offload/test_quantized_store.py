@@ -52,7 +52,7 @@ def make(source: Path, out: Path, *, expert_bits: int = 3, other_bits: int = 4) 
 def opened(path: Path) -> QuantizedStore:
     found = open_quantized(Checkpoint.open(path))
     assert found is not None
-    found.fetch(found.num_experts)
+    found.fetch()
     return found
 
 
@@ -185,10 +185,11 @@ def test_a_store_of_another_revision_is_refused(made: Path) -> None:
     ("config", "message"),
     [
         ({"expert_bits": 4}, "expert_bits is 4, but .* holds 3 bits: leave expert_bits out"),
+        ({"expert_bits": "nf4"}, "expert_bits is nf4, but .* holds 3 bits"),
         ({"other_bits": 8}, "other_bits is 8, but .* holds 4 bits: leave other_bits out"),
     ],
 )
-def test_other_widths_than_the_store_has_are_refused(made: Path, config: dict[str, int], message: str) -> None:
+def test_other_widths_than_the_store_has_are_refused(made: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_offloaded(made, OffloadConfig(**config), device="cpu")  # type: ignore[arg-type]
 
@@ -221,6 +222,10 @@ def huge(about: dict[str, Any]) -> None:
         pytest.param(lambda store: (store / MANIFEST_FILE).unlink(), "swarm_quantized.json is corrupt", id="absent"),
         pytest.param(edit(lambda about: about.update(format=2)), "its format is 2, this version reads 1", id="newer"),
         pytest.param(edit(lambda about: about.update(expert_bits=7)), "expert_bits is 7", id="bits"),
+        pytest.param(edit(lambda about: about.update(expert_bits="fp4")), "Invalid enum value", id="width"),
+        pytest.param(
+            edit(lambda about: about.update(expert_bits="nf4")), "groups of nf4 have None columns", id="no-nf4"
+        ),
         pytest.param(edit(lambda about: about.update(base="x")), "is not a model version", id="base"),
         pytest.param(
             edit(lambda about: about["group_sizes"].update({"3": 16})), "groups of 3 bits have 16 columns", id="groups"

@@ -1,0 +1,79 @@
+"""How many bits weights can be kept in, and what each width is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+import torch
+
+from swarm_plugins.errors import ConfigError
+
+__all__ = [
+    "EXPERT_BITS",
+    "GROUP_SIZES",
+    "NF4",
+    "OTHER_BITS",
+    "Width",
+    "check_width",
+    "num_bits",
+    "sort_key",
+    "width_on",
+    "width_text",
+]
+
+Width: TypeAlias = int | Literal["nf4"]
+"""A number of bits, or the name of another format than this package's own of that many."""
+
+NF4: Literal["nf4"] = "nf4"
+"""4 bits whose levels are quantiles of the normal distribution (Dettmers et al. 2023, section 3)."""
+EXPERT_BITS: tuple[Width, ...] = (2, 3, 4, 8, 16, NF4)
+"""Widths that experts can have."""
+OTHER_BITS: tuple[Width, ...] = (4, 8, 16, NF4)
+"""Widths that all other weights can have."""
+GROUP_SIZES: Mapping[Width, int] = {4: 64, 3: 64, 2: 32, NF4: 64}
+"""Columns that share a scale, by width; 8 bits have one for each row.
+
+Four levels need closer grids, and torch's 4-bit product on the CPU takes no fewer columns than 32.
+"""
+
+
+def check_width(name: str, width: object, allowed: tuple[Width, ...], remark: str = "") -> None:
+    """Checks a width.
+
+    Args:
+        name: What it is the width of.
+        width: The width.
+        allowed: Those that it can be.
+        remark: What else is allowed, for the message.
+
+    Raises:
+        ConfigError: If it is none of them.
+    """
+    # Equal is not enough: 4.0 would go to where an integer is looked for.
+    if type(width) not in (int, str) or width not in allowed:
+        raise ConfigError(f"{name} is {width!r}; allowed are {', '.join(map(str, allowed))}{remark}")
+
+
+def num_bits(width: Width) -> int:
+    """Returns how many bits the code of a weight has."""
+    return 4 if width == NF4 else width
+
+
+def sort_key(width: Width) -> tuple[int, str]:
+    """Returns what orders widths: by bits, then by name."""
+    return num_bits(width), str(width)
+
+
+def width_text(width: Width) -> str:
+    """Returns a width in words: ``4 bits`` or ``nf4``."""
+    return NF4 if width == NF4 else f"{width} bits"
+
+
+def width_on(width: Width, device: torch.device) -> Width:
+    """Returns the width that weights get which are quantized on their way to a device.
+
+    There are two kinds of 4 bits: this package's own, which torch multiplies with fast on a CPU, and nf4, which
+    bitsandbytes multiplies with fast on a CUDA device.
+    """
+    return NF4 if width == 4 and device.type == "cuda" else width

@@ -1,0 +1,127 @@
+"""nf4 weights: the bytes and the numbers of bitsandbytes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from torch import Tensor
+
+from swarm_plugins.offload.formats.bnb import int8_product
+from swarm_plugins.offload.formats.int8 import Int8Matrix
+from swarm_plugins.offload.formats.nf4 import Nf4Matrix
+
+bnb: Any = bitsandbytes.nn
+FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear_4bit(weight: Tensor) -> Any:
+    rows, columns = weight.shape
+    made = bnb.Linear4bit(columns, rows, bias=False, quant_type="nf4", compress_statistics=False)
+    made.weight = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)
+    # It would re-pack its weight for bfloat16 on some CPUs.
+    made.support_avx512bf16_for_cpu = False
+    return made.to("cpu")
+
+
+@FLOATS
+def test_codes_scales_and_products_are_those_of_linear4bit(dtype: torch.dtype) -> None:
+    weight, rows = seeded(70, 128).to(dtype), seeded(5, 128, seed=1).to(dtype)
+    theirs, matrix = linear_4bit(weight), Nf4Matrix((70, 128))
+    ours = matrix.quantize(weight, is_fitted=True)
+    assert torch.equal(ours["codes"].flatten(), theirs.weight.data.flatten())
+    assert torch.equal(ours["scales"].flatten(), theirs.weight.quant_state.absmax)
+    assert torch.equal(matrix.product(ours, rows), theirs(rows))
+
+
+@pytest.mark.parametrize("columns", [1, 31, 64, 65, 130])
+def test_scales_belong_to_one_row_whatever_the_width(columns: int) -> None:
+    weight = seeded(6, columns)
+    matrix = Nf4Matrix((6, columns))
+    whole = matrix.widen(matrix.quantize(weight, is_fitted=True), torch.float32)
+    for index in range(6):
+        row = Nf4Matrix((1, columns))
+        alone = row.widen(row.quantize(weight[index : index + 1], is_fitted=True), torch.float32)
+        assert torch.equal(alone, whole[index : index + 1])
+
+
+def test_a_weight_in_pieces_is_the_weight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, matrix = seeded(9, 100), Nf4Matrix((9, 100))
+    whole = matrix.quantize(weight, is_fitted=True)
+    monkeypatch.setattr("swarm_plugins.offload.formats.nf4._CHUNK_WEIGHTS", 300)
+    pieces = matrix.quantize(weight, is_fitted=True)
+    assert all(torch.equal(pieces[name], whole[name]) for name in whole)
+
+
+def test_transposed_and_double_weights_are_taken() -> None:
+    weight, matrix = seeded(64, 6), Nf4Matrix((6, 64))
+    straight = matrix.quantize(weight.T.contiguous(), is_fitted=True)
+    for other in (weight.T, weight.T.double()):
+        assert torch.equal(matrix.quantize(other, is_fitted=True)["codes"], straight["codes"])
+    assert matrix.product(straight, seeded(2, 64).double()).dtype == torch.float64
+
+
+def test_a_weight_lies_between_the_levels_beside_it() -> None:
+    weight, matrix = seeded(32, 64), Nf4Matrix((32, 64))
+    parts = matrix.quantize(weight, is_fitted=True)
+    steps = weight / parts["scales"]
+    found = matrix.widen(parts, torch.float32) / parts["scales"]
+    # The widest gap between two levels is that from -1 to -0.696.
+    assert float((steps - found).abs().max()) <= 0.1525
+
+
+@FLOATS
+def test_the_8_bit_product_of_cuda_computes_what_ours_does(dtype: torch.dtype) -> None:
+    weight, rows = seeded(48, 96), seeded(7, 96, seed=1).to(dtype)
+    matrix = Int8Matrix((48, 96))
+    parts = matrix.quantize(weight, is_fitted=True)
+    found = int8_product(parts["codes"], parts["scales"], rows)
+    expected = matrix.product(parts, rows.float())
+    assert found.dtype == dtype
+    # Activations of 8 bits: each is off by up to a 254th of the largest of its row, about a hundredth of its size.
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.012
+
+
+def test_the_8_bit_product_of_cuda_keeps_the_digits_of_outliers() -> None:
+    weight, rows = seeded(48, 96), seeded(7, 96, seed=1)
+    rows[2, 5] = 300.0
+    matrix = Int8Matrix((48, 96))
+    parts = matrix.quantize(weight, is_fitted=True)
+    found, expected = int8_product(parts["codes"], parts["scales"], rows), matrix.product(parts, rows)
+    # If the outlier set the scale of its row, the other activations would be off by more than themselves.
+    assert float((found - expected)[2].norm() / matrix.product(parts, rows.clamp(max=6.0))[2].norm()) < 0.012
+
+
+@FLOATS
+def test_the_8_bit_product_of_cuda_is_that_of_linear8bitlt(dtype: torch.dtype) -> None:
+    weight, rows = seeded(48, 96).half().float(), seeded(7, 96, seed=1).to(dtype)
+    rows[3, 7] = 20.0
+    theirs = bnb.Linear8bitLt(96, 48, bias=False, has_fp16_weights=False, threshold=6.0)
+    theirs.weight = bnb.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    theirs = theirs.to("cpu").eval()
+    ours = Int8Matrix((48, 96)).quantize(weight, is_fitted=True)
+    expected = theirs(rows)
+    # A weight in the middle between two codes may go either way.
+    assert int((ours["codes"].int() - theirs.state.CB.int()).abs().sum()) <= 5
+    # Their scale is the largest weight, ours a 127th of it: the same but for the last digit of float32.
+    torch.testing.assert_close(ours["scales"] * 127, theirs.state.SCB, rtol=3e-7, atol=0)
+    # That digit moves a result to the next number of its type at most.
+    digit = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        int8_product(theirs.state.CB, ours["scales"], rows), expected, rtol=2 * digit, atol=digit
+    )
+
+
+def test_the_8_bit_product_of_cuda_says_nothing_and_takes_no_rows(caplog: pytest.LogCaptureFixture) -> None:
+    parts = Int8Matrix((48, 96)).quantize(seeded(48, 96), is_fitted=True)
+    with caplog.at_level(logging.WARNING):
+        int8_product(parts["codes"], parts["scales"], seeded(2, 96).bfloat16())
+        assert int8_product(parts["codes"], parts["scales"], seeded(0, 96)).shape == (0, 48)
+    assert not caplog.records
