@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.direct_file import BLOCK_BYTES
 
 __all__ = ["MIN_MAPPED_BYTES", "BufferPool", "device_buffer", "host_buffer"]
 
@@ -20,16 +21,19 @@ MIN_MAPPED_BYTES = 1 << 16
 def host_buffer(num_bytes: int) -> Tensor:
     """Returns ``[num_bytes]`` of uint8, aligned to 64 bytes, in memory that goes back to the system when dropped.
 
+    A large one begins on a page and has another behind it, so that it can be moved to where the disk can write
+    (`in_place.fitted`).
+
     Raises:
         OSError: If there is no memory.
     """
     if num_bytes < MIN_MAPPED_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes + BLOCK_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Weights are streamed through once a token: fewer page-table walks.
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 def device_buffer(device: torch.device) -> Callable[[int], Tensor]:

@@ -58,11 +58,13 @@ class CudaCopies:
         # torch's own pinned memory comes in powers of two, up to twice what the budget says.
         # A page can be locked once: no two buffers may share one.
         buffer = host_buffer(max(num_bytes, MIN_MAPPED_BYTES))[:num_bytes]
+        # With the room behind it, into which what is read may reach.
+        memory = buffer.untyped_storage()
         runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
         if code:
             raise RuntimeError(f"{num_bytes} bytes cannot be page-locked (CUDA error {code}); lower ram_bytes")
-        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+        weakref.finalize(buffer, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
         return buffer
 
     def follow(self) -> None:

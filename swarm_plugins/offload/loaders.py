@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swarm_plugins.offload.buffers import host_buffer
 from swarm_plugins.offload.formats.finite import check_scales
+from swarm_plugins.offload.in_place import fitted
 from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.reader import RangeReader
 from swarm_plugins.offload.types import ExpertFormat, ExpertKey, ExpertStore
@@ -31,6 +32,10 @@ class Arrival(Protocol):
 
 class Loader(Protocol):
     """Fills a buffer of fast memory."""
+
+    def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
+        """Returns the part of a buffer's memory that an expert is to be loaded into, as large as the buffer."""
+        ...
 
     def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
         """Starts filling the buffer without any waiting, if that is possible; called by whoever borrows.
@@ -72,6 +77,13 @@ class DiskLoader:
         self._reader = RangeReader(queue)
         self._own = threading.local()
 
+    def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
+        """Returns where the disk can write without a copy."""
+        expert_format = self._formats[key.layer]
+        if expert_format.stored is not expert_format.computed:
+            return buffer
+        return fitted(buffer, self._store.ranges(key), expert_format.stored.alignment)
+
     def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
         """Returns None: a disk has to be waited for."""
         return None
@@ -84,7 +96,7 @@ class DiskLoader:
             num_bytes = self._reader.read(ranges, into.numpy(), job)
             check_scales(expert_format.stored, into, key)
             return num_bytes, None
-        stored = self._staging(expert_format.stored.num_bytes)
+        stored = fitted(self._staging(expert_format.stored.num_bytes), ranges, expert_format.stored.alignment)
         num_bytes = self._reader.read(ranges, stored.numpy(), job)
         check_scales(expert_format.stored, stored, key)
         expert_format.convert(stored, into)

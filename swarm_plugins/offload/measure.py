@@ -13,13 +13,14 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.buffers import host_buffer
+from swarm_plugins.offload.in_place import fitted
 from swarm_plugins.offload.model_sizes import experts_modules
 from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.reader import RangeReader
@@ -66,7 +67,7 @@ def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7
     """
     choose = random.Random(0)
     sizes = {path: size for path, size in _sizes(files).items() if size}
-    into = np.empty(block_bytes, dtype=np.uint8)
+    buffer = host_buffer(block_bytes)
     queue = ReadQueue(num_readers - 1)
     reader = RangeReader(queue)
     started, total = time.perf_counter(), 0
@@ -75,6 +76,7 @@ def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7
             (path,) = choose.choices(list(sizes), weights=list(sizes.values()))
             num_bytes = min(block_bytes, sizes[path])
             piece = FileRange(path, choose.randint(0, sizes[path] - num_bytes), num_bytes, 0, "(a piece to measure by)")
+            into = fitted(buffer, [piece], 1).numpy()
             total += reader.read([piece], into, Job(lambda _: None, is_guess=False))
         return total / (time.perf_counter() - started)
     finally:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.buffers import BufferPool
 from swarm_plugins.offload.formats.finite import check_scales
+from swarm_plugins.offload.in_place import fitted
 from swarm_plugins.offload.loaders import Arrival
 from swarm_plugins.offload.policy import Residency
 from swarm_plugins.offload.read_queue import Job, ReadQueue
@@ -44,6 +45,13 @@ class Copies(Protocol):
         ...
 
 
+class _Kept(NamedTuple):
+    buffer: Tensor
+    """As the pool gave it."""
+    expert: Tensor
+    """What of its memory the expert fills."""
+
+
 class PinnedLoader:
     """Copies from RAM what is there, and reads into RAM what is not; a `Loader`.
 
@@ -71,11 +79,16 @@ class PinnedLoader:
         stored = {layer: formats[layer].stored.num_bytes for layer in store.num_experts}
         self._policy = Residency(store.num_experts, stored, ram_bytes)
         self._pool = BufferPool(ram_bytes, copies.allocate, "ram_bytes")
-        self._kept: dict[ExpertKey, Tensor] = {}
-        # The last copy out of each buffer, by address: it must have ended before the buffer is filled again.
+        self._kept: dict[ExpertKey, _Kept] = {}
+        # The last copy out of each buffer, by the address of its memory: it must have ended before that is filled
+        # again.
         self._last: dict[int, Copy] = {}
         self._spare: list[Tensor] = []
         self._largest = max(stored.values(), default=0)
+
+    def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
+        """Returns the buffer: no disk writes to it."""
+        return buffer
 
     def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
         """Starts a copy from RAM if the expert is there."""
@@ -83,25 +96,26 @@ class PinnedLoader:
             # Also for what a reader thread copies later: all copies run in order.
             self._copies.follow()
             self._policy.use(key.layer, [key.expert])
-            buffer = self._kept.get(key)
-            return None if buffer is None else self._start(key, buffer, into)
+            kept = self._kept.get(key)
+            return None if kept is None else self._start(key, kept.expert, into)
 
     def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, Arrival | None]:
         """Reads an expert from disk into RAM and starts the copy, see `Loader.load`."""
         buffer, is_kept = self._buffer(key)
         try:
-            target = buffer[: self._formats[key.layer].stored.num_bytes]
-            num_bytes = self._reader.read(self._store.ranges(key), target.numpy(), job)
-            check_scales(self._formats[key.layer].stored, target, key)
+            layout, ranges = self._formats[key.layer].stored, self._store.ranges(key)
+            expert = fitted(buffer[: layout.num_bytes], ranges, layout.alignment)
+            num_bytes = self._reader.read(ranges, expert.numpy(), job)
+            check_scales(layout, expert, key)
             with self._lock:
-                arrival = self._start(key, target, into)
+                arrival = self._start(key, expert, into)
         except BaseException:
             self._give_back(key, buffer, is_kept=is_kept)
             raise
         with self._lock:
             if is_kept:
                 self._policy.release(key)
-                self._kept[key] = buffer
+                self._kept[key] = _Kept(buffer, expert)
             else:
                 self._spare.append(buffer)
         return num_bytes, arrival
@@ -123,7 +137,7 @@ class PinnedLoader:
             buffer = kept
             if buffer is None:
                 buffer = self._spare.pop() if self._spare else self._copies.allocate(self._largest)
-            last = self._last.pop(buffer.data_ptr(), None)
+            last = self._last.pop(_address(buffer), None)
         if last is not None:
             last.wait()
         return buffer, kept is not None
@@ -133,7 +147,7 @@ class PinnedLoader:
         if victims is None:
             return None
         for victim in victims:
-            self._pool.give(self._kept.pop(victim))
+            self._pool.give(self._kept.pop(victim).buffer)
         try:
             buffer = self._pool.take(self._formats[key.layer].stored.num_bytes)
         except CapacityError:
@@ -154,5 +168,9 @@ class PinnedLoader:
     def _start(self, key: ExpertKey, source: Tensor, into: Tensor) -> Copy:
         form = self._formats[key.layer]
         convert = None if form.stored is form.computed else form.convert
-        copy = self._last[source.data_ptr()] = self._copies.start(source, into, convert)
+        copy = self._last[_address(source)] = self._copies.start(source, into, convert)
         return copy
+
+
+def _address(buffer: Tensor) -> int:
+    return buffer.untyped_storage().data_ptr()

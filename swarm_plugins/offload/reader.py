@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.direct_file import CHUNK_BYTES, Bounce, Bytes, DirectFile
+from swarm_plugins.offload.direct_file import BLOCK_BYTES, CHUNK_BYTES, Bounce, Bytes, DirectFile
+from swarm_plugins.offload.in_place import parts_of, scatter
 from swarm_plugins.offload.read_queue import Job, ReadQueue
 from swarm_plugins.offload.types import FileRange
 
@@ -100,14 +99,13 @@ class RangeReader:
         return sum(self._read_run(run, into, job) for run in _runs(ranges))
 
     def _read_run(self, run: Sequence[FileRange], into: Bytes, job: Job) -> int:
-        position, end = run[0].start, run[-1].start + run[-1].num_bytes
-        bounce = self._bounce()
+        position, end = run[0].start, _end(run[-1])
         while position < end:
             if job.is_cancelled:
                 raise ReadCancelled
             try:
                 file = self._file(run[0].path)
-                chunk = file.read(position, min(CHUNK_BYTES, end - position), bounce)
+                num_bytes = self._read_chunk(file, position, end, run, into)
                 # After the bytes, so that these are covered, too.
                 is_changed = run[0].identity not in (None, file.identity())
             except OSError as error:
@@ -120,14 +118,32 @@ class RangeReader:
                     f"{run[0].path}: the file was replaced or written to since the model was loaded, the bytes of "
                     f"tensor {_tensor_at(run, position)!r} may be others now: load the model again"
                 )
-            if not len(chunk):
+            if num_bytes <= 0:
                 raise CheckpointError(
                     f"{run[0].path}: the file ends at byte {position}, within tensor {_tensor_at(run, position)!r} "
                     f"(bytes {run[0].start} to {end} are needed); the file is truncated: download it again"
                 )
-            _scatter(chunk, position, run, into)
-            position += len(chunk)
+            position += num_bytes
         return end - run[0].start
+
+    def _read_chunk(self, file: DirectFile, position: int, end: int, run: Sequence[FileRange], into: Bytes) -> int:
+        """Reads the next bytes of a run, and returns how many there were."""
+        first = position // BLOCK_BYTES * BLOCK_BYTES
+        stop = min(first + CHUNK_BYTES, end)
+        bounce, num_bounced = self._bounce(), 0
+        targets: list[memoryview] = []
+        copied: list[tuple[int, Bytes]] = []
+        for part in parts_of(first, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, run, into):
+            target = part.target
+            if target is None:
+                target = bounce.view(num_bounced, part.num_bytes)
+                num_bounced += part.num_bytes
+                copied.append((part.start, target))
+            targets.append(target.data)
+        reached = first + file.read(first, targets)
+        for start, chunk in copied:
+            scatter(chunk[: max(0, reached - start)], start, run, into)
+        return min(reached, stop) - position
 
     def _bounce(self) -> Bounce:
         bounce: Bounce | None = getattr(self._own, "bounce", None)
@@ -196,15 +212,6 @@ def _runs(ranges: Sequence[FileRange]) -> Iterator[list[FileRange]]:
         run.append(item)
     if run:
         yield run
-
-
-def _scatter(chunk: Bytes, position: int, run: Sequence[FileRange], into: Bytes) -> None:
-    for item in run:
-        first, last = max(item.start, position), min(_end(item), position + len(chunk))
-        if first < last:
-            target = item.offset + first - item.start
-            # numpy releases the interpreter while it copies; torch would start threads, a memoryview hold the lock.
-            np.copyto(into[target : target + last - first], chunk[first - position : last - position])
 
 
 def _tensor_at(run: Sequence[FileRange], position: int) -> str:

@@ -30,11 +30,14 @@ log = logging.getLogger(__name__)
 class Slot:
     """One expert in fast memory, or on its way there."""
 
-    __slots__ = ("arrival", "buffer", "error", "is_ready", "job", "key", "started_s", "views")
+    __slots__ = ("arrival", "buffer", "error", "is_ready", "job", "key", "place", "started_s", "views")
 
-    def __init__(self, key: ExpertKey, buffer: Tensor, views: Mapping[str, Tensor]) -> None:
+    def __init__(self, key: ExpertKey, buffer: Tensor, place: Tensor, views: Mapping[str, Tensor]) -> None:
         self.key = key
         self.buffer = buffer
+        """As the pool gave it."""
+        self.place = place
+        """What of its memory the expert fills."""
         self.views = views
         self.is_ready = False
         self.job: Job | None = None
@@ -167,12 +170,13 @@ class Slots:
             except BaseException:
                 self.policy.drop(key)
                 raise
-            slot = self._slots[key.layer][key.expert] = Slot(key, buffer, layout.views(buffer))
+            place = self._loader.place(key, buffer)
+            slot = self._slots[key.layer][key.expert] = Slot(key, buffer, place, layout.views(place))
         return slot
 
     def _start(self, slot: Slot, *, is_guess: bool) -> None:
         try:
-            slot.arrival = self._loader.quick(slot.key, slot.buffer)
+            slot.arrival = self._loader.quick(slot.key, slot.place)
             if slot.arrival is not None:
                 slot.is_ready = True
                 return
@@ -192,7 +196,7 @@ class Slots:
         slot.started_s = time.perf_counter()
         num_bytes, arrival, error = 0, None, None
         try:
-            num_bytes, arrival = self._loader.load(slot.key, slot.buffer, job)
+            num_bytes, arrival = self._loader.load(slot.key, slot.place, job)
         except (SwarmError, ReadCancelled) as caught:
             error = caught
         except Exception as caught:  # noqa: BLE001 - a reader that died would leave everybody waiting

@@ -106,11 +106,18 @@ class BufferLayout:
             end = start + specs[-1].num_bytes
         return cls(tuple(specs), end)
 
+    @property
+    def alignment(self) -> int:
+        """Bytes to whose multiples a buffer has to be aligned."""
+        # Integers are codes of a few-bit format, whose products may load whole vectors.
+        is_plain = all(spec.dtype.is_floating_point for spec in self.tensors)
+        return max((spec.dtype.itemsize for spec in self.tensors), default=1) if is_plain else _ALIGNMENT
+
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Returns the tensors in a buffer, without copying.
 
         Args:
-            buffer: ``[num_bytes]`` of uint8, aligned to 64 bytes.
+            buffer: ``[num_bytes]`` of uint8, aligned as `alignment` says.
         """
         return {
             spec.name: buffer[spec.offset : spec.offset + spec.num_bytes].view(spec.dtype).reshape(spec.shape)

@@ -72,19 +72,19 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-def toy_config(family: str) -> PreTrainedConfig:
-    """Returns the config of a family's toy."""
+def toy_config(family: str, **other: object) -> PreTrainedConfig:
+    """Returns the config of a family's toy, with other settings if given."""
     model_type, settings = SETTINGS[family]
-    config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **{**settings, **other})
     return config
 
 
-def toy(family: str, *, seed: int = 0) -> PreTrainedModel:
+def toy(family: str, *, seed: int = 0, **other: object) -> PreTrainedModel:
     """Returns a family's toy with weights scaled by fan-in, so that nothing is lost without notice."""
     build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build(toy_config(family), dtype=torch.float32)
+        model = build(toy_config(family, **other), dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 spread = parameter.shape[-1] ** -0.5 if parameter.ndim >= 2 else 0.1
