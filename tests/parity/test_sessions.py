@@ -5,7 +5,6 @@ Tolerance: a session computes attention over cached keys, the local model over o
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import threading
 from collections.abc import Callable
@@ -107,7 +106,7 @@ def test_an_interrupted_step_can_be_tried_again(directory: Path, local: PreTrain
         cache = DynamicCache()
         remote(IDS[:, :6], past_key_values=cache)
         runner: Any = swarm.services["peer1"].runner
-        step, entered, leave = runner.step, threading.Event(), threading.Event()
+        step, entered, leave, ended = runner.step, threading.Event(), threading.Event(), threading.Event()
 
         def slow(steps: Any) -> Any:
             entered.set()
@@ -117,12 +116,20 @@ def test_an_interrupted_step_can_be_tried_again(directory: Path, local: PreTrain
         runner.step = slow
         state = cache.layers[0].state
         inputs = _inputs_of(remote, IDS[:, 6:8])
-        future = swarm.connection.loop.submit(state._session.step(inputs))
+
+        async def told_when_it_ends() -> None:
+            try:
+                await state._session.step(inputs)
+            finally:
+                ended.set()
+
+        future = swarm.connection.loop.submit(told_when_it_ends())
         assert entered.wait(10)
         future.cancel()
+        # Before the server goes on: it is interrupted in the middle of the step.
+        assert ended.wait(10)
         leave.set()
         runner.step = step
-        swarm.connection.loop.run(_settle())
         remote(IDS[:, 6:8], past_key_values=cache)
         got = remote(IDS[:, 8:], past_key_values=cache).logits
     torch.testing.assert_close(got, local(IDS).logits[:, 8:], **FP32)
@@ -130,10 +137,6 @@ def test_an_interrupted_step_can_be_tried_again(directory: Path, local: PreTrain
 
 def _inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> Any:
     return BlockInputs(hidden=model.get_input_embeddings()(ids), position_ids=torch.tensor([[6, 7]]))
-
-
-async def _settle() -> None:
-    await asyncio.sleep(0.1)
 
 
 @torch.no_grad()

@@ -95,7 +95,7 @@ def test_server_that_cannot_be_reached_holds_nobody_up() -> None:
         view = view_of(Swarm({"honest": INFO}, silent=("dead",)))
         started = time.monotonic()
         assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
-        assert time.monotonic() - started < 2  # the time to connect alone would be 20 s
+        assert time.monotonic() - started < 10  # the time to connect alone would be 20 s
 
     asyncio.run(body())
 

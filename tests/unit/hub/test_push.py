@@ -158,12 +158,12 @@ def test_a_private_repository_is_made_private(hub: LocalHub, target: PushTarget,
 def test_a_hub_that_does_not_answer_is_left_after_a_while(
     hub: LocalHub, target: PushTarget, make_folder: MakeFolder
 ) -> None:
-    hub.faults.delays_s["create_repo"] = 3.0
+    hub.faults.delays_s["create_repo"] = 60.0
     folder = make_folder()
     started = time.monotonic()
     with pytest.raises(HubError, match=r"no answer from the Hub within 0 s"):
         push_folder(folder, target, token=TOKEN, retries=RetryPlan(attempts=1, attempt_s=0.2))
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
 
 
 def test_a_stop_ends_the_tries(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import swarm_plugins.hub.worker as worker_module
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.hub import PushTarget, PushWorker, RetryPlan
+from swarm_plugins.hub import PushedVersion, PushTarget, PushWorker, RetryPlan
+from swarm_plugins.hub.push import push_folder
 from swarm_plugins.testing import LocalHub
 
 TOKEN = "token-of-alice"
+HELD_S = 10.0
 FAST = RetryPlan(attempts=2, first_pause_s=0.01, attempt_s=20.0)
 MakeFolder = Callable[..., Path]
 
@@ -29,13 +34,26 @@ def test_folders_are_published_in_order(hub: LocalHub, target: PushTarget, make_
     assert seen == ["v1", "v2", "v3"]
 
 
-def test_submitting_does_not_wait(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
-    hub.faults.delays_s["create_repo"] = 1.0
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is published before it is set."""
+    gate = threading.Event()
+
+    def push(*args: Any, **kwargs: Any) -> PushedVersion:
+        assert gate.wait(HELD_S), "the test waited for what it holds up"
+        return push_folder(*args, **kwargs)
+
+    monkeypatch.setattr(worker_module, "push_folder", push)
+    yield gate
+    gate.set()
+
+
+def test_submitting_does_not_wait(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder, gate: threading.Event
+) -> None:
     worker = PushWorker(token=TOKEN, retries=FAST)
-    folder = make_folder()
-    started = time.monotonic()
-    worker.submit(folder, target)
-    assert time.monotonic() - started < 0.5
+    worker.submit(make_folder(), target)
+    gate.set()
     assert worker.close(30.0) == []
     assert len(worker.pushed) == 1
 
@@ -65,29 +83,34 @@ def test_a_failure_does_not_stop_the_next_one(hub: LocalHub, target: PushTarget,
 
 
 def test_closing_has_a_deadline(
-    hub: LocalHub, target: PushTarget, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+    hub: LocalHub,
+    target: PushTarget,
+    make_folder: MakeFolder,
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hub.faults.delays_s["create_repo"] = 2.0
     worker = PushWorker(token=TOKEN, retries=FAST)
     first, second = make_folder(1), make_folder(2)
     worker.submit(first, target)
     worker.submit(second, target)
-    started = time.monotonic()
     assert worker.close(0.3) == [first, second]
-    assert time.monotonic() - started < 1.5
+    assert worker.failed == [], "it did not wait for the end of a try"
     assert f"swarm push {second}" in caplog.text
 
 
-def test_what_waits_is_bounded(hub: LocalHub, target: PushTarget, make_folder: MakeFolder) -> None:
-    hub.faults.delays_s["create_repo"] = 0.5
+def test_what_waits_is_bounded(
+    hub: LocalHub, target: PushTarget, make_folder: MakeFolder, gate: threading.Event
+) -> None:
     worker = PushWorker(token=TOKEN, retries=FAST, max_waiting=1)
     folders = [make_folder(seed) for seed in range(3)]
     worker.submit(folders[0], target)
-    deadline = time.monotonic() + 5
-    while worker._waiting and time.monotonic() < deadline:
+    deadline = time.monotonic() + HELD_S
+    while worker._waiting:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     worker.submit(folders[1], target)
     worker.submit(folders[2], target)
+    gate.set()
     assert worker.close(30.0) == [folders[1]], "the older of the waiting ones stays on disk"
     assert [version.folder for version in worker.pushed] == [folders[0], folders[2]]
     with pytest.raises(ConfigError, match=r"max_waiting must be at least 1, got 0"):

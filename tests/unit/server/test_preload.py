@@ -131,8 +131,8 @@ def test_name_that_is_neither_directory_nor_repository_is_refused(span: Span) ->
 def test_absurd_names_of_tensors_are_passed_over_quickly(model: Path, span: Span, tmp_path: Path) -> None:
     save_adapter(model, LORA, tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    absurd = {f"{'a.' * 20_000}layers.1.q_proj.lora_A": torch.ones(1), f"layers.{'9' * 5000}.q.lora_A": torch.ones(1)}
-    save_file({**load_file(path), **absurd}, path)
+    names = (f"{'a.' * 20_000}layers.1.q_proj.lora_A", f"layers.{'9' * 5000}.q.lora_A", f"{'1.' * 60_000}x")
+    save_file({**load_file(path), **{name: torch.ones(1) for name in names}}, path)
     started = time.monotonic()
     assert preload_adapter(str(tmp_path), span).spec.modules
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 15  # to look for blocks in the last one takes half a minute

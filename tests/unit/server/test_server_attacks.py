@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -60,14 +59,12 @@ def test_rows_cannot_explode_between_two_operations(service: Service) -> None:
     async def scene(ask: Ask) -> None:
         await ask(OPEN)
         assert isinstance(await ask(SessionStep(hidden=HIDDEN, cached_tokens=0)), SessionStepResponse)
-        # In the end there is one row, as the step says; a list of a billion rows lies between.
-        ops = (CacheOp(kind="repeat", indices=(1_000_000_000,)), CacheOp(kind="select", indices=(0,)))
-        started = time.monotonic()
+        # In the end there is one row, as the step says; a list of rows that no machine could hold lies between.
+        ops = (CacheOp(kind="repeat", indices=(10**15,)), CacheOp(kind="select", indices=(0,)))
         answer = await ask(SessionStep(hidden=HIDDEN, cached_tokens=1, ops=ops))
         assert isinstance(answer, Failure)
         assert answer.kind == "bad_request"
-        assert "makes 1000000000 rows, 256 are allowed" in answer.message
-        assert time.monotonic() - started < 2
+        assert "makes 1000000000000000 rows, 256 are allowed" in answer.message
         assert isinstance(await ask(SessionStep(hidden=HIDDEN, cached_tokens=1)), SessionStepResponse)
 
     play(service, "rpc_session", scene)

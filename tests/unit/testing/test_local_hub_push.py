@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.testing import LocalHub
 
 REPO = "alice/repo"
+# What a slow Hub is given to answer, and a client to ask.
+ANSWER_S, ASKED_S = 60.0, 20.0
 
 
 @pytest.fixture
@@ -161,7 +164,7 @@ def test_a_damaged_folder_and_a_taken_port_are_named(hub: LocalHub, tmp_path: Pa
 
 
 def test_closing_does_not_wait_for_slow_answers(hub: LocalHub, api: HfApi) -> None:
-    hub.faults.delays_s["refs"] = 30.0
+    hub.faults.delays_s["refs"] = ANSWER_S
     errors: list[BaseException] = []
 
     def ask() -> None:
@@ -172,9 +175,11 @@ def test_closing_does_not_wait_for_slow_answers(hub: LocalHub, api: HfApi) -> No
 
     thread = threading.Thread(target=ask)
     thread.start()
+    deadline = time.monotonic() + ASKED_S
     while not any("/refs" in request.path for request in list(hub.requests)):
+        assert time.monotonic() < deadline
         thread.join(0.01)
     hub.close()
-    thread.join(5)
+    thread.join(ANSWER_S / 2)
     assert not thread.is_alive()
     assert len(errors) == 1
