@@ -32,8 +32,11 @@ MAX_ROWS = 4
 LOOK_AHEAD = 2
 """Layers that are guessed: while the next one's experts are at hand, the disk reads those of the one behind."""
 
-# Share of the newest difference in the mean: some ten tokens are looked back at.
-_DRIFT_RATE = 0.1
+# Share of the newest difference in the mean, and tokens from one to the next after the first few: the mean moves
+# slowly, and taking it costs a layer as much time as asking a router.
+_DRIFT_RATE = 0.2
+_DRIFT_STEP = 4
+_FIRST_DRIFTS = 8
 _ROUTERS = ("gate", "router")
 
 
@@ -125,6 +128,8 @@ class _Predictor:
         self._input: tuple[int, nn.Module, Tensor] | None = None
         self._trial = PayTrial() if cache.config.prefetch == "auto" else None
         self._is_on = True
+        self._num_passes = 0
+        self._is_learning = True
 
     def hook(self, layer: int) -> Any:
         """Returns a forward pre-hook for a router."""
@@ -201,7 +206,7 @@ class _Predictor:
         if last is not None and self._next.get(last[0]) == layer and (before := last[1]()) is not None:
             self._seen[before].following = self._last[1]
             # Threads that run the same model are at different tokens.
-            if last[2] == thread:
+            if last[2] == thread and self._is_learning:
                 seen.note_drift(self._seen[before].hidden, hidden)
         if layer in self._unfit:
             return
@@ -213,6 +218,8 @@ class _Predictor:
 
     def _begin_pass(self, num_rows: int) -> None:
         self._cache.count_tokens(num_rows)
+        self._num_passes += 1
+        self._is_learning = self._num_passes <= _FIRST_DRIFTS or self._num_passes % _DRIFT_STEP == 0
         if self._trial is not None:
             self._is_on = self._trial.begin_pass(time.perf_counter(), is_decode=num_rows <= MAX_ROWS)
 
