@@ -23,6 +23,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.quantized_manifest import QUANT_METHOD
 
 __all__ = ["AutoSwarmModel", "AutoSwarmModelForCausalLM", "AutoSwarmModelForSequenceClassification"]
 
@@ -80,6 +81,7 @@ class _AutoSwarm:
         """
         settings = None if connection is not None else resolve_settings(initial_peers, swarm)
         checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
+        _check_not_store(checkpoint)
         _check_changes(config_changes, checkpoint.config)
         base_class = model_class(cls._mapping, checkpoint.config, cls._what)
         text_config = checkpoint.config.get_text_config(decoder=True)
@@ -98,6 +100,7 @@ class _AutoSwarm:
         )
 
 
+_MAX_CHARS = 300
 _CLIENT_SETTINGS = frozenset({
     "bos_token_id",
     "classifier_dropout",
@@ -113,6 +116,17 @@ _CLIENT_SETTINGS = frozenset({
     "router_aux_loss_coef",
     "use_cache",
 })  # fmt: skip
+
+
+def _check_not_store(checkpoint: Checkpoint) -> None:
+    """Refuses a quantized store: its blocks are announced as those of the model that it was made from."""
+    quantization = getattr(checkpoint.config, "quantization_config", None)
+    if isinstance(quantization, Mapping) and quantization.get("quant_method") == QUANT_METHOD:
+        base = str(quantization.get("base"))[:_MAX_CHARS]
+        raise ConfigError(
+            f"{checkpoint.name} is a store that swarm quantize made: servers serve it as blocks of {base!r}, so give "
+            "that model here"
+        )
 
 
 def _check_changes(changes: Mapping[str, Any], config: PreTrainedConfig) -> None:

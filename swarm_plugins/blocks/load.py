@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.layers import BlockList, Passing
-from swarm_plugins.blocks.offloaded import offload_experts, offloaded_parts, remove_experts
+from swarm_plugins.blocks.offloaded import offload_experts, offloaded_parts, quantized_linears, remove_experts
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import (
@@ -32,7 +32,8 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.quantized_manifest import QUANT_METHOD
+from swarm_plugins.offload.linears import replace_module
+from swarm_plugins.offload.quantized_store import QuantizedStore, open_quantized
 
 __all__ = ["DEFAULT_KV_BYTES", "load_span"]
 
@@ -41,8 +42,6 @@ log = logging.getLogger(__name__)
 DEFAULT_KV_BYTES = 1 << 30
 GROUP_BYTES = 1 << 30
 """Most bytes of a checkpoint that are loaded at once, if a block is not larger."""
-
-_MAX_CHARS = 200
 
 _IsWanted = Callable[[str], bool]
 
@@ -61,13 +60,14 @@ def load_span(
     """Loads consecutive blocks of a model and makes them ready to run.
 
     Args:
-        checkpoint: Where the weights are.
+        checkpoint: Where the weights are: a model, or a store that `swarm quantize` made.
         blocks: Global indices of the blocks, consecutive.
         dtype: Floating type to compute in. None: the checkpoint's.
         device: Where to run.
         quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept.
         kv_bytes: Budget for the keys and values of all sessions.
-        offload: Budgets of experts that stay on disk, to be read when tokens are routed to them. None: they are loaded.
+        offload: Budgets of experts that stay on disk, to be read when tokens are routed to them. None: they are loaded,
+            which those of a quantized store are not.
         progress: Whether to show a progress bar while reading.
 
     Returns:
@@ -83,18 +83,25 @@ def load_span(
         raise ConfigError(f"blocks must be a non-empty range of consecutive indices, got {blocks}")
     check_quantization(quantization)
     pool = KVPool(kv_bytes)
-    config = _span_config(checkpoint)
+    store = open_quantized(checkpoint)
+    if store is not None and offload is None:
+        raise ConfigError(
+            f"{checkpoint.name} is a store that swarm quantize made, whose experts are read when they are needed: say "
+            "how much memory they may take with fast_bytes"
+        )
+    config = _span_config(checkpoint, store)
     base_class = _base_class(config)
     path = _layer_path(base_class, config)
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
     parts = None
     if offload is not None:
-        parts = offloaded_parts(checkpoint, blocks, quantization, offload, wanted, torch.device(device))
+        parts = offloaded_parts(checkpoint, store, blocks, quantization, offload, wanted, torch.device(device))
     is_wanted = None if parts is None else frozenset(parts.others).__contains__
     model: PreTrainedModel | None = None
     for group in _groups(checkpoint, path, blocks, is_wanted):
         tensors = _read(checkpoint, base_class, path, group, progress, is_wanted)
-        cut_class = _cut_class(base_class, path, group, has_experts=parts is None)
+        linears = quantized_linears(parts, path, group).values()
+        cut_class = _cut_class(base_class, path, group, has_experts=parts is None, without=linears)
         part = model_from_tensors(cut_class, config, tensors, wanted, checkpoint.name)
         part.requires_grad_(False)
         nn.Module.to(part, device)
@@ -107,6 +114,8 @@ def load_span(
     experts = None
     if parts is not None and offload is not None:
         experts = offload_experts(model, parts, offload, torch.device(device))
+        if store is not None:
+            store.install_linears(model, torch.device(device), quantized_linears(parts, path, blocks))
     return Span(model, path, blocks, pool, wanted, experts)
 
 
@@ -178,19 +187,13 @@ def _joined(model: PreTrainedModel, part: PreTrainedModel, path: str, blocks: ra
     return model
 
 
-def _span_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+def _span_config(checkpoint: Checkpoint, store: QuantizedStore | None) -> PreTrainedConfig:
     # A copy: the attention implementation is switched in it while calls run.
     config = copy.deepcopy(checkpoint.config.get_text_config(decoder=True))
     quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, Mapping) and quantization.get("quant_method") == QUANT_METHOD:
-        # Its blocks are another version's than those that clients of the base ask for.
-        base, bits = (str(quantization.get(key))[:_MAX_CHARS] for key in ("base", "expert_bits"))
-        raise UnsupportedError(
-            f"{checkpoint.name} is a store that swarm quantize made, for swarm run and load_offloaded: to serve "
-            f"blocks, give the model that it was made from, {base}, and offload its experts with expert_bits={bits}, "
-            "which packs them as they are read"
-        )
-    if quantization is not None:
+    if store is not None and quantization is not None:
+        del config.quantization_config
+    elif quantization is not None:
         raise UnsupportedError(
             f"{checkpoint.name} is stored quantized ({quantization}): give the unquantized checkpoint, "
             "and quantize while serving with quantization='int8' or 'nf4'"
@@ -219,15 +222,17 @@ def _layer_path(base_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
 
 def _cut_class(
-    base_class: type[PreTrainedModel], path: str, blocks: range, *, has_experts: bool
+    base_class: type[PreTrainedModel], path: str, blocks: range, *, has_experts: bool, without: Collection[str]
 ) -> type[PreTrainedModel]:
-    """Makes a subclass that constructs the cut-down model."""
+    """Makes a subclass that constructs the cut-down model, some of its modules left out."""
 
     def init(self: Any, config: PreTrainedConfig) -> None:
         base_class.__init__(self, config)
         _cut(self, path, blocks)
         if not has_experts:
             remove_experts(self)
+        for name in without:
+            replace_module(self, name, nn.Identity())
 
     # HF looks conversions up by the class's name and capabilities by its module's source.
     attributes = {"__init__": init, "__module__": base_class.__module__, "__qualname__": base_class.__qualname__}

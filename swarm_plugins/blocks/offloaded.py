@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint import Checkpoint, layer_list_name
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload.attach import attach_experts, check_budget, formats_of
@@ -14,13 +14,15 @@ from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.parts import Parts, parts_of
 from swarm_plugins.offload.prefetch import install_prefetch
+from swarm_plugins.offload.quantized_store import QuantizedStore
 from swarm_plugins.offload.types import ExpertCache
 
-__all__ = ["offload_experts", "offloaded_parts", "remove_experts"]
+__all__ = ["offload_experts", "offloaded_parts", "quantized_linears", "remove_experts"]
 
 
 def offloaded_parts(
     checkpoint: Checkpoint,
+    store: QuantizedStore | None,
     blocks: range,
     quantization: str,
     config: OffloadConfig,
@@ -31,6 +33,7 @@ def offloaded_parts(
 
     Args:
         checkpoint: The model.
+        store: What `swarm quantize` made of it, if the checkpoint is that.
         blocks: The span's blocks.
         quantization: Of the other weights; must be ``none``.
         config: The settings.
@@ -48,11 +51,11 @@ def offloaded_parts(
             f"quantization is {quantization!r} and experts are offloaded: give the width of the experts by "
             "expert_bits (bits=4 in --offload), and leave quantization at 'none'"
         )
-    if config.other_bits not in (None, 16):
+    if config.other_bits not in (None, 16, None if store is None else store.manifest.other_bits):
         raise ConfigError(
             f"other_bits is {config.other_bits}: a span keeps its other weights as they are, leave it out"
         )
-    parts = parts_of(checkpoint, dtype=dtype, layers=blocks)
+    parts = parts_of(checkpoint, store, dtype=dtype, layers=blocks)
     check_budget(parts, formats_of(parts, config, device), config, device)
     parts.fetch()
     return parts
@@ -67,7 +70,27 @@ def remove_experts(model: nn.Module) -> None:
             module._is_hf_initialized = True  # type: ignore[assignment]
 
 
-def offload_experts(model: PreTrainedModel, parts: Parts, config: OffloadConfig, device: torch.device) -> ExpertCache:
+def quantized_linears(parts: Parts | None, layer_path: str, blocks: range) -> dict[str, str]:
+    """Returns the names of the quantized linear layers of some blocks, and their paths in the span's model.
+
+    Args:
+        parts: What a store consists of; anything else has none.
+        layer_path: Path of the layer list in the span's model.
+        blocks: The blocks.
+    """
+    if parts is None or parts.quantized is None:
+        return {}
+    whole = layer_list_name(parts.outline)
+    return {
+        name: layer_path + name.removeprefix(whole)
+        for name in parts.quantized.manifest.linears
+        if any(name.startswith(f"{whole}.{block}.") for block in blocks)
+    }
+
+
+def offload_experts(
+    model: PreTrainedModel, parts: Parts, config: OffloadConfig, device: torch.device
+) -> ExpertCache | None:
     """Makes the experts of a span borrow their weights from memory of bounded size.
 
     Args:
@@ -77,11 +100,13 @@ def offload_experts(model: PreTrainedModel, parts: Parts, config: OffloadConfig,
         device: Where the span computes.
 
     Returns:
-        What lends them.
+        What lends them; None if the span has none.
 
     Raises:
         CapacityError: If the budget does not hold one expert for each reader and one to compute with.
     """
+    if not parts.paths:
+        return None
     formats = formats_of(parts, config, device)
     cache = make_cache(parts.store, formats, config, device)
     attach_experts(model, parts, formats, cache, device)

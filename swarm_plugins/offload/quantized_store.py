@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,30 +38,36 @@ class QuantizedStore:
     Args:
         checkpoint: The store's files.
         manifest: What it says of itself.
+        layers: Those whose experts are wanted; None: all.
     """
 
-    def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, layers: Container[int] | None = None) -> None:
         self.manifest = manifest
         self.num_experts: Mapping[int, int] = {
-            int(index): layer.num_experts for index, layer in manifest.layers.items()
+            int(index): layer.num_experts
+            for index, layer in manifest.layers.items()
+            if layers is None or int(index) in layers
         }
         self._checkpoint = checkpoint
         self._layouts = {layer: self._stored(layer) for layer in self.num_experts}
         self._files: dict[str, tuple[Path, FileIdentity]] = {}
 
-    def fetch(self, layers: Iterable[int]) -> None:
-        """Brings the files of some layers' experts here; until then the headers are all that is known of them.
+    def of_layers(self, layers: Container[int]) -> QuantizedStore:
+        """Returns the same with the experts of some layers only."""
+        return QuantizedStore(self._checkpoint, self.manifest, layers)
+
+    def fetch(self) -> None:
+        """Brings the files of the experts here; until then the headers are all that is known of them.
 
         What is there then is what is read later, or nothing.
 
         Raises:
             CheckpointError: If a file is missing or cannot be fetched.
         """
-        names = (name for layer in layers for name in self._expert_tensors(layer))
+        names = (expert_tensor(layer, expert) for layer, count in self.num_experts.items() for expert in range(count))
         for file in sorted({self._checkpoint.tensors[name].file for name in names}):
-            if file not in self._files:
-                path = self._checkpoint.file_path(file)
-                self._files[file] = (path, file_identity(path))
+            path = self._checkpoint.file_path(file)
+            self._files[file] = (path, file_identity(path))
 
     def stored_layout(self, layer: int) -> BufferLayout:
         """Returns how an expert of a layer lies in its buffer after reading."""
@@ -89,20 +95,25 @@ class QuantizedStore:
     def other_tensors(self) -> list[str]:
         """Returns the names of the tensors that are neither experts nor of quantized linear layers."""
         taken = {f"{name}.{part}" for name in self.manifest.linears for part in (*PARTS.values(), "bias")}
-        taken.update(name for layer in self.num_experts for name in self._expert_tensors(layer))
+        for index, layer in self.manifest.layers.items():
+            taken.update(expert_tensor(int(index), expert) for expert in range(layer.num_experts))
         return [name for name in self._checkpoint.tensors if name not in taken]
 
-    def install_linears(self, model: PreTrainedModel, device: torch.device) -> None:
+    def install_linears(
+        self, model: PreTrainedModel, device: torch.device, places: Mapping[str, str] | None = None
+    ) -> None:
         """Puts the quantized linear layers where they belong.
 
         Args:
             model: With any modules in their places.
             device: Where they compute.
+            places: Names of those that are wanted, and where they go in the model; None: all, by their names.
 
         Raises:
             CheckpointError: If scales are not finite.
         """
-        for name, shape in self.manifest.linears.items():
+        linears = self.manifest.linears
+        for name, place in (places if places is not None else {name: name for name in linears}).items():
             names = {part: f"{name}.{full}" for part, full in PARTS.items()}
             bias_name = f"{name}.bias"
             has_bias = bias_name in self._checkpoint.tensors
@@ -114,7 +125,8 @@ class QuantizedStore:
                     f"{names['scales']} in {self._checkpoint.name} holds numbers that are not finite: the store is "
                     "damaged, fetch it again or run swarm quantize again"
                 )
-            replace_module(model, name, QuantizedLinear(shape, self.manifest.other_bits, parts, bias, device))
+            linear = QuantizedLinear(linears[name], self.manifest.other_bits, parts, bias, device)
+            replace_module(model, place, linear)
 
     def saved_bytes(self, dtype: torch.dtype) -> int:
         """Returns how much less memory the linear layers take than in a floating type."""
@@ -144,9 +156,6 @@ class QuantizedStore:
         plain = self.manifest.layers[str(layer)].layout()
         bits = self.manifest.expert_bits
         return plain if bits == 16 else QuantizedFormat(plain, bits, torch.device("cpu")).stored
-
-    def _expert_tensors(self, layer: int) -> list[str]:
-        return [expert_tensor(layer, expert) for expert in range(self.num_experts[layer])]
 
     def _check_tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         info = self._checkpoint.tensors.get(name)

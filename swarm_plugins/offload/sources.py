@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from swarm_plugins.errors import UnsupportedError
@@ -31,19 +31,18 @@ class CheckpointStore:
         }
         self.num_experts: Mapping[int, int] = {layer: tensors[0].num_experts for layer, tensors in layers.items()}
 
-    def fetch(self, layers: Iterable[int]) -> None:
-        """Brings the files of some layers here; until then the headers are all that is known of them.
+    def fetch(self) -> None:
+        """Brings the files here; until then the headers are all that is known of them.
 
         What is there then is what is read later, or nothing.
 
         Raises:
             CheckpointError: If a file is missing or cannot be fetched.
         """
-        tensors = (tensor for layer in layers for tensor in self._layers[layer])
+        tensors = (tensor for tensors in self._layers.values() for tensor in tensors)
         for file in sorted({info.file for tensor in tensors for group in tensor.groups for info in group}):
-            if file not in self._files:
-                path = self._file_path(file)
-                self._files[file] = (path, file_identity(path))
+            path = self._file_path(file)
+            self._files[file] = (path, file_identity(path))
 
     def stored_layout(self, layer: int) -> BufferLayout:
         """Returns how an expert of a layer lies in its buffer after reading."""

@@ -17,7 +17,8 @@ _USABLE_SHARE = 0.9
 _QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.57}
 """Bytes per weight, scales included."""
 _EXPERTS = ".experts."
-"""In the names of nearly all families; where it is not, fewer blocks are taken than would fit."""
+"""In the names of nearly all families, and of quantized stores with a dot before; where it is not, fewer blocks are
+taken than would fit."""
 
 
 def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_bytes: int | None = None) -> int:
@@ -52,7 +53,7 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
 
 
 def _hosted_bytes(info: TensorInfo, config: ServeConfig) -> float:
-    if config.offload is not None and _EXPERTS in info.name:
+    if config.offload is not None and _EXPERTS in f".{info.name}":
         return 0.0
     numel, dtype = math.prod(info.shape), info.dtype
     if len(info.shape) > 1 and config.quantization in _QUANTIZED_BYTES:

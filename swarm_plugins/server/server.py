@@ -27,6 +27,7 @@ from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.fit import blocks_that_fit
 from swarm_plugins.server.free_memory import return_free_memory
 from swarm_plugins.server.handlers import info_handler, push_handler
+from swarm_plugins.server.identity import identity_of
 from swarm_plugins.server.measure import measure
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
@@ -128,8 +129,8 @@ class SwarmServer:
         config = self.config
         device = _checked_device(config.device)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
-        identity = await in_thread(lambda: checkpoint.version)
-        version = identity.key
+        identity = await in_thread(lambda: identity_of(checkpoint, config))
+        version = identity.version.key
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         named = config.span_of(num_blocks)
         self._presence = Presence(
@@ -149,12 +150,12 @@ class SwarmServer:
         self._info = ServerInfo(
             version=version,
             # The name without its path: it is announced to everybody.
-            model=identity.name,
+            model=identity.version.name,
             num_blocks=num_blocks,
             start=blocks.start,
             end=blocks.stop,
             dtype=config.dtype or "",
-            quantization=config.announced_quantization,
+            quantization=identity.quantization,
             state="joining",
             max_batch_tokens=config.limits.max_batch_tokens,
             max_session_tokens=config.limits.max_session_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
 from swarm_plugins.client import connect
-from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.testing.models import save_tiny, tiny_model
 
 
@@ -64,13 +62,3 @@ def test_wrong_uses_end_in_one_sentence(family: str, offload: str, message: str,
     assert ended.returncode != 0
     assert message in ended.stderr.replace("\n", " ")
     assert "Traceback" not in ended.stderr
-
-
-def test_a_quantized_store_is_refused_with_the_model_to_serve_instead(model: Path, tmp_path: Path) -> None:
-    quantize_checkpoint(model, tmp_path / "store", expert_bits=4, progress=False)
-    command = [sys.executable, "-m", "swarm_plugins", "serve", str(tmp_path / "store"), "--offload", "fast=74KB"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 1
-    said = " ".join(ended.stderr.split())
-    assert re.search(r"store that swarm quantize made.*tiny-mixtral@local-\w+, .*with --offload bits=4, which", said)
-    assert "Traceback" not in said

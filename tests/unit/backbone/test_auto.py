@@ -18,6 +18,7 @@ from swarm_plugins.backbone.loading import model_class
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import LocalFiles, Piece
 from swarm_plugins.errors import CheckpointError, ConfigError, MissingBlocksError, UnsupportedError
+from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny, tiny_model
 
@@ -109,6 +110,15 @@ def test_settings_that_servers_would_not_know_of_are_refused(
 def test_no_peers_is_found_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no swarm to join"):
         AutoSwarmModelForCausalLM.from_pretrained(tmp_path / "missing")
+
+
+def test_a_quantized_store_is_refused_with_the_model_to_give(
+    swarm: InProcessSwarm, directory: Path, tmp_path: Path
+) -> None:
+    quantize_checkpoint(directory, tmp_path / "store", expert_bits=4, progress=False)
+    version = Checkpoint.open(directory).version
+    with pytest.raises(ConfigError, match=f"servers serve it as blocks of '{version}', so give that model here"):
+        AutoSwarmModelForCausalLM.from_pretrained(tmp_path / "store", connection=swarm.connection)
 
 
 def test_a_directory_that_does_not_exist_is_named(swarm: InProcessSwarm, tmp_path: Path) -> None:

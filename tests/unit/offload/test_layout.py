@@ -42,7 +42,7 @@ def store_of(family: str, directory: Path) -> CheckpointStore:
     model = outline(family)
     located = locate_experts(model, paths_of(model), checkpoint.tensors)
     found = CheckpointStore(located.experts, checkpoint.file_path)
-    found.fetch(located.experts)
+    found.fetch()
     return found
 
 

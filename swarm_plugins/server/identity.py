@@ -1,0 +1,51 @@
+"""As what a server's blocks are announced: whose weights they are, and how precisely it keeps them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.offload.quantized_manifest import Manifest
+from swarm_plugins.offload.quantized_store import open_quantized
+from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.versions import ModelVersion
+
+__all__ = ["Identity", "identity_of"]
+
+
+class Identity(NamedTuple):
+    """What clients look for, and what they are told."""
+
+    version: ModelVersion
+    """Of the weights as they were published."""
+    quantization: str
+    """How they are kept: ``none``, ``int8``, ``nf4``, or the widths of experts and others."""
+
+
+def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
+    """Returns the identity of the blocks of a checkpoint.
+
+    Those of a quantized store are blocks of the model that it was made from, kept in few bits, as those are that are
+    quantized while they are loaded: clients ask for that model, and are told of the bits.
+
+    Args:
+        checkpoint: What is served.
+        config: The server's settings.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or a store is damaged.
+    """
+    store = open_quantized(checkpoint)
+    if store is None:
+        return Identity(checkpoint.version, config.announced_quantization)
+    return Identity(store.manifest.base_version, _widths(store.manifest))
+
+
+def _widths(manifest: Manifest) -> str:
+    kept = {"experts": manifest.expert_bits, "others": manifest.other_bits}
+    # Of the others 16 bits are what nobody would ask about; experts are named, so that a store is told from the model.
+    return "+".join(
+        f"{part}-{bits if isinstance(bits, str) else f'int{bits}' if bits != 16 else '16bit'}"
+        for part, bits in kept.items()
+        if part == "experts" or bits != 16
+    )

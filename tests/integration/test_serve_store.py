@@ -1,0 +1,77 @@
+"""`swarm serve` of a quantized store: blocks of the model that it was made from, in few bits, and announced as that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, OffloadConfig, SwarmConfig, load_offloaded
+from swarm_plugins.backbone.version import served_blocks
+from swarm_plugins.client import connect
+from swarm_plugins.offload import quantize_checkpoint
+from swarm_plugins.testing.models import save_tiny, tiny_model
+
+IDS = torch.arange(5, 15)[None]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral")
+    # Embeddings that a store, which has them in 16 bits, does not round.
+    tiny_model("mixtral").bfloat16().float().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(base: Path) -> Path:
+    path = base.with_name("store")
+    quantize_checkpoint(base, path, expert_bits=4, other_bits=8, progress=False)
+    return path
+
+
+@pytest.mark.swarm
+def test_a_chain_over_a_store_gives_the_numbers_of_the_store_loaded_here(base: Path, store: Path) -> None:
+    here = load_offloaded(store, OffloadConfig(fast_bytes=100_000), device="cpu")
+    with (
+        LocalSwarm(store, num_servers=2, offload="fast=60KB,prefetch=on", kv_bytes="16MB") as swarm,
+        connect(swarm.initial_peers, SwarmConfig()) as connection,
+    ):
+        remote = AutoSwarmModelForCausalLM.from_pretrained(base, connection=connection)
+        assert [(one.start, one.end, one.quantization) for one in served_blocks(remote)] == [
+            (0, 2, "experts-int4+others-int8"),
+            (2, 4, "experts-int4+others-int8"),
+        ]
+        with torch.no_grad():
+            found, expected = remote(IDS).logits, here(IDS).logits
+        # Logits of about one; few-bit products round activations to 16 bits.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        arguments = {"max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(remote.generate(IDS, **arguments), here.generate(IDS, **arguments))
+        losses, grads = [], []
+        for model in (remote, here):
+            torch.manual_seed(1)
+            targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
+            loss = tuned(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            losses.append(loss.detach())
+            grads.append([parameter.grad for parameter in tuned.parameters() if parameter.requires_grad])
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    assert len(grads[0]) == len(grads[1]) > 0
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_a_store_without_a_budget_is_refused_with_the_option_to_give(store: Path) -> None:
+    command = [sys.executable, "-m", "swarm_plugins", "serve", str(store)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    said = " ".join(ended.stderr.split())
+    assert said.startswith("swarm serve: ")
+    assert "say how much memory they may take with --offload fast" in said
+    assert "Traceback" not in said
