@@ -13,11 +13,11 @@ from swarm_plugins.offload.attach import attach_experts, check_budget, formats_o
 from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.devices import choose_device
+from swarm_plugins.offload.formats.choice import width_on
 from swarm_plugins.offload.linears import quantize_linears
 from swarm_plugins.offload.parts import find_parts, load_rest
 from swarm_plugins.offload.prefetch import install_prefetch
 from swarm_plugins.offload.standin import OffloadedExperts
-from swarm_plugins.offload.widths import width_on
 
 __all__ = ["load_offloaded"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-import torch
-
 from swarm_plugins.errors import ConfigError
 
 __all__ = [
@@ -18,7 +16,6 @@ __all__ = [
     "check_width",
     "num_bits",
     "sort_key",
-    "width_on",
     "width_text",
 ]
 
@@ -68,12 +65,3 @@ def sort_key(width: Width) -> tuple[int, str]:
 def width_text(width: Width) -> str:
     """Returns a width in words: ``4 bits`` or ``nf4``."""
     return NF4 if width == NF4 else f"{width} bits"
-
-
-def width_on(width: Width, device: torch.device) -> Width:
-    """Returns the width that weights get which are quantized on their way to a device.
-
-    There are two kinds of 4 bits: this package's own, which torch multiplies with fast on a CPU, and nf4, which
-    bitsandbytes multiplies with fast on a CUDA device.
-    """
-    return NF4 if width == 4 and device.type == "cuda" else width

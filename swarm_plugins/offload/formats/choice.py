@@ -7,9 +7,9 @@ import torch
 from swarm_plugins.offload.formats.experts import QuantizingFormat
 from swarm_plugins.offload.formats.plain import PlainFormat
 from swarm_plugins.offload.types import BufferLayout, ExpertFormat
-from swarm_plugins.offload.widths import Width, width_on
+from swarm_plugins.offload.widths import NF4, Width
 
-__all__ = ["expert_format", "half_type"]
+__all__ = ["expert_format", "half_type", "width_on"]
 
 
 def expert_format(
@@ -34,3 +34,12 @@ def expert_format(
 def half_type(dtype: torch.dtype) -> torch.dtype:
     """Returns the type of 16 bits that stands for a floating type."""
     return torch.bfloat16 if dtype.itemsize > 2 else dtype
+
+
+def width_on(width: Width, device: torch.device) -> Width:
+    """Returns the width that weights get which are quantized on their way to a device.
+
+    There are two kinds of 4 bits: this package's own, which torch multiplies with fast on a CPU, and nf4, which
+    bitsandbytes multiplies with fast on a CUDA device.
+    """
+    return NF4 if width == 4 and device.type == "cuda" else width

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from swarm_plugins.offload.formats import bnb
+from swarm_plugins.offload.formats.choice import width_on
 from swarm_plugins.offload.formats.int8 import Int8Matrix
 from swarm_plugins.offload.formats.matrices import multiply
-from swarm_plugins.offload.widths import EXPERT_BITS, num_bits, sort_key, width_on, width_text
+from swarm_plugins.offload.widths import EXPERT_BITS, num_bits, sort_key, width_text
 
 
 def test_its_remark_about_a_kernel_that_it_lacks_is_not_passed_on(
