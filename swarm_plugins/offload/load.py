@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
 
-from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
@@ -17,7 +16,7 @@ from swarm_plugins.offload.formats.choice import width_on
 from swarm_plugins.offload.linears import quantize_linears
 from swarm_plugins.offload.parts import find_parts, load_rest
 from swarm_plugins.offload.prefetch import install_prefetch
-from swarm_plugins.offload.standin import OffloadedExperts
+from swarm_plugins.offload.saving import refuse_saving
 
 __all__ = ["load_offloaded"]
 
@@ -75,10 +74,7 @@ def load_offloaded(
     install_prefetch(model, cache)
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
-    for module in model.modules():
-        # Also the base model, which users take out of a model.
-        if isinstance(module, PreTrainedModel) and any(isinstance(one, OffloadedExperts) for one in module.modules()):
-            module.save_pretrained = _refuse_saving  # type: ignore[method-assign]
+    refuse_saving(model)
     return model
 
 
@@ -88,13 +84,3 @@ def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
     if wanted not in _DTYPES:
         raise ConfigError(f"dtype is {wanted!r}; allowed are {', '.join(_DTYPES)}, or the torch.dtype itself")
     return _DTYPES[wanted]
-
-
-def _refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
-    # What would be written looks like a model, but has no experts.
-    raise UnsupportedError(
-        "a model with offloaded experts is not saved as a whole, its experts stay in the checkpoint that it was loaded "
-        "from: train an adapter and save that (get_peft_model(model, ...).save_pretrained; a Trainer that gets the "
-        "adapted model does so by itself), or save other tensors that were trained from model.state_dict(), in a "
-        "Trainer with save_strategy='no'"
-    )

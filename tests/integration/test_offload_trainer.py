@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -26,7 +27,7 @@ def load(directory: Path) -> nn.Module:
     return load_offloaded(directory, OffloadConfig(fast_bytes=100_000), device="cpu").float()
 
 
-def train(model: nn.Module, out: Path, save_strategy: str = "steps") -> None:
+def train(model: nn.Module, out: Path, save_strategy: str = "steps", trainer_class: type[Trainer] = Trainer) -> None:
     arguments = TrainingArguments(
         str(out),
         max_steps=2,
@@ -39,7 +40,7 @@ def train(model: nn.Module, out: Path, save_strategy: str = "steps") -> None:
         use_cpu=True,
         disable_tqdm=True,
     )
-    Trainer(model, arguments, train_dataset=[{"input_ids": IDS, "labels": IDS}] * 4).train()
+    trainer_class(model, arguments, train_dataset=[{"input_ids": IDS, "labels": IDS}] * 4).train()
 
 
 def test_an_adapter_on_experts_is_saved_and_loaded_again(directory: Path, tmp_path: Path) -> None:
@@ -54,9 +55,28 @@ def test_an_adapter_on_experts_is_saved_and_loaded_again(directory: Path, tmp_pa
     assert (found - untrained).abs().max() > 1e-2
 
 
-def test_other_tensors_are_trained_without_saving_the_whole_model(directory: Path, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_would_be_refused_does_not_begin(directory: Path, tmp_path: Path) -> None:
+    model = load(directory)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
     with pytest.raises(UnsupportedError, match=r"train an adapter and save that .*Trainer with save_strategy='no'"):
-        train(load(directory), tmp_path)
+        train(model, tmp_path)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_a_trainer_that_saves_in_its_own_way_may(directory: Path, tmp_path: Path) -> None:
+    class KeepsTheHead(Trainer):
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(exist_ok=True)
+            save_file({"head": self.model.lm_head.weight.detach()}, folder / "head.safetensors")
+
+    model = load(directory)
+    train(model, tmp_path, trainer_class=KeepsTheHead)
+    saved = load_file(tmp_path / "checkpoint-2" / "head.safetensors")["head"]
+    assert torch.equal(saved, model.lm_head.weight)
+
+
+def test_other_tensors_are_trained_without_saving_the_whole_model(directory: Path, tmp_path: Path) -> None:
     model = load(directory)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     train(model, tmp_path, save_strategy="no")
