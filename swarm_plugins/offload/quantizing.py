@@ -333,3 +333,6 @@ def _work_directory(target: Path) -> Iterator[Path]:
 def _check_free(target: Path) -> None:
     if target.exists() and not (target.is_dir() and not os.listdir(target)):
         raise ConfigError(f"{target} exists: give another directory, or remove it")
+    above = next(parent for parent in target.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{target} cannot be made, {above} is a file: give another directory")

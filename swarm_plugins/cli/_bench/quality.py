@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from swarm_plugins.cli._bench.quality_table import QualityReport, Row
+from swarm_plugins.cli._chat.tokenizer import load_tokenizer
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.demo.quiet import quiet_loading
 from swarm_plugins.demo.text import demo_pieces
@@ -82,12 +83,7 @@ def text_pieces(model: str, text: Path | None, num_pieces: int, length: int, rev
         ConfigError: If the file is too short or cannot be read, or the model has no tokenizer.
         MissingExtraError: If the addresses are not installed.
     """
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, revision=revision or "main")
-    except (OSError, ValueError) as exc:
-        raise ConfigError(
-            f"{model} has no tokenizer that can be loaded ({exc}): a text cannot be cut into tokens"
-        ) from exc
+    tokenizer = load_tokenizer(model, revision)
     if text is None:
         return demo_pieces(tokenizer, length).held_out[:num_pieces]
     return _pieces_of_file(tokenizer, text, num_pieces, length)

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.devices import choose_device
 from swarm_plugins.offload.forecast import Speeds
 from swarm_plugins.offload.measure import disk_rate, expert_rate, link_rate, step_seconds
 from swarm_plugins.offload.model_sizes import meta_model, model_sizes
@@ -56,9 +56,10 @@ def plan_model(
 
     Raises:
         CapacityError: If the model does not fit even so.
+        ConfigError: If there is no such device, or it is none that experts are offloaded for.
         UnsupportedError: If it has no experts that can be offloaded.
     """
-    target = _device(device)
+    target = choose_device(device)
     checkpoint = Checkpoint.open(name, revision=revision)
     sizes = model_sizes(checkpoint, context_tokens=context_tokens)
     source = "given" if disk_bytes_per_s else "measured" if checkpoint.directory else "assumed"
@@ -86,16 +87,6 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _USABLE_SHARE)
     return int(psutil.virtual_memory().available * _USABLE_SHARE)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as exc:
-        raise ConfigError(f"--device {name!r} is none that torch knows: give cpu or cuda") from exc
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch finds no CUDA device here; leave the option out")
-    return device
 
 
 def measured_disk(checkpoint: Checkpoint, block_bytes: int) -> tuple[float, float]:

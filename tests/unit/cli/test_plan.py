@@ -70,7 +70,8 @@ def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> Non
         pytest.param(["--memory", "lots"], "'lots' is no size", id="size"),
         pytest.param(["--memory", "1MB"], "1000000 bytes are too few", id="too-little"),
         pytest.param(["--disk-rate", "0"], "--disk-rate 0 is no speed", id="disk"),
-        pytest.param(["--device", "toaster"], "--device 'toaster' is none that torch knows", id="device"),
+        pytest.param(["--device", "toaster"], "device is 'toaster'; allowed are 'cpu', 'cuda'", id="device"),
+        pytest.param(["--device", "mps"], "device is 'mps'; experts are offloaded for 'cpu', 'cuda'", id="kind"),
         pytest.param(["--revision", "main"], "has no revisions", id="revision"),
     ],
 )

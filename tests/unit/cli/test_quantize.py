@@ -59,6 +59,19 @@ def test_quantize_refuses_in_one_sentence(model: Path, tmp_path: Path, arguments
     assert not (tmp_path / "q").exists()
 
 
+def test_quantize_refuses_a_place_below_a_file(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("")
+    code, output = run("quantize", model, "--out", tmp_path / "notes" / "q")
+    assert code == 1
+    assert "notes is a file: give another directory" in output
+
+
+def test_quality_names_a_directory_that_is_none(tmp_path: Path) -> None:
+    code, output = run("bench", "quality", "--model", tmp_path / "none")
+    assert code == 1
+    assert "there is no directory" in output
+
+
 def test_quantize_refuses_a_model_without_experts(tmp_path: Path) -> None:
     code, output = run("quantize", save_tiny("llama", tmp_path / "llama"), "--out", tmp_path / "q")
     assert code == 1

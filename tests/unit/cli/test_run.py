@@ -91,6 +91,15 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "has no tokenizer that can be loaded" in err
 
 
+def test_a_directory_that_is_none_is_named_and_not_its_tokenizer(tmp_path: Path) -> None:
+    for name, words in ((tmp_path / "none", "there is no directory"), (tmp_path, "has no config.json")):
+        code, _, err = run(str(name), "--prompt", PROMPT)
+        assert code == 1
+        assert err.startswith("swarm run: ")
+        assert words in err
+        assert "tokenizer" not in err
+
+
 def test_the_report_gives_rates_of_a_step_and_a_second() -> None:
     stats = OffloadStats(
         hits=30, misses=10, bytes_read=40_000_000, stall_s=1.0, seconds=4.0, tokens=20, passes=10, guesses=0
