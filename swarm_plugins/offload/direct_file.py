@@ -25,7 +25,7 @@ __all__ = ["BLOCK_BYTES", "CHUNK_BYTES", "Bounce", "Bytes", "DirectFile", "file_
 
 Bytes = npt.NDArray[np.uint8]
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 4 << 20
 """Bytes asked for at once: enough for the disk's full speed, and a read that is cancelled stops soon."""
 
 BLOCK_BYTES = 4096

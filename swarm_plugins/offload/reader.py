@@ -15,6 +15,8 @@ from swarm_plugins.offload.types import FileRange
 
 __all__ = ["RangeReader", "ReadCancelled"]
 
+# Of half an expert: with less, another thread costs more than it saves.
+_LEAST_SHARED_BYTES = 2 << 20
 # Bytes between two ranges that are cheaper to read than to start another read for.
 _MAX_GAP_BYTES = 64 * 1024
 
@@ -79,7 +81,7 @@ class RangeReader:
 
     def _read(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
         half = sum(item.num_bytes for item in ranges) // 2
-        if self._queue is None or job.is_guess or half < CHUNK_BYTES:
+        if self._queue is None or job.is_guess or half < _LEAST_SHARED_BYTES:
             return self._read_runs(ranges, into, job)
         first, second = _split(ranges, half)
         other = _Half(lambda: self._read_runs(second, into, job))

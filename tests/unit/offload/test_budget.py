@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +128,16 @@ def test_buffers_have_their_size_and_alignment(num_bytes: int) -> None:
     buffer = host_buffer(num_bytes)
     assert buffer.numel() == num_bytes
     assert buffer.data_ptr() % 64 == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not wipe memory of a forked process")
+def test_a_forked_process_keeps_no_experts() -> None:
+    buffer = host_buffer(1 << 20).fill_(1)
+    pid = os.fork()
+    if not pid:
+        os._exit(int(buffer.numpy().any()))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert buffer.numpy().all()
 
 
 def test_a_budget_below_nothing_is_refused_by_the_config() -> None:
