@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from swarm_plugins.checkpoint import Checkpoint
@@ -11,6 +12,8 @@ from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["Identity", "identity_of"]
+
+log = logging.getLogger(__name__)
 
 
 class Identity(NamedTuple):
@@ -38,7 +41,16 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
     store = open_quantized(checkpoint)
     if store is None:
         return Identity(checkpoint.version, config.announced_quantization)
-    return Identity(store.manifest.base_version, _widths(store.manifest))
+    base = store.manifest.base_version
+    if checkpoint.directory is None:
+        # Nobody can tell from few bits whose weights they were.
+        log.warning(
+            "%s says that it was made from %s: its blocks are announced as blocks of that model, so serve it only if "
+            "you trust who published it, or make a store yourself with swarm quantize",
+            checkpoint.version,
+            base,
+        )
+    return Identity(base, _widths(store.manifest))
 
 
 def _widths(manifest: Manifest) -> str:

@@ -64,6 +64,12 @@ def test_a_plan_downloads_no_weights(name: str, hub: LocalHub, directories: dict
     assert fetched_files(hub, name, directories) == []
 
 
+def test_a_span_of_a_store_downloads_the_experts_of_its_blocks(hub: LocalHub, directories: dict[str, Path]) -> None:
+    span = load_span(Checkpoint.open(STORE), range(1, 2), offload=OffloadConfig(fast_bytes=60_000))
+    span.close()
+    assert fetched_files(hub, STORE, directories) == ["experts-00001.safetensors"]
+
+
 @pytest.mark.parametrize("name", [PLAIN, STORE])
 def test_a_budget_that_is_enough_gives_the_numbers_of_the_directory(
     name: str, hub: LocalHub, directories: dict[str, Path]

@@ -14,6 +14,7 @@ from swarm_plugins.offload.widths import Width
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.fit import blocks_that_fit
 from swarm_plugins.server.identity import identity_of
+from swarm_plugins.testing.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
 FEW = OffloadConfig(fast_bytes=60_000)
@@ -61,6 +62,18 @@ def test_a_store_that_does_not_say_whose_it_is_is_not_announced(base: Path, tmp_
     (tmp_path / "q" / MANIFEST_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"run swarm quantize again"):
         identity_of(Checkpoint.open(tmp_path / "q"), ServeConfig(model="q", offload=FEW))
+
+
+def test_a_published_store_is_taken_at_its_word_and_that_is_said(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantize_checkpoint(base, tmp_path / "q", expert_bits=4, progress=False)
+    with LocalHub() as hub:
+        commit = hub.add("mallory/tiny-4bit", tmp_path / "q")
+        checkpoint = Checkpoint.open("mallory/tiny-4bit", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
+        version, _ = identity_of(checkpoint, ServeConfig(model="mallory/tiny-4bit", offload=FEW))
+    assert version == Checkpoint.open(base).version
+    assert f"mallory/tiny-4bit@{commit} says that it was made from {version}" in caplog.text
 
 
 def test_experts_of_a_store_take_no_room_of_blocks(base: Path, tmp_path: Path) -> None:
