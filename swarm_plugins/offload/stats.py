@@ -10,13 +10,13 @@ __all__ = ["OffloadStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStats:
-    """Counts since the last reset. An expert counts once per call of its layer, however many tokens go there.
+    """Counts since the model was loaded. An expert counts once per call of its layer, however many tokens go there.
 
     Attributes:
         hits: Experts that were in fast memory when they were asked for, also those that a guess brought in time.
         misses: Experts that had to be waited for.
         bytes_read: Bytes taken from disk, for guesses too.
-        guesses: Experts read ahead, or found in memory and kept for it.
+        guesses: Experts guessed: read ahead, or found in memory and kept until their layer had been asked.
         guesses_used: Those of them that their layer asked for.
         guesses_late: Those of the used that were still being read.
         guessed_loads: Guessed experts that were not in memory, so that a read was started or planned for them.
@@ -27,7 +27,7 @@ class OffloadStats:
         tokens: Rows that went through the first layer with experts.
         passes: Calls of the first layer with experts.
         uses: How often each expert was asked for: layer -> one count per expert.
-        trace: One row per pass and layer while tracing is on: `(pass, layer, experts)`.
+        trace: One row per pass and layer, `(pass, layer, experts)`, in measurements that ask for it; else empty.
     """
 
     hits: int = 0
