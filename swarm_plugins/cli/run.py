@@ -20,7 +20,8 @@ def run(
         typer.Option(
             metavar="fast=SIZE,...",
             help="Where experts are kept: fast=SIZE, ram=SIZE, bits=8|4|3|2|nf4, other-bits=8|4|nf4, "
-            "prefetch=auto|on|off, pinned=SHARE, readers=N, each optional. Default: what is free; `swarm plan` says what to give.",
+            "prefetch=auto|on|off, pinned=SHARE, readers=N, each optional. Default: what is free; `swarm plan` says "
+            "what to give.",
         ),
     ] = "",
     prompt: Annotated[
