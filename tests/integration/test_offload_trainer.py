@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
@@ -27,7 +27,7 @@ def load(directory: Path) -> nn.Module:
     return load_offloaded(directory, OffloadConfig(fast_bytes=100_000), device="cpu").float()
 
 
-def train(model: nn.Module, out: Path, save_strategy: str = "steps", trainer_class: type[Trainer] = Trainer) -> None:
+def train(model: nn.Module, out: Path, save_strategy: str = "steps") -> None:
     arguments = TrainingArguments(
         str(out),
         max_steps=2,
@@ -40,7 +40,7 @@ def train(model: nn.Module, out: Path, save_strategy: str = "steps", trainer_cla
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer_class(model, arguments, train_dataset=[{"input_ids": IDS, "labels": IDS}] * 4).train()
+    Trainer(model, arguments, train_dataset=[{"input_ids": IDS, "labels": IDS}] * 4).train()
 
 
 def test_an_adapter_on_experts_is_saved_and_loaded_again(directory: Path, tmp_path: Path) -> None:
@@ -55,25 +55,25 @@ def test_an_adapter_on_experts_is_saved_and_loaded_again(directory: Path, tmp_pa
     assert (found - untrained).abs().max() > 1e-2
 
 
-def test_a_run_whose_checkpoints_would_be_refused_does_not_begin(directory: Path, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_will_be_refused_is_told_at_its_first_step(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cure = r"train an adapter and save that .*Trainer with save_strategy='no'"
     model = load(directory)
-    before = {name: one.clone() for name, one in model.state_dict().items()}
-    with pytest.raises(UnsupportedError, match=r"train an adapter and save that .*Trainer with save_strategy='no'"):
+    model.train(False)(IDS.unsqueeze(0))
+    assert not caplog.records, "evaluation saves nothing"
+    with pytest.raises(UnsupportedError, match=cure):
         train(model, tmp_path)
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    (record,) = [one for one in caplog.records if one.name.startswith("swarm_plugins")]
+    assert re.search(cure, record.getMessage())
 
 
-def test_a_trainer_that_saves_in_its_own_way_may(directory: Path, tmp_path: Path) -> None:
-    class KeepsTheHead(Trainer):
-        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-            folder = Path(output_dir or self.args.output_dir)
-            folder.mkdir(exist_ok=True)
-            save_file({"head": self.model.lm_head.weight.detach()}, folder / "head.safetensors")
-
-    model = load(directory)
-    train(model, tmp_path, trainer_class=KeepsTheHead)
-    saved = load_file(tmp_path / "checkpoint-2" / "head.safetensors")["head"]
-    assert torch.equal(saved, model.lm_head.weight)
+def test_who_trains_an_adapter_is_told_nothing(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuned = get_peft_model(load(directory), LoraConfig(target_modules=["q_proj"], r=2))
+    train(tuned, tmp_path)
+    assert not [one for one in caplog.records if one.name.startswith("swarm_plugins")]
 
 
 def test_other_tensors_are_trained_without_saving_the_whole_model(directory: Path, tmp_path: Path) -> None:
