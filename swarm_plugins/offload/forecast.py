@@ -22,9 +22,10 @@ use of the experts gives (.24, .52 and .74), so those are expected of fewer than
 _FEWEST_WITH_HABITS = 8
 # Of the next layers' experts that their routers name early, and of the time that could be hidden at best what is.
 _RECALL = 0.85
-_HIDDEN = 0.4
-# Computing and reading at the same time slow each other: they share memory, and often cores.
-_SHARING = 1.15
+_HIDDEN = 0.7
+# Of a token's time, what neither its products nor its reads take: routing, bookkeeping, and that computing and reading
+# share memory and often cores.
+_OVERHEAD = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Speeds:
     expert_bytes_per_s: float
     """Of experts that are read one after the other while a layer waits for them."""
     step_s: float
-    """One token with every expert in fast memory."""
+    """The products of one token with every expert in fast memory."""
     link_bytes_per_s: float | None = None
     """From pinned RAM to the device; None where there is one memory."""
 
@@ -115,10 +116,8 @@ def forecast(
         if speeds.link_bytes_per_s:
             # Copies follow reads: the slower of the two sets the pace.
             moving = max(moving, copied / speeds.link_bytes_per_s)
-        if not moving:
-            return speeds.step_s
         hidden = _HIDDEN * min(_RECALL * moving, speeds.step_s) if prefetch else 0.0
-        return _SHARING * (speeds.step_s + moving - hidden)
+        return _OVERHEAD * (speeds.step_s + moving - hidden)
 
     experts = min(layer.num_experts for layer in sizes.layers)
     likely = missed(hit_ratio(fast, experts), hit_ratio(fast + ram, experts))
@@ -130,7 +129,7 @@ def forecast(
         hit_ratio_even=fast,
         read_bytes=likely[1],
         copy_bytes=likely[0],
-        resident_tokens_per_s=1 / speeds.step_s,
+        resident_tokens_per_s=1 / (_OVERHEAD * speeds.step_s),
         tokens_per_s=1 / seconds(*likely),
         tokens_per_s_even=1 / seconds(*even),
     )

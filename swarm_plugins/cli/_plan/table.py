@@ -25,7 +25,7 @@ def print_plan(console: Console, planned: Planned) -> None:
     console.print(
         f"disk {format_bytes(speeds.disk_bytes_per_s)}/s, {format_bytes(speeds.expert_bytes_per_s)}/s for "
         f"experts one after the other ({planned.disk_source}){link}; "
-        f"a token with everything in memory {speeds.step_s * 1e3:.0f} ms "
+        f"the products of a token {speeds.step_s * 1e3:.0f} ms "
         f"(measured with {name} weights on {planned.device})\n"
     )
     console.print(_forecast_table(planned))

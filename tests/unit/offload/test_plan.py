@@ -54,14 +54,14 @@ def test_few_experts_are_used_evenly() -> None:
 def test_with_everything_in_memory_nothing_is_read_and_the_speed_is_the_resident_one() -> None:
     expected = forecast(sizes(), SPEEDS, fast_bytes=640 * MB)
     assert (expected.read_bytes, expected.hit_ratio) == (0.0, 1.0)
-    assert expected.tokens_per_s == expected.resident_tokens_per_s == pytest.approx(20.0)
+    assert expected.tokens_per_s == expected.resident_tokens_per_s == pytest.approx(1 / (1.1 * 0.05))
 
 
 def test_without_memory_every_expert_of_a_token_is_read() -> None:
     expected = forecast(sizes(), SPEEDS, fast_bytes=0, prefetch=False)
     assert expected.read_bytes == 160 * MB
-    # Reading and computing slow each other.
-    assert 1 / expected.tokens_per_s == pytest.approx(1.15 * (0.05 + 0.16))
+    # A tenth is neither products nor reads.
+    assert 1 / expected.tokens_per_s == pytest.approx(1.1 * (0.05 + 0.16))
 
 
 def test_more_memory_is_never_slower_and_reading_ahead_never_costs() -> None:
@@ -71,7 +71,7 @@ def test_more_memory_is_never_slower_and_reading_ahead_never_costs() -> None:
     assert blind == sorted(blind)
     assert ahead == sorted(ahead)
     assert all(with_guesses >= without for with_guesses, without in zip(ahead, blind, strict=True))
-    assert max(ahead) <= 20.0 + 1e-9
+    assert max(ahead) <= 1 / (1.1 * 0.05) + 1e-9
 
 
 def test_ram_counts_only_beside_a_device_with_a_memory_of_its_own() -> None:
