@@ -128,6 +128,7 @@ class _Predictor:
         self._input: tuple[int, nn.Module, Tensor] | None = None
         self._trial = PayTrial() if cache.config.prefetch == "auto" else None
         self._is_on = True
+        self._has_all = False
         self._num_passes = 0
         self._is_learning = True
 
@@ -143,7 +144,7 @@ class _Predictor:
             num_rows = hidden.numel() // max(1, hidden.shape[-1])
             if layer == self._first:
                 self._begin_pass(num_rows)
-            if self._cache.on_asked is None or module.training:
+            if self._cache.on_asked is None or self._has_all or module.training:
                 return
             # Without its history, which would keep a whole pass in memory; of a prompt nothing is kept.
             kept = hidden.detach() if num_rows <= MAX_ROWS else None
@@ -218,6 +219,8 @@ class _Predictor:
 
     def _begin_pass(self, num_rows: int) -> None:
         self._cache.count_tokens(num_rows)
+        # Nothing is evicted any more, and nothing guessed.
+        self._has_all = all(map(self._cache.is_complete, self._cache.num_experts))
         self._num_passes += 1
         self._is_learning = self._num_passes <= _FIRST_DRIFTS or self._num_passes % _DRIFT_STEP == 0
         if self._trial is not None:
