@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from generation_modes import MODES
 from offload_models import SETTINGS, save_toy, tokens, toy
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
 from swarm_plugins import OffloadConfig, load_offloaded
 
@@ -77,6 +78,17 @@ def test_experts_that_are_read_in_place_give_the_bits_of_all(tmp_path: Path, mon
         assert (logits(few, ids) - logits(local, ids)).abs().max() < ROUNDING
     assert most_targets > 1
     assert few.offload_stats().misses > whole.offload_stats().misses
+
+
+def test_a_static_cache_compiles_nothing(folder: Path) -> None:
+    few = load_offloaded(saved(folder, "mixtral", is_fused=False), OffloadConfig(fast_bytes=FEW_BYTES), device="cpu")
+    ids = tokens(1, 5)
+    options: Any = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    # What it would do on CUDA by itself.
+    compiled = CompileConfig(backend="eager")
+    compiled._compile_all_devices = True
+    found = few.generate(ids, cache_implementation="static", compile_config=compiled, **options)
+    assert torch.equal(found, few.generate(ids, **options))
 
 
 @pytest.mark.parametrize("name", sorted(MODES))
