@@ -89,7 +89,8 @@ class ArmProcess:
                 path = group.enter_context(MemoryGroup(self.job.limit_bytes)).path
                 self.job = msgspec.structs.replace(self.job, group=str(path or ""))
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START],
+                # A folder in the working directory is not taken for a package of its name.
+                [sys.executable, "-P", "-c", _START],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 # Modules that transformers imports while it loads must not count as written by the load.

@@ -90,7 +90,8 @@ def test_what_layers_add_to_every_token_is_learnt(notes: Notes, walk: Any) -> No
 
 
 def test_what_one_token_adds_moves_the_mean_a_little(notes: Notes, walk: Any) -> None:
-    for _ in range(20):
+    # The twentieth is one of those that the mean is taken of.
+    for _ in range(19):
         walk(lambda layer: unit(3))
     walk(unit)
     walk(lambda layer: unit(3))
@@ -102,6 +103,17 @@ def test_a_layer_that_is_all_there_is_passed_over(notes: Notes, walk: Any) -> No
     notes.complete = {2}
     walk(lambda layer: unit(3))
     assert notes.guesses == [(layer, [] if layer == 2 else [3]) for layer in (1, 2, 2, 3, 3, 4, 4)]
+
+
+def test_while_all_layers_are_there_nothing_is_guessed(notes: Notes, walk: Any) -> None:
+    walk(lambda layer: unit(3))
+    notes.complete = set(range(NUM_LAYERS))
+    walk(lambda layer: unit(3))
+    assert not notes.guesses
+    # A cache may be emptied.
+    notes.complete = set()
+    walk(lambda layer: unit(3))
+    assert [layer for layer, _ in notes.guesses] == [1, 2, 2, 3, 3, 4, 4]
 
 
 def test_a_prompt_is_no_measure(notes: Notes, walk: Any) -> None:
