@@ -30,7 +30,7 @@ class RangeReader:
 
     Args:
         queue: The threads that call `read`: one that has nothing to do takes half of an expert that is needed now,
-            so that one of them copies while the other waits for the disk.
+            so that the disk has two requests at a time.
     """
 
     def __init__(self, queue: ReadQueue | None = None) -> None:
@@ -120,6 +120,11 @@ class RangeReader:
                     f"{run[0].path}: the file was replaced or written to since the model was loaded, the bytes of "
                     f"tensor {_tensor_at(run, position)!r} may be others now: load the model again"
                 )
+            if num_bytes <= 0 and position < file.identity().num_bytes:
+                raise CheckpointError(
+                    f"{run[0].path}: the disk gave nothing at byte {position}, within tensor "
+                    f"{_tensor_at(run, position)!r}; does it fail?"
+                )
             if num_bytes <= 0:
                 raise CheckpointError(
                     f"{run[0].path}: the file ends at byte {position}, within tensor {_tensor_at(run, position)!r} "
@@ -183,7 +188,7 @@ class _Half:
     def _run(self, job: Job) -> None:
         try:
             self._num_bytes = self._read()
-        except (CheckpointError, ReadCancelled) as error:
+        except Exception as error:  # noqa: BLE001 - half an expert must not pass for a whole one
             self._error = error
         finally:
             self._done.set()

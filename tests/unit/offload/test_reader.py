@@ -206,6 +206,31 @@ def test_either_half_may_fail(path: Path, queue: ReadQueue, monkeypatch: pytest.
         read([FileRange(path, 0, SIZE, 0, "a")], SIZE, queue)
 
 
+def test_half_an_expert_never_passes_for_a_whole_one(
+    path: Path, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = threading.Event()
+
+    def fail(fd: int, views: Any, start: int) -> int:
+        if start < SIZE // 4:
+            # The other half is read by another thread, which fails for a reason that nobody foresaw.
+            assert helper.wait(10)
+            return real(fd, views, start)
+        helper.set()
+        raise MemoryError("none left")
+
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(MemoryError):
+        read([FileRange(path, 0, SIZE, 0, "a")], SIZE, queue)
+
+
+def test_a_disk_that_gives_nothing_is_no_short_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", lambda *arguments: 0)
+    with pytest.raises(CheckpointError, match=r"the disk gave nothing at byte 5, within tensor 'a'"):
+        read([FileRange(path, 5, 100, 0, "a")], 100)
+
+
 def test_bytes_taken_are_counted(path: Path) -> None:
     reader = RangeReader()
     assert reader.read([FileRange(path, 3, 1000, 0, "a")], np.zeros(1000, np.uint8), job()) == 1000
