@@ -199,7 +199,7 @@ class BoundedCache:
     def close_in_child(self) -> None:
         """Closes the cache of a process that was just forked: none of the reader threads is there, and any lock held.
 
-        What it held in memory stays until the process ends.
+        What it held in memory is wiped there, but for small experts.
         """
         self._is_closed = self._is_forked = True
         self._lock = threading.RLock()
