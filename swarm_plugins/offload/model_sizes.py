@@ -187,7 +187,7 @@ def _check_fits(
     if store is None:
         others = locate_experts(model, paths, checkpoint.tensors).others
     else:
-        check_fits(store.manifest, checkpoint.tensors, model, paths, checkpoint.name)
+        check_fits(store.manifest, checkpoint.tensors, model, paths, store.other_tensors(), checkpoint.name)
         others = store.other_tensors()
     parameters = dict(model.named_parameters())
     for name in others:

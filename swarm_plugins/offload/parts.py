@@ -122,7 +122,8 @@ def parts_of(
     paths = _experts_paths(outline, checkpoint.name)
     check_picks(outline, paths, checkpoint.name)
     if quantized is not None:
-        check_fits(quantized.manifest, checkpoint.tensors, outline, paths, checkpoint.name)
+        others = quantized.other_tensors()
+        check_fits(quantized.manifest, checkpoint.tensors, outline, paths, others, checkpoint.name)
     if layers is not None:
         paths = {layer: path for layer, path in paths.items() if layer in layers}
         if not paths and quantized is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,15 +24,17 @@ def check_fits(
     tensors: Mapping[str, TensorInfo],
     outline: PreTrainedModel,
     paths: Mapping[int, str],
+    others: Iterable[str],
     name: str,
 ) -> None:
-    """Compares every expert and every quantized linear layer with the place where it goes.
+    """Compares every expert, every quantized linear layer and every other tensor with the place where it goes.
 
     Args:
         manifest: What the store says of itself.
         tensors: All its tensors.
         outline: The model, on the meta device will do.
         paths: Of its fused experts, by index of the layer.
+        others: Names of the tensors that are neither experts nor of quantized linear layers.
         name: The store's, for messages.
 
     Raises:
@@ -48,6 +50,17 @@ def check_fits(
     candidates = quantizable_linears(outline)
     for path, shape in manifest.linears.items():
         _check_linear(path, shape, candidates.get(path), tensors.get(f"{path}.bias"), name)
+    wanted = {
+        key: tuple(tensor.shape)
+        for key, tensor in outline.state_dict().items()
+        if not key.startswith(tuple(f"{path}." for path in paths.values()))
+    }
+    for other in others:
+        if tensors[other].shape != wanted.get(other):
+            raise _mismatch(
+                f"{other[:_MAX_CHARS]!r} of {name} has the shape {list(tensors[other].shape)}",
+                str(list(wanted[other])) if other in wanted else "no such tensor",
+            )
 
 
 def _check_experts(layer: Layer, module: nn.Module, bits: Width, label: str) -> None:

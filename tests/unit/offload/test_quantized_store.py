@@ -215,6 +215,14 @@ def huge(about: dict[str, Any]) -> None:
     about["layers"]["0"]["tensors"][0]["shape"] = [1 << 30, 1 << 30]
 
 
+def with_other(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
+    def damage(store: Path) -> None:
+        file = store / "others.safetensors"
+        save_file({**load_file(file), name: tensor}, file)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -243,6 +251,11 @@ def huge(about: dict[str, Any]) -> None:
             edit(lambda about: about["linears"].update({"model.layers.0.self_attn.q_proj": [32, -1]})),
             r"q_proj has the shape \[32, -1\]",
             id="negative",
+        ),
+        pytest.param(
+            with_other("model.norm.weight", torch.zeros(1 << 16)),
+            r"norm.weight' of .* has the shape \[65536\]",
+            id="wide",
         ),
         pytest.param(cut("experts-00001.safetensors"), "experts-00001.safetensors is truncated", id="cut-experts"),
         pytest.param(cut("others.safetensors"), "others.safetensors is truncated", id="cut-others"),
