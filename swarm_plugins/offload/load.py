@@ -75,9 +75,9 @@ def load_offloaded(
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
     refuse_saving(model)
-    if model.generation_config is not None:
-        # A graph cannot hold experts that come and go; generate() would compile one for a static cache on CUDA.
-        model.generation_config.disable_compile = True
+    # A graph cannot hold experts that come and go; generate() would compile one for a static cache on CUDA.
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.disable_compile = True
     return model
 
 

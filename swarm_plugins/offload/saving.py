@@ -35,7 +35,7 @@ def refuse_saving(model: PreTrainedModel) -> None:
         # Also the base model, which users take out of a model.
         if isinstance(module, PreTrainedModel) and any(isinstance(one, OffloadedExperts) for one in module.modules()):
             module.save_pretrained = _refuse  # type: ignore[method-assign]
-    _warn_of_training(model)
+    model.register_forward_pre_hook(_TrainingWarning(model))
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -45,20 +45,27 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _warn_of_training(model: PreTrainedModel) -> None:
-    """Says once, at the first training step, that what is trained will not be saved with the model."""
-    # Adapters that come later are not among them, and freeze them.
-    own = tuple(model.parameters())
+class _TrainingWarning:
+    """Says once, at the first training step, that what is trained will not be saved with the model: a forward pre-hook.
 
-    def check(module: nn.Module, args: object) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+    Args:
+        model: Before adapters are on it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Names: a copy of the model has parameters of its own.
+        self._own = frozenset(name for name, _ in model.named_parameters())
+        self._is_said = False
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if self._is_said or not (module.training and torch.is_grad_enabled()):
             return
-        handle.remove()
-        if any(parameter.requires_grad for parameter in own):
+        # Adapters freeze what they are put on.
+        trained = (name.replace(".base_layer", "") for name, one in module.named_parameters() if one.requires_grad)
+        self._is_said = True
+        if not self._own.isdisjoint(trained):
             log.warning(
                 "weights of the model itself require gradients, but a model with offloaded experts is not saved as a "
                 "whole (transformers' Trainer would end with an error at its first checkpoint): %s",
                 _CURE,
             )
-
-    handle = model.register_forward_pre_hook(check)

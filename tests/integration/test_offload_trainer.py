@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
@@ -66,6 +67,17 @@ def test_a_run_whose_checkpoints_will_be_refused_is_told_at_its_first_step(
         train(model, tmp_path)
     (record,) = [one for one in caplog.records if one.name.startswith("swarm_plugins")]
     assert re.search(cure, record.getMessage())
+
+
+def test_a_copy_that_is_trained_is_told_by_itself(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(directory)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    for _ in range(2):
+        frozen.train()(IDS.unsqueeze(0))
+    assert not caplog.records
+    for _ in range(2):
+        model.train()(IDS.unsqueeze(0))
+    assert len(caplog.records) == 1
 
 
 def test_who_trains_an_adapter_is_told_nothing(
