@@ -64,7 +64,7 @@ class CudaCopies:
         code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
         if code:
             raise RuntimeError(f"{num_bytes} bytes cannot be page-locked (CUDA error {code}); lower ram_bytes")
-        weakref.finalize(buffer, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
+        weakref.finalize(buffer, _unlock, self._own_stream(), memory.data_ptr()).atexit = False
         return buffer
 
     def follow(self) -> None:
@@ -105,3 +105,9 @@ class CudaCopies:
         if self._staging is None or self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._staging[:num_bytes]
+
+
+def _unlock(stream: torch.cuda.Stream, address: int) -> None:
+    # A copy out of it may still be under way.
+    stream.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
