@@ -27,7 +27,9 @@ def test_offloaded_arms_run_under_the_limit_and_agree(tmp_path: Path) -> None:
         "without speculative loading",
         "without cache and speculation",
     ]
-    assert all(one["tokens_per_s"] > 0 and one["written_bytes"] == 0 for one in content["arms"])
+    assert all(one["tokens_per_s"] > 0 for one in content["arms"])
+    # A few blocks of the file system: when libraries were first read. The weights have 211 kB.
+    assert all(one["written_bytes"] < 1 << 16 for one in content["arms"])
     assert content["forecast"]["tokens_per_s"] > 0
     assert "forecast of swarm plan" in result.stdout
     assert result.stderr.strip() == ""
