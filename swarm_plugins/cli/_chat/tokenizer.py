@@ -11,6 +11,8 @@ from swarm_plugins.errors import ConfigError
 
 __all__ = ["load_tokenizer"]
 
+_MAX_CHARS = 200
+
 
 def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Returns the tokenizer that lies beside a model.
@@ -28,5 +30,8 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         # What is wrong with the model itself, if that is it, comes first.
         Checkpoint.open(name, revision=None if Path(name).is_dir() else revision)
-        raise ConfigError(f"{name!r} has no tokenizer that can be loaded: without one, text is no tokens") from error
+        reason = str(error).partition("\n")[0][:_MAX_CHARS]
+        raise ConfigError(
+            f"{name!r} has no tokenizer that can be loaded ({reason}): without one, text is no tokens"
+        ) from error
     return tokenizer
