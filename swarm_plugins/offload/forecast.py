@@ -51,7 +51,7 @@ class Forecast:
     ram_share: float
     """The same for pinned RAM beside it."""
     hit_ratio: float
-    """Requests for an expert that find it in fast memory, as measured in answers to real text."""
+    """Requests for an expert that find it in fast memory, as `hit_ratio` says."""
     hit_ratio_even: float
     """The same if every expert were equally likely at any time (independent references): the least to expect."""
     read_bytes: float
