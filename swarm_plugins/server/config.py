@@ -8,7 +8,6 @@ from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.widths import NF4
 from swarm_plugins.server.service_limits import ServiceLimits
 
 __all__ = ["DEFAULT_HOST_MADDRS", "DTYPES", "QUANTIZATIONS", "ServeConfig"]
@@ -112,14 +111,6 @@ class ServeConfig:
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"unknown quantization {self.quantization!r}; known: {', '.join(QUANTIZATIONS)}")
         self._check_numbers()
-
-    @property
-    def announced_quantization(self) -> str:
-        """What clients are told of the weights' precision."""
-        bits = None if self.offload is None else self.offload.expert_bits
-        if bits is None or bits == 16:
-            return self.quantization
-        return f"experts-{bits}" if bits == NF4 else f"experts-int{bits}"
 
     def _span_choices(self) -> Iterator[str]:
         if self.blocks is not None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+import torch
+
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.offload.quantized_manifest import Manifest
+from swarm_plugins.offload.formats.choice import width_on
 from swarm_plugins.offload.quantized_store import open_quantized
+from swarm_plugins.offload.widths import Width
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.versions import ModelVersion
 
@@ -40,8 +43,9 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
     """
     store = open_quantized(checkpoint)
     if store is None:
-        return Identity(checkpoint.version, config.announced_quantization)
+        return Identity(checkpoint.version, _quantization(config))
     base = store.manifest.base_version
+    log.info("blocks of %s are announced as blocks of %s", checkpoint.name, base)
     if checkpoint.directory is None:
         # Nobody can tell from few bits whose weights they were.
         log.warning(
@@ -50,11 +54,19 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
             checkpoint.version,
             base,
         )
-    return Identity(base, _widths(store.manifest))
+    return Identity(base, _widths(store.manifest.expert_bits, store.manifest.other_bits))
 
 
-def _widths(manifest: Manifest) -> str:
-    kept = {"experts": manifest.expert_bits, "others": manifest.other_bits}
+def _quantization(config: ServeConfig) -> str:
+    """Returns how weights are kept that are quantized while they are loaded, if they are."""
+    bits = None if config.offload is None else config.offload.expert_bits
+    if bits is None or bits == 16:
+        return config.quantization
+    return _widths(width_on(bits, torch.device(config.device)), 16)
+
+
+def _widths(expert_bits: Width, other_bits: Width) -> str:
+    kept = {"experts": expert_bits, "others": other_bits}
     # Of the others 16 bits are what nobody would ask about; experts are named, so that a store is told from the model.
     return "+".join(
         f"{part}-{bits if isinstance(bits, str) else f'int{bits}' if bits != 16 else '16bit'}"

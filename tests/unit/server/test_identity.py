@@ -18,6 +18,7 @@ from swarm_plugins.testing.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
 FEW = OffloadConfig(fast_bytes=60_000)
+FOUR_BITS = OffloadConfig(fast_bytes=60_000, expert_bits=4)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(ServeConfig(model="tiny"), "none", id="as-it-is"),
         pytest.param(ServeConfig(model="tiny", quantization="int8"), "int8", id="quantized-while-loading"),
         pytest.param(ServeConfig(model="tiny", offload=FEW), "none", id="offloaded"),
+        pytest.param(ServeConfig(model="tiny", offload=FOUR_BITS), "experts-int4", id="offloaded-in-4-bits"),
+        # On its way there: bitsandbytes' 4 bits.
+        pytest.param(ServeConfig(model="tiny", offload=FOUR_BITS, device="cuda"), "experts-nf4", id="to-a-device"),
     ],
 )
 def test_a_model_is_announced_by_its_content(config: ServeConfig, quantization: str, base: Path) -> None:
