@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
+_IDENTITY_CHECK_PAUSES_S = (0.0, 0.2, 0.4, 0.8)
 _IDENTITY_CHECK_TIMEOUT_S = 15.0
 # hivemind hands on the last line of the daemon's log: ``Daemon failed to start: 2026/11/21 07:59:06 failed to ...``.
 _LOG_PREFIX = re.compile(r"^Daemon failed to start: (?:\d{4}/\d\d/\d\d \d\d:\d\d:\d\d )?")
@@ -152,16 +153,27 @@ async def _check_identity_free(config: NodeConfig, identity: IdentityFile) -> No
         }
     )
     try:
-        async with asyncio.timeout(_IDENTITY_CHECK_TIMEOUT_S):
-            await asking._client.connect(PeerID.from_base58(identity.identity.peer_id), [])
-    except (P2PDaemonError, TimeoutError):
-        return  # nobody answers to that name
+        is_taken = await _answers(asking, PeerID.from_base58(identity.identity.peer_id))
     finally:
         await _stop(asking)
-    raise ConfigError(
-        f"another peer of the swarm runs with the identity {identity.path} ({identity.identity.peer_id}): "
-        "end it, or give each its own file"
-    )
+    if is_taken:
+        raise ConfigError(
+            f"another peer of the swarm runs with the identity {identity.path} ({identity.identity.peer_id}): "
+            "end it, or give each its own file"
+        )
+
+
+async def _answers(asking: P2P, peer_id: PeerID) -> bool:
+    """Says whether somebody in the swarm answers to a name."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_IDENTITY_CHECK_TIMEOUT_S):
+            for pause_s in _IDENTITY_CHECK_PAUSES_S:
+                # A node that has just come up knows others, but not yet that they can be asked for names.
+                await asyncio.sleep(pause_s)
+                with contextlib.suppress(P2PDaemonError):
+                    await asking._client.connect(peer_id, [])
+                    return True
+    return False
 
 
 async def _create(arguments: dict[str, Any]) -> P2P:
