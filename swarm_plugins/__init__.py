@@ -18,11 +18,11 @@ the strategy name "swarm" known to Lightning.
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 from swarm_plugins import autoload
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.remarks import without_kernel_remark
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone import (
@@ -79,19 +79,11 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # PEFT imports bitsandbytes, which says then that it lacks a kernel that nothing here uses.
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    logger.addFilter(_is_no_missing_kernel)
-    try:
+    # PEFT imports bitsandbytes.
+    with without_kernel_remark():
         value = getattr(importlib.import_module(_HOMES[name]), name)
-    finally:
-        logger.removeFilter(_is_no_missing_kernel)
     globals()[name] = value
     return value
-
-
-def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
-    return "gemm_4bit_forward" not in record.getMessage()
 
 
 def __dir__() -> list[str]:

@@ -19,11 +19,12 @@ PACKAGE = "swarm_plugins"
 
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
-COMMON = frozenset({"errors", "versions", "adapter_spec"})
+COMMON = frozenset({"errors", "versions", "adapter_spec", "remarks"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "versions": frozenset(),
     "adapter_spec": frozenset(),
+    "remarks": frozenset(),
     "checkpoint": frozenset(),
     "transport": frozenset(),
     "routing": frozenset(),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from swarm_plugins.remarks import without_kernel_remark
 
 __all__ = ["NF4_BLOCK", "has_int8_product", "int8_product", "nf4_product", "nf4_quantize", "nf4_widen"]
 
@@ -121,16 +122,7 @@ def _default_stream(device: torch.device) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _bitsandbytes() -> Any:
-    # Late: it takes seconds, and most who offload never need it. It says then that it lacks a kernel of its own, which
-    # nothing here uses.
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    logger.addFilter(_is_no_missing_kernel)
-    try:
+    # Late: it takes seconds, and most who offload never need it.
+    with without_kernel_remark():
         import bitsandbytes
-    finally:
-        logger.removeFilter(_is_no_missing_kernel)
     return bitsandbytes
-
-
-def _is_no_missing_kernel(record: logging.LogRecord) -> bool:
-    return "gemm_4bit_forward" not in record.getMessage()
