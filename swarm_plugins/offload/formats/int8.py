@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm_plugins.offload.formats.bnb import has_int8_product, int8_product
-from swarm_plugins.offload.formats.matrices import Part
+from swarm_plugins.offload.formats.matrices import AsStored, Part
 
 __all__ = ["Int8Matrix"]
 
@@ -20,7 +20,7 @@ _FINE = 254
 
 
 @dataclass(frozen=True)
-class Int8Matrix:
+class Int8Matrix(AsStored):
     """A weight as int8 codes and a scale for each row.
 
     On a CPU with integer dot products the activations are split in two int8 numbers each, 16 bits in all: the products
@@ -40,27 +40,12 @@ class Int8Matrix:
         rows, _ = self.shape
         return (Part("codes", torch.int8, self.shape), Part("scales", torch.float32, (rows,)))
 
-    @property
-    def computed(self) -> tuple[Part, ...]:
-        """The same."""
-        return self.stored
-
-    @property
-    def is_converted(self) -> bool:
-        """Never."""
-        return False
-
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
         """Returns codes and scales; there is nothing to fit."""
         wide = weight.detach().float()
         scales = wide.abs().amax(dim=1) / _LEVELS  # [out]
         codes = (wide / torch.where(scales == 0, 1.0, scales).unsqueeze(1)).round_().to(torch.int8)
         return {"codes": codes, "scales": scales}
-
-    def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
-        """Copies."""
-        for name, tensor in computed.items():
-            tensor.copy_(stored[name])
 
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """Multiplies rows ``[T, in]``: ``[T, out]``."""

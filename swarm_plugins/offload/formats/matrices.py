@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["MatrixFormat", "Part", "multiply"]
+__all__ = ["AsStored", "MatrixFormat", "Part", "multiply"]
 
 
 class Part(NamedTuple):
@@ -63,6 +63,30 @@ class MatrixFormat(Protocol):
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Returns the weight ``[out, in]`` of computed parts."""
         ...
+
+
+class AsStored:
+    """What formats have in common that multiply by the very parts that are stored."""
+
+    @property
+    def stored(self) -> tuple[Part, ...]:
+        """As on disk."""
+        raise NotImplementedError
+
+    @property
+    def computed(self) -> tuple[Part, ...]:
+        """The stored ones."""
+        return self.stored
+
+    @property
+    def is_converted(self) -> bool:
+        """Never."""
+        return False
+
+    def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
+        """Copies."""
+        for name, tensor in computed.items():
+            tensor.copy_(stored[name])
 
 
 def multiply(matrix: MatrixFormat, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:

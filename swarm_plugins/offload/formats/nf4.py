@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm_plugins.offload.formats.bnb import NF4_BLOCK, nf4_product, nf4_quantize, nf4_widen
-from swarm_plugins.offload.formats.matrices import Part
+from swarm_plugins.offload.formats.matrices import AsStored, Part
 
 __all__ = ["Nf4Matrix"]
 
@@ -19,7 +19,7 @@ _CHUNK_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Nf4Matrix:
+class Nf4Matrix(AsStored):
     """A weight as bitsandbytes' nf4 has it: codes of 4 bits, and a scale for each 64 columns.
 
     Columns are padded to a multiple of 64, so that no scale belongs to two rows: bitsandbytes would widen such a weight
@@ -40,16 +40,6 @@ class Nf4Matrix:
             Part("scales", torch.float32, (rows, columns // NF4_BLOCK)),
         )
 
-    @property
-    def computed(self) -> tuple[Part, ...]:
-        """The same."""
-        return self.stored
-
-    @property
-    def is_converted(self) -> bool:
-        """Never."""
-        return False
-
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
         """Returns codes and scales; there is nothing to fit, the levels are given."""
         columns = self._padded_columns
@@ -57,11 +47,6 @@ class Nf4Matrix:
         pieces = [nf4_quantize(piece) for piece in padded.split(max(1, _CHUNK_WEIGHTS // columns))]
         codes, scales = zip(*pieces, strict=True)
         return {"codes": torch.cat(codes), "scales": torch.cat(scales)}
-
-    def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
-        """Copies."""
-        for name, tensor in computed.items():
-            tensor.copy_(stored[name])
 
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """Multiplies rows ``[T, in]``: ``[T, out]``."""
