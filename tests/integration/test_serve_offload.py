@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from tuning_kit import assert_trained_alike
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
 from swarm_plugins.client import connect
@@ -33,19 +33,7 @@ def test_generation_and_a_training_step_are_those_of_the_local_model(model: Path
         remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
         arguments = {"max_new_tokens": 8, "do_sample": False}
         assert torch.equal(remote.generate(ids, **arguments), local.generate(ids, **arguments))
-        losses, grads = [], []
-        for base in (remote, local):
-            torch.manual_seed(1)
-            targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-            tuned = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
-            loss = tuned(input_ids=ids, labels=ids).loss
-            loss.backward()
-            losses.append(loss.detach())
-            grads.append([parameter.grad for parameter in tuned.parameters() if parameter.requires_grad])
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
-    assert len(grads[0]) == len(grads[1]) > 0
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        assert_trained_alike(remote, local, ids, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from tuning_kit import assert_trained_alike
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, OffloadConfig, SwarmConfig, load_offloaded
 from swarm_plugins.backbone.version import served_blocks
@@ -52,19 +52,7 @@ def test_a_chain_over_a_store_gives_the_numbers_of_the_store_loaded_here(base: P
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
         arguments = {"max_new_tokens": 8, "do_sample": False}
         assert torch.equal(remote.generate(IDS, **arguments), here.generate(IDS, **arguments))
-        losses, grads = [], []
-        for model in (remote, here):
-            torch.manual_seed(1)
-            targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-            tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
-            loss = tuned(input_ids=IDS, labels=IDS).loss
-            loss.backward()
-            losses.append(loss.detach())
-            grads.append([parameter.grad for parameter in tuned.parameters() if parameter.requires_grad])
-    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
-    assert len(grads[0]) == len(grads[1]) > 0
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+        assert_trained_alike(remote, here, IDS, rtol=1e-3, atol=1e-5)
 
 
 def test_a_store_without_a_budget_is_refused_with_the_option_to_give(store: Path) -> None:
