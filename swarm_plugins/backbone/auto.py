@@ -23,7 +23,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.quantized_manifest import QUANT_METHOD
+from swarm_plugins.offload.store.manifest import QUANT_METHOD
 
 __all__ = ["AutoSwarmModel", "AutoSwarmModelForCausalLM", "AutoSwarmModelForSequenceClassification"]
 

@@ -32,8 +32,8 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.linears import replace_module
-from swarm_plugins.offload.quantized_store import QuantizedStore, open_quantized
+from swarm_plugins.offload.formats.linears import replace_module
+from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 
 __all__ = ["DEFAULT_KV_BYTES", "load_span"]
 

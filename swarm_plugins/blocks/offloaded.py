@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint, layer_list_name
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import is_fused_experts
-from swarm_plugins.offload.attach import attach_experts, check_budget, formats_of
-from swarm_plugins.offload.cache import make_cache
+from swarm_plugins.offload.ahead.prefetch import install_prefetch
+from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.parts import Parts, parts_of
-from swarm_plugins.offload.prefetch import install_prefetch
-from swarm_plugins.offload.quantized_store import QuantizedStore
-from swarm_plugins.offload.types import ExpertCache
+from swarm_plugins.offload.interfaces import ExpertCache
+from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
+from swarm_plugins.offload.model.parts import Parts, parts_of
+from swarm_plugins.offload.store.quantized_store import QuantizedStore
 
 __all__ = ["offload_experts", "offloaded_parts", "quantized_linears", "remove_experts"]
 

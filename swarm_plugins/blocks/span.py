@@ -28,7 +28,7 @@ from swarm_plugins.blocks.routers import Routers
 from swarm_plugins.blocks.rows import TokenRows
 from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs, StepInputs
 from swarm_plugins.errors import ConfigError, UnsupportedError
-from swarm_plugins.offload.types import ExpertCache
+from swarm_plugins.offload.interfaces import ExpertCache
 
 __all__ = ["Span"]
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
-from swarm_plugins.cli.quiet import quiet_libraries
+from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from swarm_plugins.cli._bench.figures import Report
+    from swarm_plugins.bench.figures import Report
 
 __all__ = ["app"]
 
@@ -46,7 +46,7 @@ def decode(
     """Time per token of one sequence after a prefix of 128 tokens, through chains of 1 and of 3 servers."""
 
     def run(report: Report, progress: Progress) -> None:
-        from swarm_plugins.cli._bench.decode import bench_decode
+        from swarm_plugins.bench.decode import bench_decode
 
         chains = servers or [1, 3]
         bench_decode(report, model, servers=chains, new_tokens=new_tokens, rounds=rounds, progress=progress)
@@ -59,7 +59,7 @@ def train(model: Model, servers: Servers = 1, rounds: Rounds = 7, json: Json = N
     """Time of forward, and of forward with backward of a soft prompt, for 1 x 64 and 8 x 64 tokens."""
 
     def run(report: Report, progress: Progress) -> None:
-        from swarm_plugins.cli._bench.train import bench_train
+        from swarm_plugins.bench.train import bench_train
 
         bench_train(report, model, num_servers=servers, rounds=rounds, progress=progress)
 
@@ -80,7 +80,7 @@ def sessions(
     """Tokens per second of 4 and of 8 client processes together, against one alone."""
 
     def run(report: Report, progress: Progress) -> None:
-        from swarm_plugins.cli._bench.sessions import bench_sessions
+        from swarm_plugins.bench.sessions import bench_sessions
 
         bench_sessions(
             report,
@@ -121,7 +121,7 @@ def offload(
     """Tokens per second with offloaded experts, against all in memory and accelerate's disk offload, under a limit."""
     _quiet_start()
     with one_sentence_errors("bench offload"):
-        from swarm_plugins.cli._bench.offload_command import run_offload
+        from swarm_plugins.bench.offload.command import run_offload
 
         run_offload(
             model,
@@ -155,7 +155,7 @@ def quality(
     """Perplexity and size for each pair of widths of experts and of all other layers."""
     quiet_libraries()
     with one_sentence_errors("bench quality"):
-        from swarm_plugins.cli._bench.quality_command import run_quality
+        from swarm_plugins.bench.quality.command import run_quality
 
         run_quality(
             model,
@@ -181,9 +181,9 @@ def _measure(what: str, model: Path, json: Path | None, run: Callable[[Report, P
     from rich.console import Console
     from rich.progress import Progress
 
-    from swarm_plugins.cli._bench.arms import quiet_libraries
-    from swarm_plugins.cli._bench.figures import Report
-    from swarm_plugins.cli._bench.measure import Bystanders
+    from swarm_plugins.bench.arms import quiet_libraries
+    from swarm_plugins.bench.figures import Report
+    from swarm_plugins.bench.measure import Bystanders
 
     quiet_libraries()
     bystanders = Bystanders()

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
-from swarm_plugins.cli.quiet import quiet_libraries
+from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.quiet import quiet_libraries
 
 __all__ = ["chat"]
 
@@ -30,9 +30,9 @@ def chat(
     """Talk with a model on the swarm. /exit leaves, /new starts afresh; Ctrl-C ends the answer, then the program."""
     quiet_libraries()
     with one_sentence_errors("chat"):
-        from swarm_plugins.cli._chat.loading import load_for_chat
-        from swarm_plugins.cli._chat.loop import talk
-        from swarm_plugins.cli._chat.turns import Conversation
+        from swarm_plugins.talk.loading import load_for_chat
+        from swarm_plugins.talk.loop import talk
+        from swarm_plugins.talk.turns import Conversation
 
         peers = [address for entry in initial_peers or [] for address in entry.replace(",", " ").split()]
         loaded = load_for_chat(model, peers, adapter=adapter, revision=revision, endpoint=endpoint)

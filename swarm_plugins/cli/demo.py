@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
-from swarm_plugins.cli.quiet import quiet_libraries
+from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.quiet import quiet_libraries
 
 __all__ = ["demo"]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
+from swarm_plugins.cli.support.errors import one_sentence_errors
 
 __all__ = ["hub"]
 
@@ -20,7 +20,7 @@ def hub(
 ) -> None:
     """Serve a Hub from a folder until stopped; prints what to export for the libraries of Hugging Face to use it."""
     with one_sentence_errors("hub"):
-        from swarm_plugins.testing.local_hub import LocalHub
+        from swarm_plugins.local_hub.local_hub import LocalHub
 
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

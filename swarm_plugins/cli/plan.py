@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
-from swarm_plugins.cli.quiet import quiet_libraries
+from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.quiet import quiet_libraries
 
 __all__ = ["plan"]
 
@@ -33,7 +33,7 @@ def plan(
     """Say what fits where, which speed to expect and which settings to use, from the headers of a model's files."""
     quiet_libraries()
     with one_sentence_errors("plan"):
-        from swarm_plugins.cli.sizes import parse_bytes
+        from swarm_plugins.sizes import parse_bytes
 
         memory_bytes = None if memory is None else parse_bytes(memory)
         ram_bytes = None if ram is None else parse_bytes(ram)
@@ -41,8 +41,8 @@ def plan(
         # What takes seconds to import comes after what may be wrong at once.
         from rich.console import Console
 
-        from swarm_plugins.cli._plan.planning import plan_model
-        from swarm_plugins.cli._plan.table import as_dict, print_plan
+        from swarm_plugins.cli.support.plan_table import as_dict, print_plan
+        from swarm_plugins.offload.plan.planning import plan_model
 
         planned = plan_model(
             model,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
+from swarm_plugins.cli.support.errors import one_sentence_errors
 
 __all__ = ["push"]
 

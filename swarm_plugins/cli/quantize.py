@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
-from swarm_plugins.cli.quiet import quiet_libraries
+from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.quiet import quiet_libraries
 
 __all__ = ["quantize"]
 
@@ -26,9 +26,9 @@ def quantize(
     """Write a model with experts in few bits to a directory: smaller on disk, and faster to read."""
     quiet_libraries()
     with one_sentence_errors("quantize"):
-        from swarm_plugins.cli.sizes import format_bytes
-        from swarm_plugins.cli.widths import parse_width
+        from swarm_plugins.cli.support.widths import parse_width
         from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, width_text
+        from swarm_plugins.sizes import format_bytes
 
         expert_bits = parse_width("--experts", experts, EXPERT_BITS)
         other_bits = parse_width("--attention", attention, OTHER_BITS)

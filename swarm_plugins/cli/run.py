@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
-from swarm_plugins.cli.quiet import quiet_libraries
-from swarm_plugins.cli.wording import OFFLOAD_WORDS
+from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.quiet import quiet_libraries
+from swarm_plugins.cli.support.wording import OFFLOAD_WORDS
 
 __all__ = ["run"]
 
@@ -39,11 +39,11 @@ def run(
     """Talk with a model whose experts stay on disk but for a bounded set. /exit leaves, /new starts afresh."""
     quiet_libraries()
     with one_sentence_errors("run", OFFLOAD_WORDS):
-        from swarm_plugins.cli._run.offload_option import parse_offload
+        from swarm_plugins.cli.support.offload_option import parse_offload
 
         config = parse_offload(offload)
         # What takes seconds to import comes after what may be wrong at once.
-        from swarm_plugins.cli._run.session import run_model
+        from swarm_plugins.talk.offloaded import run_model
 
         run_model(
             model,

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
-from swarm_plugins.cli.sizes import parse_bytes
-from swarm_plugins.cli.wording import SERVE_WORDS
+from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.wording import SERVE_WORDS
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.sizes import parse_bytes
 
 __all__ = ["serve"]
 
@@ -83,7 +83,7 @@ def serve(
         from swarm_plugins.cli._serve.embedding import Embedding
 
         embedding = Embedding.take_over() if embedded else None
-        from swarm_plugins.cli._run.offload_option import parse_offload
+        from swarm_plugins.cli.support.offload_option import parse_offload
         from swarm_plugins.server.config import DEFAULT_HOST_MADDRS, ServeConfig
         from swarm_plugins.server.service_limits import ServiceLimits
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarm_plugins.cli.errors import one_sentence_errors
+from swarm_plugins.cli.support.errors import one_sentence_errors
 
 if TYPE_CHECKING:
     from swarm_plugins.cli._status.survey import ModelStatus

@@ -8,15 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.attach import attach_experts, check_budget, formats_of
-from swarm_plugins.offload.cache import make_cache
+from swarm_plugins.offload.ahead.prefetch import install_prefetch
+from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.devices import choose_device
 from swarm_plugins.offload.formats.choice import width_on
-from swarm_plugins.offload.linears import quantize_linears
-from swarm_plugins.offload.parts import find_parts, load_rest
-from swarm_plugins.offload.prefetch import install_prefetch
-from swarm_plugins.offload.saving import refuse_saving
+from swarm_plugins.offload.formats.linears import quantize_linears
+from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
+from swarm_plugins.offload.model.parts import find_parts, load_rest
+from swarm_plugins.offload.model.saving import refuse_saving
 
 __all__ = ["load_offloaded"]
 

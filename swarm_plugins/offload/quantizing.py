@@ -21,12 +21,12 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import Piece, read_pieces
 from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.offload.expert_files import padded_bytes, write_buffers
 from swarm_plugins.offload.formats.choice import half_type
 from swarm_plugins.offload.formats.experts import QuantizedFormat, matrix_format, turn, turned
-from swarm_plugins.offload.linears import PARTS, quantizable_linears
-from swarm_plugins.offload.parts import Parts, find_parts, load_rest
-from swarm_plugins.offload.quantized_manifest import (
+from swarm_plugins.offload.formats.linears import PARTS, quantizable_linears
+from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
+from swarm_plugins.offload.model.parts import Parts, find_parts, load_rest
+from swarm_plugins.offload.store.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
     QUANT_METHOD,
@@ -35,7 +35,7 @@ from swarm_plugins.offload.quantized_manifest import (
     TensorShape,
     expert_tensor,
 )
-from swarm_plugins.offload.types import BufferLayout, ExpertKey
+from swarm_plugins.offload.store.writing import padded_bytes, write_buffers
 from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
 
 __all__ = ["QuantizedSize", "other_tensors", "quantize_checkpoint"]

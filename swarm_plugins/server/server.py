@@ -21,22 +21,22 @@ from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.routing.placement import block_coverage, choose_span
-from swarm_plugins.server.activations import ActivationStore
-from swarm_plugins.server.adapters import AdapterStore
+from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.fit import blocks_that_fit
 from swarm_plugins.server.free_memory import return_free_memory
-from swarm_plugins.server.handlers import info_handler, push_handler
 from swarm_plugins.server.identity import identity_of
 from swarm_plugins.server.measure import measure
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
-from swarm_plugins.server.rpc_adapter import adapter_handler
-from swarm_plugins.server.rpc_session import session_handler
-from swarm_plugins.server.rpc_training import backward_handler, forward_handler
-from swarm_plugins.server.scheduler import Scheduler, SchedulerConfig
+from swarm_plugins.server.rpc.adapter import adapter_handler
+from swarm_plugins.server.rpc.handlers import info_handler, push_handler
+from swarm_plugins.server.rpc.session import session_handler
+from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.sessions import SessionTable
+from swarm_plugins.server.state.activations import ActivationStore
+from swarm_plugins.server.state.adapters import AdapterStore
+from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.server.threads import in_thread
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.messages import ServerInfo

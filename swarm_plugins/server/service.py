@@ -9,12 +9,12 @@ import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.blocks.types import LoadedAdapter
-from swarm_plugins.server.activations import ActivationStore
-from swarm_plugins.server.adapters import AdapterStore
-from swarm_plugins.server.scheduler import Scheduler, SchedulerRunner
+from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerRunner
 from swarm_plugins.server.service_limits import ServiceLimits
-from swarm_plugins.server.sessions import SessionTable
-from swarm_plugins.server.training import KeptForward
+from swarm_plugins.server.state.activations import ActivationStore
+from swarm_plugins.server.state.adapters import AdapterStore
+from swarm_plugins.server.state.sessions import SessionTable
+from swarm_plugins.server.state.training import KeptForward
 from swarm_plugins.transport.messages import ServerInfo
 
 __all__ = ["AdapterCheck", "Service"]

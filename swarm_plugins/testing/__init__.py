@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from swarm_plugins.testing.local_hub import LocalHub
+from swarm_plugins.local_hub.local_hub import LocalHub
 
 __all__ = ["LocalHub"]

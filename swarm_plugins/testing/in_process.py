@@ -15,11 +15,11 @@ from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
-from swarm_plugins.server.activations import ActivationStore
-from swarm_plugins.server.adapters import AdapterStore
-from swarm_plugins.server.scheduler import Scheduler
+from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.server import service_handlers
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.activations import ActivationStore
+from swarm_plugins.server.state.adapters import AdapterStore
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import ServerInfo
 

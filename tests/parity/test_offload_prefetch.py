@@ -16,7 +16,7 @@ from offload_models import SETTINGS, save_toy, tokens
 from torch import nn
 
 from swarm_plugins.offload import OffloadConfig, load_offloaded
-from swarm_plugins.offload.prefetch import MAX_ROWS, _Predictor
+from swarm_plugins.offload.ahead.prefetch import MAX_ROWS, _Predictor
 from swarm_plugins.offload.stats import OffloadStats
 
 # Its routers' modules are called by other names, or not before the experts.

@@ -16,7 +16,7 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
 from swarm_plugins.offload.formats import grouped
 from swarm_plugins.offload.formats.experts import matrix_format
-from swarm_plugins.offload.linears import QuantizedLinear, quantizable_linears
+from swarm_plugins.offload.formats.linears import QuantizedLinear, quantizable_linears
 from swarm_plugins.offload.quantizing import quantize_checkpoint
 from swarm_plugins.offload.widths import Width
 

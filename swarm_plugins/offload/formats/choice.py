@@ -6,7 +6,7 @@ import torch
 
 from swarm_plugins.offload.formats.experts import QuantizingFormat
 from swarm_plugins.offload.formats.plain import PlainFormat
-from swarm_plugins.offload.types import BufferLayout, ExpertFormat
+from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat
 from swarm_plugins.offload.widths import NF4, Width
 
 __all__ = ["expert_format", "half_type", "width_on"]

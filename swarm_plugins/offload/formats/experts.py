@@ -11,7 +11,7 @@ from swarm_plugins.offload.formats.grouped import GroupedMatrix
 from swarm_plugins.offload.formats.int8 import Int8Matrix
 from swarm_plugins.offload.formats.matrices import MatrixFormat, Part, multiply
 from swarm_plugins.offload.formats.nf4 import Nf4Matrix
-from swarm_plugins.offload.types import BufferLayout
+from swarm_plugins.offload.interfaces import BufferLayout
 from swarm_plugins.offload.widths import Width
 
 __all__ = ["QuantizedFormat", "QuantizingFormat", "matrix_format", "turn", "turned"]

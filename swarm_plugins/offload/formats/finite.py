@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.types import BufferLayout, ExpertKey
+from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
 
 __all__ = ["are_finite", "check_scales"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarm_plugins.offload.types import BufferLayout
+from swarm_plugins.offload.interfaces import BufferLayout
 
 __all__ = ["PlainFormat"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from swarm_plugins.cli._bench.figures import Figure, Report
+from swarm_plugins.bench.figures import Figure, Report
 from swarm_plugins.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from swarm_plugins.cli._bench import measure
-from swarm_plugins.cli._bench.measure import (
+from swarm_plugins.bench import measure
+from swarm_plugins.bench.measure import (
     Arm,
     Bystanders,
     Sample,

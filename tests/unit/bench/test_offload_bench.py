@@ -11,13 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from swarm_plugins.cli._bench.offload import parse_share
-from swarm_plugins.cli._bench.offload_arms import ArmName, load_arm
-from swarm_plugins.cli._bench.offload_command import run_offload
-from swarm_plugins.cli._bench.offload_figures import ArmFigures, OffloadReport, add_goals
-from swarm_plugins.cli._bench.offload_plot import draw_expert_use, recorded_use, shown_layers
+from swarm_plugins.bench.offload.arms import ArmName, load_arm
+from swarm_plugins.bench.offload.command import run_offload
+from swarm_plugins.bench.offload.figures import ArmFigures, OffloadReport, add_goals
+from swarm_plugins.bench.offload.plot import draw_expert_use, recorded_use, shown_layers
+from swarm_plugins.bench.offload.run import parse_share
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.offload.forecast import Forecast, Speeds
+from swarm_plugins.offload.plan.forecast import Forecast, Speeds
 from swarm_plugins.testing.models import save_tiny, tiny_model
 
 IDS = torch.arange(3, 13).reshape(1, 10)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from swarm_plugins.cli._bench import offload_model
-from swarm_plugins.cli._bench.offload_model import olmoe_config, write_random_moe
+from swarm_plugins.bench.offload import model as offload_model
+from swarm_plugins.bench.offload.model import olmoe_config, write_random_moe
 from swarm_plugins.errors import CheckpointError, ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_plugins.cli._run.offload_option import format_offload, parse_offload
+from swarm_plugins.cli.support.offload_option import format_offload, parse_offload
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig
 

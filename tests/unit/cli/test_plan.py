@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from swarm_plugins.cli._run.offload_option import parse_offload
 from swarm_plugins.cli.main import app
+from swarm_plugins.cli.support.offload_option import parse_offload
 from swarm_plugins.offload import quantize_checkpoint
-from swarm_plugins.offload.plan import RUNTIME_BYTES
+from swarm_plugins.offload.plan.plan import RUNTIME_BYTES
 from swarm_plugins.testing.models import save_tiny
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarm_plugins.cli.quiet import quiet_recipe
+from swarm_plugins.cli.support.quiet import quiet_recipe
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
 TIP = "\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud %s, try installing [%s](https://pypi.org/project/%s/)."

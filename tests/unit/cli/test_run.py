@@ -10,9 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from typer.testing import CliRunner
 
-from swarm_plugins.cli._run.report import describe
 from swarm_plugins.cli.main import app
 from swarm_plugins.offload.stats import OffloadStats
+from swarm_plugins.talk.report import describe
 from swarm_plugins.testing.models import save_tiny, tiny_model, tiny_tokenizer
 
 PROMPT = "what is it"

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.wording import OFFLOAD_WORDS, SERVE_WORDS, in_options
+from swarm_plugins.cli.support.wording import OFFLOAD_WORDS, SERVE_WORDS, in_options
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarm_plugins.offload.cache import BoundedCache, make_cache
+from swarm_plugins.offload.cache.cache import BoundedCache, make_cache
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.types import BufferLayout, ExpertFormat, ExpertKey, FileRange
+from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey, FileRange
 
 
 @dataclass

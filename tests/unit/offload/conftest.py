@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cache_kit import FakeStore, make, make_store
 
-from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.cache.cache import BoundedCache
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from experts_kit import ListCache, pair
 from torch.utils.checkpoint import checkpoint
 
-from swarm_plugins.offload.ahead import ReadingAhead
-from swarm_plugins.offload.trial import PayTrial
+from swarm_plugins.offload.ahead.announce import ReadingAhead
+from swarm_plugins.offload.ahead.trial import PayTrial
 
 
 class Told(ListCache):

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from swarm_plugins.errors import CapacityError, ConfigError
-from swarm_plugins.offload import budget
-from swarm_plugins.offload.buffers import BufferPool, host_buffer
+from swarm_plugins.offload.cache import budget
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.disk.buffers import BufferPool, host_buffer
 
 GB = 1 << 30
 CPU = torch.device("cpu")

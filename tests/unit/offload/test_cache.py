@@ -10,7 +10,7 @@ import pytest
 from cache_kit import FakeStore, InvertedFormat, borrowed, content, make
 
 from swarm_plugins.errors import CapacityError, SwarmError
-from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.cache.cache import BoundedCache
 
 
 def test_lends_each_expert_once_with_its_bytes(store: FakeStore, cache: BoundedCache) -> None:

@@ -14,7 +14,7 @@ import pytest
 from cache_kit import FakeStore, borrowed, content, make, wait_for, wait_for_borrower
 
 from swarm_plugins.errors import CheckpointError, SwarmError
-from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.cache.cache import BoundedCache
 
 
 def test_a_disk_that_fails_in_mid_run_is_an_error_once_and_then_forgotten(

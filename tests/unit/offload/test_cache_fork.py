@@ -10,7 +10,7 @@ import pytest
 from cache_kit import borrowed, make, make_store
 
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.cache.cache import BoundedCache
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
 

@@ -12,7 +12,7 @@ import pytest
 from cache_kit import FakeStore, borrowed, wait_for
 
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.cache.cache import BoundedCache
 
 _BOOKS = frozenset(("slots.py", "policy.py", "needs.py", "buffers.py", "guesses.py"))
 # Before each call only: lines have an end of a with block among them, where Python never looks for signals.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cache_kit import FakeStore, borrowed, make, wait_for_borrower
 
-from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.cache.cache import BoundedCache
 
 
 @pytest.fixture

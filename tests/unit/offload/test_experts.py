@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm_plugins.moe import ExpertDelta
-from swarm_plugins.offload.experts import IMPLEMENTATION, adapted, run_offloaded
+from swarm_plugins.offload.model.experts import IMPLEMENTATION, adapted, run_offloaded
 
 # Sums of six to eight products, in another order.
 ROUNDING = 1e-5

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from swarm_plugins.offload.formats.choice import expert_format
 from swarm_plugins.offload.formats.experts import QuantizedFormat, QuantizingFormat
-from swarm_plugins.offload.types import BufferLayout
+from swarm_plugins.offload.interfaces import BufferLayout
 from swarm_plugins.offload.widths import NF4, Width
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from transformers import MixtralForCausalLM
 from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.model_sizes import model_sizes
+from swarm_plugins.offload.plan.sizes import model_sizes
 
 FEW = OffloadConfig(fast_bytes=60_000)
 # What joins a hidden state with the next token's embedding.

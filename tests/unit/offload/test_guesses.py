@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from cache_kit import FakeStore, borrowed, content, make, wait_for
 
-from swarm_plugins.offload.cache import BoundedCache
-from swarm_plugins.offload.read_queue import Job, ReadQueue
+from swarm_plugins.offload.cache.cache import BoundedCache
+from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 
 
 @pytest.fixture

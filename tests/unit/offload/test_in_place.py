@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_plugins.offload.buffers import MIN_MAPPED_BYTES, host_buffer
-from swarm_plugins.offload.direct_file import BLOCK_BYTES, CHUNK_BYTES
-from swarm_plugins.offload.in_place import fitted, parts_of
-from swarm_plugins.offload.read_queue import Job, ReadQueue
-from swarm_plugins.offload.reader import RangeReader
-from swarm_plugins.offload.types import BufferLayout, FileRange
+from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, host_buffer
+from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES, CHUNK_BYTES
+from swarm_plugins.offload.disk.in_place import fitted, parts_of
+from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
+from swarm_plugins.offload.disk.reader import RangeReader
+from swarm_plugins.offload.interfaces import BufferLayout, FileRange
 
 SIZE = 2 * CHUNK_BYTES + 777
 

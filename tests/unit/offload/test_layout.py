@@ -17,11 +17,11 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import CheckpointError, UnsupportedError
-from swarm_plugins.offload import layout
-from swarm_plugins.offload.layout import locate_experts
-from swarm_plugins.offload.model_sizes import experts_modules
-from swarm_plugins.offload.sources import CheckpointStore
-from swarm_plugins.offload.types import ExpertKey
+from swarm_plugins.offload.interfaces import ExpertKey
+from swarm_plugins.offload.plan.sizes import experts_modules
+from swarm_plugins.offload.store import locate as layout
+from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
+from swarm_plugins.offload.store.locate import locate_experts
 
 Tensors = dict[str, TensorInfo]
 

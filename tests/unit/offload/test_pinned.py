@@ -13,11 +13,11 @@ from cache_kit import FakeStore, InvertedFormat, PlainFormat, borrowed, formats_
 from torch import Tensor
 
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.buffers import BufferPool
-from swarm_plugins.offload.cache import BoundedCache
+from swarm_plugins.offload.cache.cache import BoundedCache
+from swarm_plugins.offload.cache.pinned import PinnedLoader
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.pinned import PinnedLoader
-from swarm_plugins.offload.read_queue import ReadQueue
+from swarm_plugins.offload.disk.buffers import BufferPool
+from swarm_plugins.offload.disk.read_queue import ReadQueue
 
 
 @dataclass

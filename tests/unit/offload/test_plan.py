@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.offload.forecast import MEASURED_HITS, Speeds, forecast, hit_ratio
-from swarm_plugins.offload.model_sizes import ExpertLayer, ModelSizes
-from swarm_plugins.offload.plan import RUNTIME_BYTES, make_plan, stored_bits_ratio
+from swarm_plugins.offload.plan.forecast import MEASURED_HITS, Speeds, forecast, hit_ratio
+from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, make_plan, stored_bits_ratio
+from swarm_plugins.offload.plan.sizes import ExpertLayer, ModelSizes
 
 MB = 10**6
 SPEEDS = Speeds(disk_bytes_per_s=1000.0 * MB, expert_bytes_per_s=1000.0 * MB, step_s=0.05)

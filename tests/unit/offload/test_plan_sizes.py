@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import is_fused_experts
-from swarm_plugins.offload.model_sizes import model_sizes
+from swarm_plugins.offload.plan.sizes import model_sizes
 from swarm_plugins.testing.models import save_tiny, tiny_model
 
 CONTEXT = 24

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_plugins.offload.needs import LayerNeed, busiest, share_budget
-from swarm_plugins.offload.policy import Residency
-from swarm_plugins.offload.types import ExpertKey
+from swarm_plugins.offload.cache.needs import LayerNeed, busiest, share_budget
+from swarm_plugins.offload.cache.policy import Residency
+from swarm_plugins.offload.interfaces import ExpertKey
 
 COUNTS = {0: 4, 3: 3, 7: 5}
 SIZES = {0: 10, 3: 10, 7: 25}

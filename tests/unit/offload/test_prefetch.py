@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm_plugins.offload import OffloadConfig
-from swarm_plugins.offload.prefetch import LOOK_AHEAD, _Predictor
+from swarm_plugins.offload.ahead.prefetch import LOOK_AHEAD, _Predictor
 
 NUM_LAYERS, NUM_EXPERTS = 5, 6
 

@@ -18,10 +18,10 @@ from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.offload import quantizing
-from swarm_plugins.offload.quantized_manifest import MANIFEST_FILE
-from swarm_plugins.offload.quantized_store import QuantizedStore, is_quantized_store, open_quantized
+from swarm_plugins.offload.interfaces import ExpertKey
 from swarm_plugins.offload.quantizing import quantize_checkpoint
-from swarm_plugins.offload.types import ExpertKey
+from swarm_plugins.offload.store.manifest import MANIFEST_FILE
+from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 
 
 @pytest.fixture(scope="module")

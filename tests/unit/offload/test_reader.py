@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.direct_file import CHUNK_BYTES
-from swarm_plugins.offload.read_queue import Job, ReadQueue
-from swarm_plugins.offload.reader import RangeReader, ReadCancelled
-from swarm_plugins.offload.types import FileRange
+from swarm_plugins.offload.disk.direct_file import CHUNK_BYTES
+from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
+from swarm_plugins.offload.disk.reader import RangeReader, ReadCancelled
+from swarm_plugins.offload.interfaces import FileRange
 
 SIZE = 3 * CHUNK_BYTES + 777
 

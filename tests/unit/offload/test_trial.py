@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swarm_plugins.offload.trial import PayTrial
+from swarm_plugins.offload.ahead.trial import PayTrial
 
 
 def run(

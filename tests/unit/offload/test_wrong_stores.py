@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.quantized_manifest import MANIFEST_FILE
 from swarm_plugins.offload.quantizing import quantize_checkpoint
+from swarm_plugins.offload.store.manifest import MANIFEST_FILE
 
 About = dict[str, Any]
 

@@ -7,12 +7,12 @@ import torch
 from fake_server import VERSION, WIDTH, FakeRunner, replace_info
 
 from swarm_plugins.blocks.types import LoadedAdapter
-from swarm_plugins.server.activations import ActivationStore
-from swarm_plugins.server.adapters import AdapterStore
-from swarm_plugins.server.scheduler import Scheduler, SchedulerConfig
+from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.service_limits import ServiceLimits
-from swarm_plugins.server.sessions import SessionTable
+from swarm_plugins.server.state.activations import ActivationStore
+from swarm_plugins.server.state.adapters import AdapterStore
+from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.messages import ServerInfo
 
 

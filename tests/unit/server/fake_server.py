@@ -11,10 +11,10 @@ from torch import Tensor
 
 from swarm_plugins.blocks.types import SpanInputs, SpanOutputs, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
-from swarm_plugins.server.handlers import info_handler, push_handler
-from swarm_plugins.server.rpc_adapter import adapter_handler
-from swarm_plugins.server.rpc_session import session_handler
-from swarm_plugins.server.rpc_training import backward_handler, forward_handler
+from swarm_plugins.server.rpc.adapter import adapter_handler
+from swarm_plugins.server.rpc.handlers import info_handler, push_handler
+from swarm_plugins.server.rpc.session import session_handler
+from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import ServerInfo

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.server.activations import ActivationStore, GraphMeter
+from swarm_plugins.server.state.activations import ActivationStore, GraphMeter
 
 
 def test_meter_counts_each_storage_once_and_no_weights() -> None:
@@ -64,7 +64,7 @@ def test_larger_than_the_budget_is_not_kept() -> None:
 
 def test_expired_graphs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("swarm_plugins.server.activations.time.monotonic", lambda: now)
+    monkeypatch.setattr("swarm_plugins.server.state.activations.time.monotonic", lambda: now)
     store: ActivationStore[str] = ActivationStore(100, ttl_s=5.0)
     ticket = store.put("alice", "graph", 10) or ""
     now = 1005.0

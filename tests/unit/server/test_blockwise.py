@@ -16,9 +16,9 @@ from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.types import AdapterUse
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.server.activations import GraphMeter
 from swarm_plugins.server.failures import RequestError
-from swarm_plugins.server.training import Gradients, gradients
+from swarm_plugins.server.state.activations import GraphMeter
+from swarm_plugins.server.state.training import Gradients, gradients
 from swarm_plugins.testing.models import save_tiny
 
 BLOCKS, SHAPE = range(4), (2, 12, 32)

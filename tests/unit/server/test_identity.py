@@ -8,13 +8,13 @@ import pytest
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
+from swarm_plugins.local_hub.local_hub import LocalHub
 from swarm_plugins.offload import OffloadConfig, quantize_checkpoint
-from swarm_plugins.offload.quantized_manifest import MANIFEST_FILE
+from swarm_plugins.offload.store.manifest import MANIFEST_FILE
 from swarm_plugins.offload.widths import Width
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.fit import blocks_that_fit
 from swarm_plugins.server.identity import identity_of
-from swarm_plugins.testing.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
 FEW = OffloadConfig(fast_bytes=60_000)

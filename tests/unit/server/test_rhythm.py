@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_plugins.server.rhythm import Rhythm
+from swarm_plugins.server.compute.rhythm import Rhythm
 
 FIXED_S, ROW_S = 0.040, 0.005
 

@@ -10,8 +10,8 @@ from fake_server import VERSION, WIDTH, FakeRunner, transport_to
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
-from swarm_plugins.server.activations import ActivationStore
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import (
     AdapterStored,

@@ -10,8 +10,8 @@ from fake_server import WIDTH, FakeCache, FakeRunner
 
 from swarm_plugins.blocks.types import SpanInputs, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.failures import RequestError
-from swarm_plugins.server.scheduler import Scheduler, SchedulerConfig
 
 BLOCKS = range(2, 6)
 ADDED = 3 + 4 + 5 + 6

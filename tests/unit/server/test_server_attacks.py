@@ -13,10 +13,10 @@ from fake_server import VERSION, WIDTH, FakeCache, FakeRunner, transport_to
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.blocks.types import LoadedAdapter
-from swarm_plugins.server.adapters import MAX_ADAPTERS, AdapterStore
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.sessions import MAX_OPS, apply_ops
+from swarm_plugins.server.state.adapters import MAX_ADAPTERS, AdapterStore
+from swarm_plugins.server.state.sessions import MAX_OPS, apply_ops
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,

@@ -1,0 +1,194 @@
+"""Writes a large mixture of experts with random weights: as large as a real one, for what depends on size alone.
+
+Its routers are random too, which makes caches look better than they are on real text; figures say so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from swarm_plugins.checkpoint.range_cache import default_cache
+from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.offload.plan.sizes import experts_modules, meta_model
+
+__all__ = ["default_folder", "olmoe_config", "write_random_moe"]
+
+_ABOUT_FILE = "random_model.json"
+_FORMAT = 1
+_SHARD_BYTES = 500_000_000
+# Tensors are windows into one table of random numbers: as fast as the disk, where drawing each would take minutes.
+_TABLE_VALUES = 1 << 25
+_SPARE_BYTES = 1_000_000_000
+_LAYERS = 16
+
+
+def olmoe_config(scale: float = 1.0) -> PreTrainedConfig:
+    """Returns the config of OLMoE-1B-7B (Muennighoff et al. 2024), or of fewer of its layers.
+
+    Args:
+        scale: Share of the 16 layers; 1 makes 13.8 GB in bfloat16.
+
+    Raises:
+        ConfigError: If it is not above 0 and at most 1.
+    """
+    if not 0 < scale <= 1:
+        raise ConfigError(f"the random model's scale is {scale:g}; allowed are more than 0 and at most 1")
+    config: PreTrainedConfig = AutoConfig.for_model(
+        "olmoe",
+        vocab_size=50304,
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_hidden_layers=max(1, round(_LAYERS * scale)),
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=64,
+        num_experts_per_tok=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    return config
+
+
+def default_folder(config: PreTrainedConfig, seed: int = 0) -> Path:
+    """Returns where the model is kept unless a folder is given."""
+    return default_cache() / f"random-olmoe-{config.num_hidden_layers}-layers-{seed}"
+
+
+def write_random_moe(
+    config: PreTrainedConfig,
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Path:
+    """Writes the model, a shard at a time, or finds it written. Experts are stored one by one, as OLMoE has them.
+
+    Args:
+        config: Of the family ``olmoe``.
+        folder: Where to; must be absent or hold the same model.
+        seed: The same seed gives the same weights.
+        dtype: Of all weights.
+        progress: Called with the bytes written and the bytes in all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: If the folder holds something else.
+        CheckpointError: If the disk has too little room.
+    """
+    about = {"format": _FORMAT, "seed": seed, "dtype": str(dtype), "config": json.loads(config.to_json_string())}
+    if folder.exists():
+        _check_same(folder, about)
+        return folder
+    tensors = list(_shapes(config, dtype))
+    total = sum(math.prod(shape) for _, shape in tensors) * dtype.itemsize
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < total + _SPARE_BYTES:
+        raise CheckpointError(
+            f"{folder.parent} has {free / 1e9:.1f} GB free, the random model needs {total / 1e9:.1f} GB and "
+            f"{_SPARE_BYTES / 1e9:g} GB to spare: free some space, or make a smaller model: --random-model 0.1"
+        )
+    # Written beside it and renamed: a half-made folder is never taken for the model.
+    with tempfile.TemporaryDirectory(prefix=".random-model-", dir=folder.parent) as work:
+        out = Path(work) / "out"
+        out.mkdir(mode=0o755)
+        config.dtype = dtype
+        config.architectures = ["OlmoeForCausalLM"]
+        config.save_pretrained(out)
+        _write(tensors, out, _Numbers(seed, dtype), dtype, lambda done: progress(done, total))
+        (out / _ABOUT_FILE).write_text(json.dumps(about, indent=1))
+        out.rename(folder)
+    return folder
+
+
+def _check_same(folder: Path, about: dict[str, object]) -> None:
+    try:
+        found = json.loads((folder / _ABOUT_FILE).read_text())
+    except (OSError, ValueError):
+        found = None
+    if found != about:
+        raise ConfigError(f"{folder} exists and is not this random model: give another folder or remove it")
+
+
+def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the names and shapes of the checkpoint: HF's own, but experts one by one."""
+    model = meta_model(config, dtype)
+    experts = experts_modules(model)
+    inside = {id(parameter) for module in experts.values() for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in inside:
+            yield name, tuple(parameter.shape)
+    for layer in experts:
+        for expert in range(config.num_experts):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}."
+            yield f"{prefix}gate_proj.weight", (config.intermediate_size, config.hidden_size)
+            yield f"{prefix}up_proj.weight", (config.intermediate_size, config.hidden_size)
+            yield f"{prefix}down_proj.weight", (config.hidden_size, config.intermediate_size)
+
+
+class _Numbers:
+    """Normal random numbers without end."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._table = torch.randn(_TABLE_VALUES, generator=self._generator).to(dtype)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self._table.dtype)
+        values = torch.empty(math.prod(shape), dtype=self._table.dtype)
+        half = _TABLE_VALUES // 2
+        for piece in values.split(half):
+            start = int(torch.randint(half, (), generator=self._generator))
+            piece.copy_(self._table[start : start + len(piece)])
+        # Width of the inputs, so that activations keep their size; embeddings have none.
+        return values.mul_(1.0 if "embed" in name else shape[-1] ** -0.5).reshape(shape)
+
+
+def _write(
+    tensors: Sequence[tuple[str, tuple[int, ...]]],
+    out: Path,
+    numbers: _Numbers,
+    dtype: torch.dtype,
+    progress: Callable[[int], object],
+) -> None:
+    shards = list(_shards(tensors, dtype))
+    weight_map: dict[str, str] = {}
+    done = 0
+    for index, names in enumerate(shards, start=1):
+        file = f"model-{index:05}-of-{len(shards):05}.safetensors"
+        content = {name: numbers.take(name, shape) for name, shape in names}
+        save_file(content, out / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(content, file)
+        done += sum(tensor.nbytes for tensor in content.values())
+        progress(done)
+    index_file = {"metadata": {"total_size": done}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1))
+
+
+def _shards(
+    tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype
+) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    shard: list[tuple[str, tuple[int, ...]]] = []
+    size = 0
+    for name, shape in tensors:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if shard and size + num_bytes > _SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append((name, shape))
+        size += num_bytes
+    yield shard

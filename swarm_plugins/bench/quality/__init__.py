@@ -1,0 +1,3 @@
+"""What few bits cost in loss."""
+
+from __future__ import annotations

@@ -1,1 +1,0 @@
-"""What ``swarm chat`` is made of."""

@@ -1,1 +1,0 @@
-"""What ``swarm plan`` is made of."""

@@ -1,1 +1,0 @@
-"""What ``swarm run`` is made of."""

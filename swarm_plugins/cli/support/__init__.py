@@ -1,0 +1,3 @@
+"""What commands share: errors as one sentence, options, wording."""
+
+from __future__ import annotations

@@ -1,0 +1,107 @@
+"""A plan to read, and the same plan for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from swarm_plugins.cli.support.offload_option import format_offload
+from swarm_plugins.offload.plan.plan import RUNTIME_BYTES
+from swarm_plugins.offload.plan.planning import Planned
+from swarm_plugins.sizes import format_bytes
+
+__all__ = ["as_dict", "print_plan"]
+
+
+def print_plan(console: Console, planned: Planned) -> None:
+    """Prints what goes where, what to expect, and the command to use."""
+    plan, sizes, speeds = planned.plan, planned.plan.sizes, planned.plan.speeds
+    name = str(sizes.dtype).removeprefix("torch.")
+    console.print(_memory_table(planned))
+    link = f", RAM to {planned.device} {format_bytes(speeds.link_bytes_per_s)}/s" if speeds.link_bytes_per_s else ""
+    console.print(
+        f"disk {format_bytes(speeds.disk_bytes_per_s)}/s, {format_bytes(speeds.expert_bytes_per_s)}/s for "
+        f"experts one after the other ({planned.disk_source}){link}; "
+        f"the products of a token {speeds.step_s * 1e3:.0f} ms "
+        f"(measured with {name} weights on {planned.device})\n"
+    )
+    console.print(_forecast_table(planned))
+    console.print(
+        "hits: as measured in answers to real text with 8 experts of which 2 are picked (fewer: as if even); in "
+        "brackets: if every expert were equally likely at any time\n"
+        "other widths: from a store that `swarm quantize` writes; products are taken to be as fast\n"
+    )
+    if plan.fits and sizes.quantized_bits is None:
+        console.print("Everything fits: transformers alone will do, offloading gains nothing.")
+    console.print(f"swarm run {planned.name} --offload {format_offload(plan.config)}", soft_wrap=True, highlight=False)
+
+
+def _memory_table(planned: Planned) -> Table:
+    plan, sizes = planned.plan, planned.plan.sizes
+    experts = sum(layer.num_experts for layer in sizes.layers)
+    table = Table(title=f"{planned.name} in {format_bytes(plan.memory_bytes)}", title_justify="left")
+    table.add_column("what", no_wrap=True)
+    for heading in ("size", "in fast memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_row(
+        f"{experts} experts in {len(sizes.layers)} layers, each {format_bytes(sizes.largest_expert_bytes)}",
+        format_bytes(sizes.expert_bytes),
+        f"{format_bytes(plan.fast_bytes)} ({plan.forecast.fast_share:.0%})",
+    )
+    if plan.forecast.ram_share:
+        table.add_row("  in pinned RAM", "", f"({plan.forecast.ram_share:.0%})")
+    cache = f"attention cache of {sizes.context_tokens} tokens, {format_bytes(sizes.cache_bytes_per_token)} each"
+    for what, size in (
+        ("all other weights", sizes.other_bytes),
+        (cache, sizes.cache_bytes),
+        ("activations, about", sizes.activation_bytes),
+        ("Python and libraries, about", RUNTIME_BYTES),
+    ):
+        table.add_row(what, format_bytes(size), format_bytes(size))
+    return table
+
+
+def _forecast_table(planned: Planned) -> Table:
+    plan = planned.plan
+    table = Table(title="to expect of one sequence, once warm", title_justify="left")
+    table.add_column("experts", no_wrap=True)
+    for heading in ("size", "in memory", "hits", "read per token", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    bits = plan.sizes.expert_bits
+    rows = [(bits, plan.sizes.expert_bytes, plan.forecast)]
+    rows += [(other.expert_bits, other.expert_bytes, other.forecast) for other in plan.alternatives]
+    for width, size, expected in rows:
+        table.add_row(
+            (f"{width}-bit" if isinstance(width, int) else width) + (", as stored" if width == bits else ""),
+            format_bytes(size),
+            f"{expected.fast_share:.0%}",
+            f"{expected.hit_ratio:.2f} ({expected.hit_ratio_even:.2f})",
+            format_bytes(expected.read_bytes),
+            f"{expected.tokens_per_s:.3g} ({expected.tokens_per_s_even:.3g})",
+        )
+    return table
+
+
+def as_dict(planned: Planned) -> dict[str, Any]:
+    """Returns everything as numbers, in bytes and seconds."""
+    plan = planned.plan
+    sizes = asdict(plan.sizes) | {
+        "dtype": str(plan.sizes.dtype).removeprefix("torch."),
+        "expert_bytes": plan.sizes.expert_bytes,
+        "token_bytes": plan.sizes.token_bytes,
+    }
+    return {
+        "model": planned.name,
+        "device": planned.device,
+        "memory_bytes": plan.memory_bytes,
+        "fits": plan.fits,
+        "sizes": sizes,
+        "speeds": asdict(plan.speeds) | {"disk_source": planned.disk_source},
+        "config": asdict(plan.config),
+        "offload": format_offload(plan.config),
+        "forecast": asdict(plan.forecast),
+        "alternatives": [asdict(other) for other in plan.alternatives],
+    }

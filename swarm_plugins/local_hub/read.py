@@ -1,0 +1,218 @@
+"""What the local Hub answers to readers: lists, trees, references, files."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote
+
+from huggingface_hub import RepoCard
+from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
+
+from swarm_plugins.local_hub.exchange import Exchange, route
+from swarm_plugins.local_hub.hub_store import Blob, Commit, HubStore, Repo
+
+__all__ = ["READ_ROUTES"]
+
+_CHUNK_BYTES = 64 << 10
+_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_MAX_LISTED = 1000
+
+
+def _list_models(exchange: Exchange) -> None:
+    query = exchange.query
+    wanted = query.get("search", [""])[0].lower()
+    author = query.get("author", [None])[0]
+    # Asked for as filter=a&filter=b, and by older clients as filter=a,b: all must be there.
+    filters = {tag for value in query.get("filter", []) for tag in value.split(",")}
+    limit = min(int(query.get("limit", [_MAX_LISTED])[0]), _MAX_LISTED)
+    found = []
+    for repo in exchange.hub.store.repos():
+        is_hidden = repo.private and exchange.user is None
+        if is_hidden or wanted not in repo.repo_id.lower() or (author and repo.repo_id.split("/")[0] != author):
+            continue
+        facts = _facts(repo, repo.find("main"))
+        if filters <= set(facts["tags"]):
+            found.append(facts)
+    exchange.json(found[:limit])
+
+
+def _facts(repo: Repo, commit: Commit | None) -> dict[str, Any]:
+    """What the Hub knows of a model from its card."""
+    card = _card(commit.files.get("README.md")) if commit is not None else {}
+    facts = {
+        "id": repo.repo_id,
+        "modelId": repo.repo_id,
+        "private": repo.private,
+        "gated": "manual" if repo.gated else False,
+        "tags": _tags(card),
+        "downloads": 0,
+        "likes": 0,
+        **{key: card[key] for key in ("pipeline_tag", "library_name") if isinstance(card.get(key), str)},
+    }
+    if commit is not None:
+        facts |= {"sha": commit.sha, "lastModified": _time(commit)}
+    return facts
+
+
+def _tags(card: Mapping[str, Any]) -> list[str]:
+    """The tags that the Hub makes of a card, besides those that stand in it."""
+    own = card.get("tags")
+    tags = [str(tag) for tag in own] if isinstance(own, list) else []
+    tags += [str(card[key]) for key in ("library_name", "pipeline_tag") if card.get(key)]
+    bases = card.get("base_model") or []
+    for base in [bases] if isinstance(bases, str) else bases:
+        tags.append(f"base_model:{base}")
+        if card.get("base_model_relation"):
+            tags.append(f"base_model:{card['base_model_relation']}:{base}")
+    if card.get("license"):
+        tags.append(f"license:{card['license']}")
+    return list(dict.fromkeys(tags))
+
+
+def _card(blob: Blob | None) -> dict[str, Any]:
+    return {} if blob is None else _parsed(blob.read(0, blob.size))
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        card = RepoCard(content.decode(errors="replace"), ignore_metadata_errors=True)
+    except (ValueError, YAMLError):
+        return {}
+    return dict(card.data.to_dict())  # type: ignore[no-untyped-call]
+
+
+def _time(commit: Commit) -> str:
+    return datetime.fromtimestamp(commit.time_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+def _model_info(exchange: Exchange) -> None:
+    commit = exchange.commit()
+    if exchange.repo is None or commit is None:
+        return
+    with_sizes = exchange.query.get("blobs", ["false"])[0].lower() in ("true", "1")
+    siblings = []
+    for path, blob in sorted(commit.files.items()):
+        entry = _entry(path, blob)
+        more = {"size": blob.size, "blobId": entry["oid"]} if with_sizes else {}
+        lfs = {"lfs": {**entry["lfs"], "sha256": blob.sha256}} if with_sizes and "lfs" in entry else {}
+        siblings.append({"rfilename": path, **more, **lfs})
+    exchange.json({**_facts(exchange.repo, commit), "siblings": siblings})
+
+
+def _tree(exchange: Exchange) -> None:
+    commit = exchange.commit()
+    if commit is None:
+        return
+    folder = f"{exchange.parts['path']}/" if exchange.parts.get("path") else ""
+    exchange.json([_entry(path, blob) for path, blob in sorted(commit.files.items()) if path.startswith(folder)])
+
+
+def _entry(path: str, blob: Blob) -> dict[str, Any]:
+    if not HubStore.is_large(path, blob):
+        return {"type": "file", "oid": blob.git_sha1, "size": blob.size, "path": path}
+    lfs = {"oid": blob.sha256, "size": blob.size, "pointerSize": 134}
+    return {"type": "file", "oid": blob.sha256[:40], "size": blob.size, "path": path, "lfs": lfs}
+
+
+def _refs(exchange: Exchange) -> None:
+    repo = exchange.repo
+    if repo is not None:
+        branches = [_ref("heads", name, sha) for name, sha in repo.branches.items()]
+        tags = [_ref("tags", name, sha) for name, sha in repo.tags.items()]
+        exchange.json({"branches": branches, "tags": tags, "converts": []})
+
+
+def _ref(kind: str, name: str, sha: str) -> dict[str, str]:
+    return {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": sha}
+
+
+def _commits(exchange: Exchange) -> None:
+    commit = exchange.commit()
+    if exchange.repo is not None and commit is not None:
+        history = exchange.repo.history(commit.sha)
+        exchange.json([
+            {"id": one.sha, "title": one.message, "message": "", "authors": [], "date": _time(one)} for one in history
+        ])  # fmt: skip
+
+
+def _resolve(exchange: Exchange) -> None:
+    commit = exchange.commit()
+    if exchange.repo is None or commit is None:
+        return
+    path = exchange.parts["path"]
+    blob = commit.files.get(path)
+    if blob is None:
+        exchange.error(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit.sha})
+        return
+    headers = {"X-Repo-Commit": commit.sha, "Accept-Ranges": "bytes", "ETag": f'"{blob.sha256}"'}
+    if not HubStore.is_large(path, blob):
+        _send_file(exchange, exchange.repo, path, blob, headers)
+        return
+    # Another host name, as on the real Hub: clients must not send their token there.
+    cdn = exchange.hub.endpoint.replace("127.0.0.1", "localhost") + "/cdn"
+    headers |= {
+        "X-Linked-Size": str(blob.size),
+        "X-Linked-ETag": f'"{blob.sha256}"',
+        "Location": f"{cdn}/{quote(exchange.repo.repo_id)}/{commit.sha}/{quote(path)}",
+    }
+    exchange.send(HTTPStatus.FOUND, headers, b"")
+
+
+def _cdn(exchange: Exchange) -> None:
+    commit = exchange.commit()
+    if exchange.repo is not None and commit is not None:
+        path = exchange.parts["path"]
+        _send_file(exchange, exchange.repo, path, commit.files[path], {"Accept-Ranges": "bytes"})
+
+
+def _send_file(exchange: Exchange, repo: Repo, path: str, blob: Blob, headers: dict[str, str]) -> None:
+    faults = exchange.hub.faults
+    if exchange.command == "GET" and faults.statuses:
+        exchange.error(HTTPStatus(faults.statuses.pop(0)), None, "a fault that was asked for")
+        return
+    start, end, status = 0, blob.size, HTTPStatus.OK
+    asked = _RANGE.fullmatch(exchange.headers.get("Range") or "")
+    if asked and not faults.ignore_ranges:
+        start, end = int(asked[1]), min(int(asked[2]) + 1 if asked[2] else blob.size, blob.size)
+        if start >= blob.size:
+            wrong = {"Content-Range": f"bytes */{blob.size}"}
+            exchange.send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, wrong, b"")
+            return
+        status = HTTPStatus.PARTIAL_CONTENT
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size}"
+    exchange.start(status, headers, end - start)
+    if exchange.command == "GET":
+        _send_content(exchange, repo, path, blob, start, end)
+
+
+def _send_content(exchange: Exchange, repo: Repo, path: str, blob: Blob, start: int, end: int) -> None:
+    faults = exchange.hub.faults
+    cut = start + faults.cut_after_bytes.pop(0) if faults.cut_after_bytes else end
+    for position in range(start, min(end, cut), _CHUNK_BYTES):
+        data = blob.read(position, min(position + _CHUNK_BYTES, end, cut))
+        try:
+            exchange.wfile.write(data)
+        except OSError:
+            # The client has gone: nothing is owed to it.
+            exchange.close_connection = True
+            return
+        exchange.hub.count(repo.repo_id, path, len(data))
+    exchange.close_connection = exchange.close_connection or cut < end
+
+
+READ_ROUTES = (
+    route("list_models", "GET", r"/api/models", _list_models),
+    route("tree", "GET", r"/api/models/{repo}/tree/(?P<rev>[^/]+)(?:/(?P<path>.+))?", _tree),
+    route("refs", "GET", r"/api/models/{repo}/refs", _refs),
+    route("commits", "GET", r"/api/models/{repo}/commits/(?P<rev>[^/]+)", _commits),
+    route("model_info", "GET HEAD", r"/api/models/{repo}/revision/(?P<rev>[^/]+)", _model_info),
+    route("cdn", "GET HEAD", r"/cdn/{repo}/(?P<rev>[0-9a-f]{40})/(?P<path>.+)", _cdn, open_=True),
+    route("resolve", "GET HEAD", r"/{repo}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _resolve),
+    route("model_info", "GET HEAD", r"/api/models/{repo}", _model_info),
+)

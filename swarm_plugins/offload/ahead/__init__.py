@@ -1,0 +1,3 @@
+"""Reading experts before they are needed."""
+
+from __future__ import annotations

@@ -1,0 +1,62 @@
+"""Reading ahead where no guess is needed: in passes over many tokens, and in backward passes.
+
+Many tokens together need most experts of every layer. And a backward pass goes through the layers in reverse, where
+each needs what it used in the forward pass. What is announced is read while the layer before still computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+
+from swarm_plugins.offload.ahead.trial import PayTrial
+from swarm_plugins.offload.interfaces import ExpertCache
+
+__all__ = ["ReadingAhead"]
+
+_NO_BACKWARD_PASS = -1
+
+
+class ReadingAhead:
+    """Announces to a cache what the next layer of a pass will need.
+
+    Args:
+        cache: Who is told.
+        num_experts: Number of experts of each layer that has any.
+        trial: Says for each pass of a training whether it pays, by the time of those before; None: it always does.
+    """
+
+    def __init__(self, cache: ExpertCache, num_experts: Mapping[int, int], trial: PayTrial | None = None) -> None:
+        self._cache = cache
+        self._trial = trial
+        self._first = min(num_experts, default=None)
+        self._is_on = True
+        self._went_back = False
+        self._num_experts = num_experts
+        self._after = dict(pairwise(sorted(num_experts)))
+        self._before = {after: before for before, after in self._after.items()}
+        self._used: dict[int, Sequence[int]] = {}
+
+    def forward(self, layer: int, experts: Sequence[int]) -> None:
+        """Notes what a layer needs now; if it is most of its experts, all of the next layer's are announced."""
+        self._used[layer] = experts
+        # In there a layer is computed once more, and it is the layer before that comes next.
+        if torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
+            return
+        if layer == self._first and self._trial is not None:
+            # From one training pass to the next: others are no measure.
+            self._is_on = self._trial.begin_pass(time.perf_counter(), is_decode=self._went_back)
+            self._went_back = False
+        after = self._after.get(layer)
+        if self._is_on and after is not None and 2 * len(experts) > self._num_experts[layer]:
+            self._cache.guess(after, range(self._num_experts[after]))
+
+    def backward(self, layer: int) -> None:
+        """Announces what the layer before this one has used."""
+        self._went_back = True
+        before = self._before.get(layer)
+        if self._is_on and before is not None and self._used.get(before):
+            self._cache.guess(before, self._used[before])

@@ -1,0 +1,136 @@
+"""Experts read ahead: which layers they are for, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.cache.counters import Counters
+from swarm_plugins.offload.cache.slots import Slot, Slots
+from swarm_plugins.offload.interfaces import ExpertKey
+
+__all__ = ["Guesses"]
+
+
+@dataclass(slots=True)
+class _Guess:
+    layer: int
+    experts: Sequence[int] = ()
+    held: list[Slot] = field(default_factory=list)
+    """What is kept from eviction until the layer has said what it needs."""
+    loads: set[int] = field(default_factory=set)
+    """Those that had to be read, also of what was guessed at first."""
+
+
+class Guesses:
+    """The guesses for the layers that come next; their owner locks.
+
+    A layer is guessed again as it comes nearer: what the better guess no longer has is no longer read.
+
+    Args:
+        slots: The fast memory.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._planned: dict[int, Sequence[int]] = {}
+        self._active: dict[int, _Guess] = {}
+
+    def plan(self, layer: int, experts: Sequence[int]) -> None:
+        """Remembers a guess until what is needed before it has been asked of the disk.
+
+        Several layers' guesses are read in the order of the calls.
+        """
+        self._planned.pop(layer, None)
+        self._planned[layer] = experts
+
+    def start(self) -> None:
+        """Starts reading what was planned, as far as there is room beside what is in use."""
+        planned, self._planned = self._planned, {}
+        for layer, experts in planned.items():
+            guess = self._active.setdefault(layer, _Guess(layer))
+            if not experts:
+                # All of the layer is there or on its way, perhaps thanks to the guess before, which stays.
+                continue
+            self._let_go(guess, keep=experts)
+            guess.experts = experts
+            if not self._fetch(guess):
+                return
+
+    def held(self) -> list[Slot]:
+        """Returns what the guesses that are being read keep from eviction."""
+        return [slot for guess in self._active.values() for slot in guess.held]
+
+    def settle(self, layer: int, experts: Sequence[int], counters: Counters) -> None:
+        """Compares the guess for a layer with what it needs; what was guessed wrongly is no longer read.
+
+        Args:
+            layer: The layer that asks now; if it is none of those guessed, all guesses are given up.
+            experts: What it asks for.
+            counters: Where to count.
+        """
+        self._planned.pop(layer, None)
+        guess = self._active.get(layer)
+        if guess is None:
+            for other in self._active.values():
+                counters.guesses += len(other.experts)
+                counters.guessed_loads += len(other.loads)
+            self.drop()
+            return
+        needed = frozenset(experts)
+        slots = {slot.key.expert: slot for slot in guess.held}
+        used = [expert for expert in guess.experts if expert in needed]
+        counters.guesses += len(guess.experts)
+        counters.guesses_used += len(used)
+        counters.guesses_late += sum(expert in slots and not slots[expert].is_ready for expert in used)
+        counters.guessed_loads += len(guess.loads)
+        counters.guessed_loads_used += len(guess.loads & needed)
+        # Of a layer that is all in memory nothing is guessed.
+        counters.asked_after_guess += len(experts) if guess.experts else 0
+        del self._active[layer]
+        self._let_go(guess, keep=needed)
+        for slot in guess.held:
+            self._slots.release(slot)
+
+    def drop(self) -> bool:
+        """Gives all guesses up.
+
+        Returns:
+            Whether there was one, so that there may be room now.
+        """
+        dropped, self._active = self._active, {}
+        for guess in dropped.values():
+            self._let_go(guess, keep=())
+        return bool(dropped)
+
+    def _fetch(self, guess: _Guess) -> bool:
+        """Holds what is guessed, and starts reading what is not there.
+
+        Returns:
+            Whether there was room for all.
+        """
+        present = self._slots.of(guess.layer)
+        held = {slot.key.expert for slot in guess.held}
+        # First what is there already: reading the others must not evict it.
+        for expert in sorted(guess.experts, key=lambda expert: expert not in present):
+            if expert in held:
+                continue
+            if expert not in present:
+                guess.loads.add(expert)
+            try:
+                slot = self._slots.fetch(ExpertKey(guess.layer, expert), is_guess=True)
+            except CapacityError:
+                # Whoever needs the expert will say so.
+                slot = None
+            if slot is None:
+                return False
+            guess.held.append(slot)
+        return True
+
+    def _let_go(self, guess: _Guess, keep: Collection[int]) -> None:
+        """Gives back what a guess holds, but for some experts; what nobody has come to need is no longer read."""
+        for slot in [slot for slot in guess.held if slot.key.expert not in keep]:
+            guess.held.remove(slot)
+            self._slots.release(slot)
+            self._slots.cancel_guess(slot)

@@ -1,0 +1,176 @@
+"""RAM between the disk and a device: experts as they are stored, in page-locked memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.cache.policy import Residency
+from swarm_plugins.offload.disk.buffers import BufferPool
+from swarm_plugins.offload.disk.in_place import fitted
+from swarm_plugins.offload.disk.loaders import Arrival
+from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
+from swarm_plugins.offload.disk.reader import RangeReader
+from swarm_plugins.offload.formats.finite import check_scales
+from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
+
+__all__ = ["Copies", "Copy", "PinnedLoader"]
+
+
+class Copy(Arrival, Protocol):
+    """A copy to the device whose source can be waited for."""
+
+    def wait(self) -> None:
+        """Waits until the source may be overwritten."""
+        ...
+
+
+class Copies(Protocol):
+    """Copies to a device, one after the other. `CudaCopies` fits."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Returns a buffer in RAM to copy from."""
+        ...
+
+    def follow(self) -> None:
+        """Keeps later copies from overwriting what is computed with now."""
+        ...
+
+    def start(self, source: Tensor, into: Tensor, convert: Callable[[Tensor, Tensor], None] | None) -> Copy:
+        """Starts a copy, with a conversion on the device if one is given."""
+        ...
+
+
+class _Kept(NamedTuple):
+    buffer: Tensor
+    """As the pool gave it."""
+    expert: Tensor
+    """What of its memory the expert fills."""
+
+
+class PinnedLoader:
+    """Copies from RAM what is there, and reads into RAM what is not; a `Loader`.
+
+    Args:
+        store: Says where the bytes are.
+        formats: What they mean, by layer.
+        copies: How they get to the device.
+        ram_bytes: Bytes for experts in RAM. An expert that does not fit passes through a buffer of its reader.
+        queue: The threads that load.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        formats: Mapping[int, ExpertFormat],
+        copies: Copies,
+        ram_bytes: int,
+        queue: ReadQueue,
+    ) -> None:
+        self._store = store
+        self._formats = formats
+        self._copies = copies
+        self._reader = RangeReader(queue)
+        self._lock = threading.Lock()
+        stored = {layer: formats[layer].stored.num_bytes for layer in store.num_experts}
+        self._policy = Residency(store.num_experts, stored, ram_bytes)
+        self._pool = BufferPool(ram_bytes, copies.allocate, "ram_bytes")
+        self._kept: dict[ExpertKey, _Kept] = {}
+        # The last copy out of each buffer, by the address of its memory: it must have ended before that is filled
+        # again.
+        self._last: dict[int, Copy] = {}
+        self._spare: list[Tensor] = []
+        self._largest = max(stored.values(), default=0)
+
+    def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
+        """Returns the buffer: no disk writes to it."""
+        return buffer
+
+    def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
+        """Starts a copy from RAM if the expert is there."""
+        with self._lock:
+            # Also for what a reader thread copies later: all copies run in order.
+            self._copies.follow()
+            self._policy.use(key.layer, [key.expert])
+            kept = self._kept.get(key)
+            return None if kept is None else self._start(key, kept.expert, into)
+
+    def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, Arrival | None]:
+        """Reads an expert from disk into RAM and starts the copy, see `Loader.load`."""
+        buffer, is_kept = self._buffer(key)
+        try:
+            layout, ranges = self._formats[key.layer].stored, self._store.ranges(key)
+            expert = fitted(buffer[: layout.num_bytes], ranges, layout.alignment)
+            num_bytes = self._reader.read(ranges, expert.numpy(), job)
+            check_scales(layout, expert, key)
+            with self._lock:
+                arrival = self._start(key, expert, into)
+        except BaseException:
+            self._give_back(key, buffer, is_kept=is_kept)
+            raise
+        with self._lock:
+            if is_kept:
+                self._policy.release(key)
+                self._kept[key] = _Kept(buffer, expert)
+            else:
+                self._spare.append(buffer)
+        return num_bytes, arrival
+
+    def close(self) -> None:
+        """Waits for the copies under way, drops the memory and closes the files."""
+        with self._lock:
+            for copy in self._last.values():
+                copy.wait()
+            self._last.clear()
+            self._kept.clear()
+            self._spare.clear()
+        self._reader.close()
+
+    def _buffer(self, key: ExpertKey) -> tuple[Tensor, bool]:
+        """Returns a buffer to read into, and whether it stays in RAM."""
+        with self._lock:
+            kept = self._admit(key)
+            buffer = kept
+            if buffer is None:
+                buffer = self._spare.pop() if self._spare else self._copies.allocate(self._largest)
+            last = self._last.pop(_address(buffer), None)
+        if last is not None:
+            last.wait()
+        return buffer, kept is not None
+
+    def _admit(self, key: ExpertKey) -> Tensor | None:
+        victims = self._policy.admit(key)
+        if victims is None:
+            return None
+        for victim in victims:
+            self._pool.give(self._kept.pop(victim).buffer)
+        try:
+            buffer = self._pool.take(self._formats[key.layer].stored.num_bytes)
+        except CapacityError:
+            self._policy.drop(key)
+            raise
+        self._policy.hold(key)
+        return buffer
+
+    def _give_back(self, key: ExpertKey, buffer: Tensor, *, is_kept: bool) -> None:
+        with self._lock:
+            if is_kept:
+                self._policy.release(key)
+                self._policy.drop(key)
+                self._pool.give(buffer)
+            else:
+                self._spare.append(buffer)
+
+    def _start(self, key: ExpertKey, source: Tensor, into: Tensor) -> Copy:
+        form = self._formats[key.layer]
+        convert = None if form.stored is form.computed else form.convert
+        copy = self._last[_address(source)] = self._copies.start(source, into, convert)
+        return copy
+
+
+def _address(buffer: Tensor) -> int:
+    return buffer.untyped_storage().data_ptr()

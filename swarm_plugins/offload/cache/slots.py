@@ -1,0 +1,231 @@
+"""The buffers of fast memory with what is in them or on its way there.
+
+All methods are called with the owner's lock held, but for `Slots._run`, which a reader thread calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
+from swarm_plugins.offload.cache.policy import Residency
+from swarm_plugins.offload.disk.buffers import BufferPool
+from swarm_plugins.offload.disk.loaders import Arrival, Loader
+from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
+from swarm_plugins.offload.disk.reader import ReadCancelled
+from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
+
+__all__ = ["Slot", "Slots"]
+
+log = logging.getLogger(__name__)
+
+
+class Slot:
+    """One expert in fast memory, or on its way there."""
+
+    __slots__ = ("arrival", "buffer", "error", "is_ready", "job", "key", "place", "started_s", "views")
+
+    def __init__(self, key: ExpertKey, buffer: Tensor, place: Tensor, views: Mapping[str, Tensor]) -> None:
+        self.key = key
+        self.buffer = buffer
+        """As the pool gave it."""
+        self.place = place
+        """What of its memory the expert fills."""
+        self.views = views
+        self.is_ready = False
+        self.job: Job | None = None
+        """The read that fills it, until it has ended."""
+        self.error: Exception | None = None
+        self.arrival: Arrival | None = None
+        """The copy to the device, if it may still be under way."""
+        self.started_s = 0.0
+        """When the read began; 0 while it waits."""
+
+
+class Slots:
+    """Fills and empties slots as the policy says.
+
+    Args:
+        policy: Who stays.
+        pool: The memory.
+        layouts: What an expert of each layer looks like in its buffer.
+        loader: Where experts come from.
+        queue: The reader threads.
+        changed: Notified when a read has ended or a hold was given back; its lock is the owner's.
+    """
+
+    def __init__(
+        self,
+        policy: Residency,
+        pool: BufferPool,
+        layouts: Mapping[int, BufferLayout],
+        loader: Loader,
+        queue: ReadQueue,
+        changed: threading.Condition,
+    ) -> None:
+        self.policy = policy
+        self.bytes_read = 0
+        self.read_s = 0.0
+        """Seconds of all reads together."""
+        self._pool = pool
+        self._layouts = layouts
+        self._loader = loader
+        self._queue = queue
+        self._changed = changed
+        self._slots: dict[int, dict[int, Slot]] = {layer: {} for layer in layouts}
+
+    def of(self, layer: int) -> Mapping[int, Slot]:
+        """Returns the slots of a layer's experts that are in fast memory or on their way there."""
+        return self._slots[layer]
+
+    def fetch(self, key: ExpertKey, *, is_guess: bool) -> Slot | None:
+        """Returns the slot of an expert, after starting to fill one if there was none; it is held for the caller.
+
+        Returns:
+            None if everything is held, so that there is no room now.
+
+        Raises:
+            CapacityError: If the system has no memory left for the budget.
+        """
+        slot = self._slots[key.layer].get(key.expert)
+        if slot is None:
+            slot = self._admit(key)
+            if slot is None:
+                return None
+            self._start(slot, is_guess=is_guess)
+        elif slot.job is not None:
+            # On its way for a guess, perhaps being cancelled.
+            slot.job.is_cancelled = False
+            if not is_guess:
+                self._queue.need(slot.job)
+        self.policy.hold(key)
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Ends the hold of `fetch`."""
+        self.policy.release(slot.key)
+        # Somebody may wait for room; what only a guess still holds is room, too.
+        self._changed.notify_all()
+
+    def cancel_guess(self, slot: Slot) -> None:
+        """Stops a read unless somebody has come to need it."""
+        if slot.job is not None and slot.job.is_guess and self._queue.cancel(slot.job):
+            self._end(slot, ReadCancelled())
+
+    def heal(self, held: Sequence[Slot]) -> None:
+        """Makes the books agree after an exception that may have come in the middle of any change.
+
+        The slots say what is in memory; all else is counted anew from them.
+
+        Args:
+            held: What callers hold, once for each hold.
+        """
+        lost = []
+        for slot in [slot for slots in self._slots.values() for slot in slots.values()]:
+            if slot.job is not None and not self._queue.has(slot.job):
+                slot.job = None
+            if slot.is_ready or (slot.error is None and slot.job is not None):
+                continue
+            if slot.error is None and slot in held:
+                lost.append(slot)
+            else:
+                del self._slots[slot.key.layer][slot.key.expert]
+        living = [slot for slots in self._slots.values() for slot in slots.values()]
+        reading = [slot for slot in living if slot.job is not None]
+        self.policy.restore([slot.key for slot in living], [slot.key for slot in (*held, *reading)])
+        self._pool.recount(sum(slot.buffer.numel() for slot in living))
+        for slot in lost:
+            # Another thread waits for it, and finds the error there if there is one.
+            with suppress(Exception):
+                self._start(slot, is_guess=False)
+        with suppress(CapacityError):
+            self._queue.wake()
+        self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        for slots in self._slots.values():
+            for slot in list(slots.values()):
+                self._forget(slot)
+        self._pool.clear()
+
+    def _admit(self, key: ExpertKey) -> Slot | None:
+        victims = self.policy.admit(key)
+        if victims is None:
+            return None
+        for victim in victims:
+            self._pool.give(self._slots[victim.layer].pop(victim.expert).buffer)
+        layout = self._layouts[key.layer]
+        # Whoever asks first: an expert that came in inference mode must be of use to a backward pass too.
+        with torch.inference_mode(False):
+            try:
+                buffer = self._pool.take(layout.num_bytes)
+            except BaseException:
+                self.policy.drop(key)
+                raise
+            place = self._loader.place(key, buffer)
+            slot = self._slots[key.layer][key.expert] = Slot(key, buffer, place, layout.views(place))
+        return slot
+
+    def _start(self, slot: Slot, *, is_guess: bool) -> None:
+        try:
+            slot.arrival = self._loader.quick(slot.key, slot.place)
+            if slot.arrival is not None:
+                slot.is_ready = True
+                return
+            # The reader writes to the buffer: nobody else may get it.
+            self.policy.hold(slot.key)
+            slot.job = Job(lambda job: self._run(slot, job), is_guess=is_guess)
+            self._queue.submit(slot.job)
+        except Exception as error:
+            if slot.job is None:
+                slot.error = error
+                self._forget(slot)
+            else:
+                self._end(slot, error)
+            raise
+
+    def _run(self, slot: Slot, job: Job) -> None:
+        slot.started_s = time.perf_counter()
+        num_bytes, arrival, error = 0, None, None
+        try:
+            num_bytes, arrival = self._loader.load(slot.key, slot.place, job)
+        except (SwarmError, ReadCancelled) as caught:
+            error = caught
+        except Exception as caught:  # noqa: BLE001 - a reader that died would leave everybody waiting
+            error = CheckpointError(f"expert {slot.key.expert} of layer {slot.key.layer} cannot be loaded: {caught!r}")
+            error.__cause__ = caught
+        with self._changed:
+            self.bytes_read += num_bytes
+            self.read_s += time.perf_counter() - slot.started_s
+            slot.arrival = arrival
+            self._end(slot, error)
+
+    def _end(self, slot: Slot, error: Exception | None) -> None:
+        job = slot.job
+        if job is None:
+            return
+        if isinstance(error, ReadCancelled) and not job.is_cancelled:
+            # Somebody asked for it after all, between the cancellation and now.
+            slot.job = Job(job.run, is_guess=job.is_guess)
+            self._queue.submit(slot.job)
+            return
+        slot.job = None
+        self.policy.release(slot.key)
+        slot.error = error
+        slot.is_ready = error is None
+        if error is not None and self._slots[slot.key.layer].get(slot.key.expert) is slot:
+            self._forget(slot)
+        self._changed.notify_all()
+
+    def _forget(self, slot: Slot) -> None:
+        del self._slots[slot.key.layer][slot.key.expert]
+        self.policy.drop(slot.key)
+        self._pool.give(slot.buffer)

@@ -1,0 +1,130 @@
+"""Buffers for experts within a byte budget: taken when first needed, then reused."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES
+
+__all__ = ["MIN_MAPPED_BYTES", "BufferPool", "device_buffer", "host_buffer"]
+
+_WIPE_ON_FORK = 18
+MIN_MAPPED_BYTES = 1 << 16
+"""Smaller buffers do not get a mapping of their own, which would cost at least a page."""
+
+
+def host_buffer(num_bytes: int) -> Tensor:
+    """Returns ``[num_bytes]`` of uint8, aligned to 64 bytes, in memory that goes back to the system when dropped.
+
+    A large one begins on a page and has another behind it, so that it can be moved to where the disk can write
+    (`in_place.fitted`).
+
+    Raises:
+        OSError: If there is no memory.
+    """
+    if num_bytes < MIN_MAPPED_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    memory = _private(num_bytes + BLOCK_BYTES) or mmap.mmap(-1, num_bytes + BLOCK_BYTES)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+
+
+def _private(num_bytes: int) -> mmap.mmap | None:
+    """Returns memory that gets huge pages, which the system does not give to shared memory, Python's own choice.
+
+    A disk writes to them in larger requests: 2.6 GB/s in place of 1.2 to 1.7 on a virtual disk, at a sixth of the
+    processor's time.
+
+    Returns:
+        None where a fork would make it common: what the disk writes then can go to the other process's pages
+        (open(2), O_DIRECT), and each expert that is read over would be kept for that process.
+    """
+    if sys.platform != "linux":
+        return None
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(_WIPE_ON_FORK)
+    except OSError:
+        return None
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def device_buffer(device: torch.device) -> Callable[[int], Tensor]:
+    """Returns an allocator of ``[num_bytes]`` of uint8 on a device."""
+    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+class BufferPool:
+    """Buffers of several sizes within one budget. Not thread-safe: its owner locks.
+
+    Args:
+        limit_bytes: Most bytes that all buffers, free ones too, may have together.
+        allocate: Makes a buffer.
+        name: What the budget is called, for messages.
+    """
+
+    def __init__(self, limit_bytes: int, allocate: Callable[[int], Tensor], name: str) -> None:
+        self.limit_bytes = limit_bytes
+        self.allocated_bytes = 0
+        self._allocate = allocate
+        self._name = name
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Returns a buffer; its content is arbitrary.
+
+        Args:
+            num_bytes: Its size.
+
+        Raises:
+            CapacityError: If it would exceed the budget, or the system has no memory left.
+        """
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        self._shrink(self.limit_bytes - num_bytes)
+        if self.allocated_bytes + num_bytes > self.limit_bytes:
+            raise CapacityError(
+                f"a buffer of {num_bytes} bytes does not fit: {self.allocated_bytes} of {self.limit_bytes} bytes "
+                f"({self._name}) are in use"
+            )
+        try:
+            buffer = self._allocate(num_bytes)
+        except (OSError, RuntimeError) as error:
+            raise CapacityError(
+                f"no memory for another expert of {num_bytes} bytes, with {self.allocated_bytes} of {self.limit_bytes} "
+                f"bytes ({self._name}) taken: {error}; lower {self._name}"
+            ) from error
+        self.allocated_bytes += num_bytes
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Takes a buffer back for reuse."""
+        self._free[buffer.numel()].append(buffer)
+
+    def recount(self, taken_bytes: int) -> None:
+        """Counts anew, after a change that was interrupted.
+
+        Args:
+            taken_bytes: Size of all buffers that are in use; others that were taken no longer exist.
+        """
+        self.allocated_bytes = taken_bytes + sum(size * len(buffers) for size, buffers in self._free.items())
+
+    def clear(self) -> None:
+        """Drops all free buffers."""
+        self._shrink(0)
+
+    def _shrink(self, goal_bytes: int) -> None:
+        # Sizes differ between layers: free buffers of another size make room.
+        for num_bytes, buffers in self._free.items():
+            while buffers and self.allocated_bytes > goal_bytes:
+                buffers.pop()
+                self.allocated_bytes -= num_bytes

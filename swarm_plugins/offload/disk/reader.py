@@ -1,0 +1,229 @@
+"""Reads experts: the byte ranges that a store names, into a buffer, with errors that name file and tensor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES, CHUNK_BYTES, Bounce, Bytes, DirectFile
+from swarm_plugins.offload.disk.in_place import parts_of, scatter
+from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
+from swarm_plugins.offload.interfaces import FileRange
+
+__all__ = ["RangeReader", "ReadCancelled"]
+
+# Of half an expert: with less, another thread costs more than it saves.
+_LEAST_SHARED_BYTES = 2 << 20
+# Bytes between two ranges that are cheaper to read than to start another read for.
+_MAX_GAP_BYTES = 64 * 1024
+
+
+class ReadCancelled(Exception):
+    """Nobody wants the bytes any more."""
+
+
+class RangeReader:
+    """Fills buffers from files. Thread-safe; files are opened when first needed and stay open.
+
+    Args:
+        queue: The threads that call `read`: one that has nothing to do takes half of an expert that is needed now,
+            so that the disk has two requests at a time.
+    """
+
+    def __init__(self, queue: ReadQueue | None = None) -> None:
+        self._queue = queue
+        self._files: dict[Path, DirectFile] = {}
+        self._lock = threading.Lock()
+        self._own = threading.local()
+        self._num_reading = 0
+        self._is_closed = False
+
+    def read(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
+        """Reads one expert.
+
+        Args:
+            ranges: Its bytes.
+            into: ``[num_bytes]`` of uint8, writable.
+            job: What it is read for; whether it is cancelled is looked at between chunks.
+
+        Returns:
+            Bytes taken from disk.
+
+        Raises:
+            CheckpointError: If a file is missing, ends early, was replaced or written to since its identity was
+                taken, the disk fails, or the reader was closed: names file and tensor.
+            ReadCancelled: If the read was cancelled.
+        """
+        with self._lock:
+            self._num_reading += 1
+        try:
+            return self._read(ranges, into, job)
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+                self._close_unused()
+
+    def close(self) -> None:
+        """Closes all files, as soon as no read is running; a read that goes on or comes later is refused."""
+        with self._lock:
+            self._is_closed = True
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        # A number that is closed under a read may by then be another file's, whose bytes would be taken for weights.
+        if self._is_closed and not self._num_reading:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _read(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
+        half = sum(item.num_bytes for item in ranges) // 2
+        if self._queue is None or job.is_guess or half < _LEAST_SHARED_BYTES:
+            return self._read_runs(ranges, into, job)
+        first, second = _split(ranges, half)
+        other = _Half(lambda: self._read_runs(second, into, job))
+        self._queue.submit(other.job)
+        try:
+            num_bytes = self._read_runs(first, into, job)
+        except BaseException:
+            # The other half writes to the buffer, too: it has to end first.
+            if not self._queue.cancel(other.job):
+                other.result()
+            raise
+        if self._queue.cancel(other.job):
+            return num_bytes + self._read_runs(second, into, job)
+        return num_bytes + other.result()
+
+    def _read_runs(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
+        return sum(self._read_run(run, into, job) for run in _runs(ranges))
+
+    def _read_run(self, run: Sequence[FileRange], into: Bytes, job: Job) -> int:
+        position, end = run[0].start, _end(run[-1])
+        while position < end:
+            if job.is_cancelled:
+                raise ReadCancelled
+            try:
+                file = self._file(run[0].path)
+                num_bytes = self._read_chunk(file, position, end, run, into)
+                # After the bytes, so that these are covered, too.
+                is_changed = run[0].identity not in (None, file.identity())
+            except OSError as error:
+                raise CheckpointError(
+                    f"{run[0].path}: tensor {_tensor_at(run, position)!r} cannot be read: {error.strerror or error}; "
+                    "is the disk there, and the checkpoint where it was?"
+                ) from error
+            if is_changed:
+                raise CheckpointError(
+                    f"{run[0].path}: the file was replaced or written to since the model was loaded, the bytes of "
+                    f"tensor {_tensor_at(run, position)!r} may be others now: load the model again"
+                )
+            if num_bytes <= 0 and position < file.identity().num_bytes:
+                raise CheckpointError(
+                    f"{run[0].path}: the disk gave nothing at byte {position}, within tensor "
+                    f"{_tensor_at(run, position)!r}; does it fail?"
+                )
+            if num_bytes <= 0:
+                raise CheckpointError(
+                    f"{run[0].path}: the file ends at byte {position}, within tensor {_tensor_at(run, position)!r} "
+                    f"(bytes {run[0].start} to {end} are needed); the file is truncated: download it again"
+                )
+            position += num_bytes
+        return end - run[0].start
+
+    def _read_chunk(self, file: DirectFile, position: int, end: int, run: Sequence[FileRange], into: Bytes) -> int:
+        """Reads the next bytes of a run, and returns how many there were."""
+        first = position // BLOCK_BYTES * BLOCK_BYTES
+        stop = min(first + CHUNK_BYTES, end)
+        bounce, num_bounced = self._bounce(), 0
+        targets: list[memoryview] = []
+        copied: list[tuple[int, Bytes]] = []
+        for part in parts_of(first, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, run, into):
+            target = part.target
+            if target is None:
+                target = bounce.view(num_bounced, part.num_bytes)
+                num_bounced += part.num_bytes
+                copied.append((part.start, target))
+            targets.append(target.data)
+        reached = first + file.read(first, targets)
+        for start, chunk in copied:
+            scatter(chunk[: max(0, reached - start)], start, run, into)
+        return min(reached, stop) - position
+
+    def _bounce(self) -> Bounce:
+        bounce: Bounce | None = getattr(self._own, "bounce", None)
+        if bounce is None:
+            bounce = self._own.bounce = Bounce()
+        return bounce
+
+    def _file(self, path: Path) -> DirectFile:
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the model was unloaded")
+            file = self._files.get(path)
+            if file is None:
+                file = self._files[path] = DirectFile(path)
+            return file
+
+
+class _Half:
+    """Half of a read, on whichever thread gets to it."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._done = threading.Event()
+        self._num_bytes = 0
+        self._error: Exception | None = None
+        self.job = Job(self._run, is_guess=False)
+
+    def result(self) -> int:
+        """Waits, and returns the bytes taken from disk; the disk's own time is the only bound, as for any read."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        return self._num_bytes
+
+    def _run(self, job: Job) -> None:
+        try:
+            self._num_bytes = self._read()
+        except Exception as error:  # noqa: BLE001 - half an expert must not pass for a whole one
+            self._error = error
+        finally:
+            self._done.set()
+
+
+def _split(ranges: Sequence[FileRange], num_bytes: int) -> tuple[list[FileRange], list[FileRange]]:
+    """Returns the first so many bytes and the rest."""
+    first: list[FileRange] = []
+    second: list[FileRange] = []
+    for item in ranges:
+        size = min(item.num_bytes, max(0, num_bytes))
+        num_bytes -= item.num_bytes
+        if size:
+            first.append(replace(item, num_bytes=size))
+        if size < item.num_bytes:
+            rest = replace(item, start=item.start + size, num_bytes=item.num_bytes - size, offset=item.offset + size)
+            second.append(rest)
+    return first, second
+
+
+def _runs(ranges: Sequence[FileRange]) -> Iterator[list[FileRange]]:
+    """Yields ranges that are read in one go, as they lie next to each other in one file."""
+    run: list[FileRange] = []
+    for item in sorted(ranges, key=lambda each: (str(each.path), each.start)):
+        if run and not (item.path == run[-1].path and 0 <= item.start - _end(run[-1]) <= _MAX_GAP_BYTES):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
+
+
+def _tensor_at(run: Sequence[FileRange], position: int) -> str:
+    return next((item.tensor for item in run if position < _end(item)), run[-1].tensor)
+
+
+def _end(item: FileRange) -> int:
+    return item.start + item.num_bytes

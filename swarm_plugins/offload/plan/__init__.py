@@ -1,0 +1,3 @@
+"""Memory layout and expected speed for a budget."""
+
+from __future__ import annotations

@@ -1,0 +1,135 @@
+"""How fast a model with offloaded experts will be: arithmetic on sizes and measured speeds, nothing else.
+
+A token is computed with ``experts_per_token`` experts of each layer. Those that are in fast memory (hits) cost their
+products; the others are read first, and the token waits, but for the part that was read ahead while earlier layers
+were computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swarm_plugins.offload.plan.sizes import ModelSizes
+
+__all__ = ["MEASURED_HITS", "Forecast", "Speeds", "forecast", "hit_ratio"]
+
+MEASURED_HITS: Sequence[tuple[float, float]] = ((0.0, 0.0), (0.25, 0.38), (0.5, 0.66), (0.75, 0.87), (1.0, 1.0))
+"""Share of a layer's experts in memory, and the share of requests that find theirs there: eight experts of which two
+are picked, decoding answers to real text. With four experts of which two are picked, no more were found than an even
+use of the experts gives (.24, .52 and .74), so those are expected of fewer than eight."""
+_FEWEST_WITH_HABITS = 8
+# Of the next layers' experts that their routers name early, and of the time that could be hidden at best what is.
+_RECALL = 0.85
+_HIDDEN = 0.7
+# Of a token's time, what neither its products nor its reads take: routing, bookkeeping, and that computing and reading
+# share memory and often cores.
+_OVERHEAD = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """What the machine can do."""
+
+    disk_bytes_per_s: float
+    """Of the disk itself: pieces as large as experts at random places, past the page cache, two at a time."""
+    expert_bytes_per_s: float
+    """Of experts that are read one after the other while a layer waits for them."""
+    step_s: float
+    """The products of one token with every expert in fast memory."""
+    link_bytes_per_s: float | None = None
+    """From pinned RAM to the device; None where there is one memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What to expect of decoding, one sequence, once the cache is warm."""
+
+    fast_share: float
+    """Of all expert bytes, what fits in fast memory."""
+    ram_share: float
+    """The same for pinned RAM beside it."""
+    hit_ratio: float
+    """Requests for an expert that find it in fast memory, as `hit_ratio` says."""
+    hit_ratio_even: float
+    """The same if every expert were equally likely at any time (independent references): the least to expect."""
+    read_bytes: float
+    """From disk, for a token."""
+    copy_bytes: float
+    """From RAM to the device, for a token."""
+    resident_tokens_per_s: float
+    """With every expert in fast memory."""
+    tokens_per_s: float
+    tokens_per_s_even: float
+    """With ``hit_ratio_even``."""
+
+
+def hit_ratio(share: float, num_experts: int = _FEWEST_WITH_HABITS) -> float:
+    """Returns the share of requests that a cache of some of the experts answers.
+
+    Linear between the measured points; an even, independent use of the experts would give ``share`` itself (every
+    cache of ``C`` of ``E`` equally likely experts hits with ``C / E``).
+
+    Args:
+        share: Of all experts, what fits in the cache; 0 to 1, and more counts as 1.
+        num_experts: Of a layer.
+    """
+    if num_experts < _FEWEST_WITH_HABITS:
+        return min(1.0, max(0.0, share))
+    for (left, low), (right, high) in pairwise(MEASURED_HITS):
+        if share < right:
+            return low + (high - low) * (max(share, 0.0) - left) / (right - left)
+    return 1.0
+
+
+def forecast(
+    sizes: ModelSizes,
+    speeds: Speeds,
+    *,
+    fast_bytes: int,
+    ram_bytes: int = 0,
+    bits_ratio: float = 1.0,
+    prefetch: bool = True,
+) -> Forecast:
+    """Returns what to expect.
+
+    Args:
+        sizes: The model.
+        speeds: The machine.
+        fast_bytes: For experts, on the device.
+        ram_bytes: For experts, in pinned RAM; counts only where there is a link between two memories.
+        bits_ratio: Size of an expert over its size in the checkpoint, if it is stored quantized.
+        prefetch: Whether experts are read ahead.
+    """
+    expert_bytes = sizes.expert_bytes * bits_ratio
+    token_bytes = sizes.token_bytes * bits_ratio
+    fast = min(1.0, fast_bytes / expert_bytes)
+    ram = min(1.0 - fast, ram_bytes / expert_bytes) if speeds.link_bytes_per_s else 0.0
+
+    def missed(hits: float, hits_below: float) -> tuple[float, float]:
+        """Bytes copied and bytes read, for a token."""
+        return token_bytes * (1 - hits) if speeds.link_bytes_per_s else 0.0, token_bytes * (1 - hits_below)
+
+    def seconds(copied: float, read: float) -> float:
+        moving = read / speeds.expert_bytes_per_s
+        if speeds.link_bytes_per_s:
+            # Copies follow reads: the slower of the two sets the pace.
+            moving = max(moving, copied / speeds.link_bytes_per_s)
+        hidden = _HIDDEN * min(_RECALL * moving, speeds.step_s) if prefetch else 0.0
+        return _OVERHEAD * (speeds.step_s + moving - hidden)
+
+    experts = min(layer.num_experts for layer in sizes.layers)
+    likely = missed(hit_ratio(fast, experts), hit_ratio(fast + ram, experts))
+    even = missed(fast, fast + ram)
+    return Forecast(
+        fast_share=fast,
+        ram_share=ram,
+        hit_ratio=hit_ratio(fast, experts),
+        hit_ratio_even=fast,
+        read_bytes=likely[1],
+        copy_bytes=likely[0],
+        resident_tokens_per_s=1 / (_OVERHEAD * speeds.step_s),
+        tokens_per_s=1 / seconds(*likely),
+        tokens_per_s_even=1 / seconds(*even),
+    )

@@ -1,0 +1,236 @@
+"""How fast this machine reads experts and computes tokens: short measurements, each with an end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, host_buffer
+from swarm_plugins.offload.disk.in_place import fitted
+from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
+from swarm_plugins.offload.disk.reader import RangeReader
+from swarm_plugins.offload.interfaces import FileRange
+from swarm_plugins.offload.plan.sizes import experts_modules
+
+__all__ = ["disk_rate", "expert_rate", "link_rate", "step_seconds"]
+
+# Of each shape, beyond every last-level cache: weights are really fetched from memory, as those of a whole model are.
+_POOL_BYTES = 64 << 20
+_MOST_COPIES = 64
+_MOST_STEPS = 100
+_PAGE = mmap.PAGESIZE
+_LINK_BYTES = 64 << 20
+
+
+def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, num_readers: int = 2) -> float:
+    """Reads pieces of files at random places, past the page cache where the file system allows it.
+
+    Args:
+        files: The model's own files.
+        block_bytes: Size of a piece: that of an expert.
+        seconds: For how long.
+        num_readers: Threads.
+
+    Returns:
+        Bytes per second, all threads together.
+
+    Raises:
+        CheckpointError: If a file cannot be read.
+    """
+    block = -(-block_bytes // _PAGE) * _PAGE
+    ends_at = time.monotonic() + seconds
+    started = time.perf_counter()
+    with ThreadPoolExecutor(num_readers) as pool:
+        jobs = [pool.submit(_read_pieces, files, block, ends_at, seed) for seed in range(num_readers)]
+        total = sum(job.result() for job in jobs)
+    return total / (time.perf_counter() - started)
+
+
+def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, num_readers: int = 2) -> float:
+    """Reads pieces as experts are read that a layer waits for: one after the other, each by all readers.
+
+    It takes, returns and raises what `disk_rate` does.
+    """
+    choose = random.Random(0)
+    sizes = {path: size for path, size in _sizes(files).items() if size}
+    buffer = host_buffer(block_bytes)
+    queue = ReadQueue(num_readers - 1)
+    reader = RangeReader(queue)
+    started, total = time.perf_counter(), 0
+    try:
+        while total == 0 or time.perf_counter() - started < seconds:
+            (path,) = choose.choices(list(sizes), weights=list(sizes.values()))
+            num_bytes = min(block_bytes, sizes[path])
+            piece = FileRange(path, choose.randint(0, sizes[path] - num_bytes), num_bytes, 0, "(a piece to measure by)")
+            into = fitted(buffer, [piece], 1).numpy()
+            total += reader.read([piece], into, Job(lambda _: None, is_guess=False))
+        return total / (time.perf_counter() - started)
+    finally:
+        queue.close()
+        reader.close()
+
+
+def _sizes(files: Sequence[Path]) -> dict[Path, int]:
+    sizes = {}
+    for path in files:
+        try:
+            sizes[path] = path.stat().st_size
+        except OSError as exc:
+            raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
+    return sizes
+
+
+def _read_pieces(files: Sequence[Path], block: int, ends_at: float, seed: int) -> int:
+    choose = random.Random(seed)
+    sizes = _sizes(files)
+    total = 0
+    # The memory that experts get: with smaller pages the disk is slower.
+    buffer = host_buffer(max(block, MIN_MAPPED_BYTES)).numpy()[:block].data
+    while total == 0 or time.monotonic() < ends_at:
+        (path,) = choose.choices(files, weights=list(sizes.values()))
+        start = choose.randrange(max(1, sizes[path] - block)) // _PAGE * _PAGE
+        try:
+            total += _read_piece(path, start, buffer)
+        except OSError as exc:
+            raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
+    return total
+
+
+def _read_piece(path: Path, start: int, buffer: memoryview) -> int:
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | direct)
+    except OSError:
+        # No direct reads on this file system: what the page cache holds of the piece is dropped first.
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, start, len(buffer), os.POSIX_FADV_DONTNEED)
+    try:
+        count = os.preadv(descriptor, [buffer], start)
+    finally:
+        os.close(descriptor)
+    return count
+
+
+def link_rate(device: torch.device) -> float | None:
+    """Returns bytes per second from pinned RAM to a device; None where it has no memory of its own."""
+    if device.type != "cuda":
+        return None
+    source = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
+    times = [_timed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(4)]
+    return _LINK_BYTES / min(times)
+
+
+def step_seconds(model: PreTrainedModel, *, device: torch.device, seconds: float = 1.5) -> float:
+    """Measures one decoding step of a model that has no weights, as if all of them were in fast memory.
+
+    Every parameter is replaced by one of its shape from a pool that is larger than the processor's caches but far
+    smaller than the model; so all of HF's own code runs, and only the numbers mean nothing.
+
+    Args:
+        model: On the meta device; it is not usable for anything else afterwards.
+        device: Where to compute.
+        seconds: For how long; at least one step after one to warm up.
+
+    Returns:
+        Seconds of one token: the median.
+    """
+    _fill(model, device)
+    ids = torch.zeros((1, 1), dtype=torch.long, device=device)
+    run: Any = model
+    with torch.no_grad():
+        cache = run(input_ids=ids, use_cache=True).past_key_values
+
+        def step() -> None:
+            run(input_ids=ids, past_key_values=cache, use_cache=True)
+
+        _timed(step, device)
+        times = [_timed(step, device)]
+        while sum(times) < seconds and len(times) < _MOST_STEPS:
+            times.append(_timed(step, device))
+    return statistics.median(times)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+class _Pool:
+    """Tensors to compute with, a few of each shape, handed out in turns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_shape: dict[tuple[torch.Size, torch.dtype], Iterator[Tensor]] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        key = (shape, dtype)
+        if key not in self._by_shape:
+            # One value: no sum overflows, none is a denormal number, and it costs no random numbers.
+            first = torch.full(shape, 0.01, dtype=dtype, device=self._device)
+            copies = min(_MOST_COPIES, max(1, _POOL_BYTES // max(1, first.nbytes)))
+            self._by_shape[key] = cycle([first, *(first.clone() for _ in range(copies - 1))])
+        return next(self._by_shape[key])
+
+
+def _fill(model: PreTrainedModel, device: torch.device) -> None:
+    pool = _Pool(device)
+    experts = experts_modules(model)
+    inside = {id(parameter) for module in experts.values() for parameter in module.parameters()}
+    for module in experts.values():
+        module.forward = _stand_in(module, pool)
+    # Tied weights stay one.
+    filled: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in inside:
+                continue
+            if id(parameter) not in filled:
+                filled[id(parameter)] = nn.Parameter(pool.take(parameter.shape, parameter.dtype), requires_grad=False)
+            module._parameters[name] = filled[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+
+
+def _stand_in(module: nn.Module, pool: _Pool) -> Callable[..., Tensor]:
+    """Returns a forward that multiplies by as many experts as the router picks, whichever they are."""
+    matrices = [(parameter.shape[1:], parameter.dtype) for parameter in module.parameters() if parameter.ndim == 3]
+
+    def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for row in range(hidden.shape[0]):
+            for _ in range(top_k_index.shape[-1]):
+                values = hidden[row : row + 1]
+                for shape, dtype in matrices:
+                    values = _product(hidden[row : row + 1], values, pool.take(shape, dtype))
+                out[row] += values[0, : hidden.shape[1]]
+        return out
+
+    return forward
+
+
+def _product(hidden: Tensor, values: Tensor, matrix: Tensor) -> Tensor:
+    """Multiplies a row by a matrix that may lie either way round; of gate and up together, one half goes on."""
+    for source in (values, hidden):
+        for width, weight in ((matrix.shape[1], matrix), (matrix.shape[0], matrix.T)):
+            if source.shape[1] in (width, 2 * width):
+                return functional.linear(source[:, :width], weight)
+    return functional.linear(hidden.new_zeros(1, matrix.shape[1]), matrix)

@@ -1,0 +1,257 @@
+"""How large the parts of a mixture-of-experts model are, found without any weights.
+
+The model is built on the meta device and run there: what its experts, its attention cache and its routers look like
+is read off HF's own modules, so no family needs a table of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from swarm_plugins.checkpoint import Checkpoint, find_layers
+from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload.model.outline import build_outline, check_picks, refuse_quantized
+from swarm_plugins.offload.store.compatibility import check_fits
+from swarm_plugins.offload.store.locate import locate_experts
+from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
+from swarm_plugins.offload.widths import Width
+
+__all__ = ["ExpertLayer", "ModelSizes", "experts_modules", "meta_model", "model_sizes", "stored_dtype"]
+
+_MAX_REASON_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """One decoder layer that has experts."""
+
+    layer: int
+    num_experts: int
+    expert_bytes: int
+    """Of one expert, as the checkpoint has it."""
+    experts_per_token: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all experts of the layer."""
+        return self.num_experts * self.expert_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What has to be stored somewhere."""
+
+    layers: tuple[ExpertLayer, ...]
+    """Those with experts."""
+    num_layers: int
+    dtype: torch.dtype
+    """To compute in: that most of the checkpoint's bytes have, if it is not quantized."""
+    other_bytes: int
+    """Of everything that is no expert: always in fast memory."""
+    context_tokens: int
+    cache_bytes: int
+    """Of the attention cache after ``context_tokens``."""
+    activation_bytes: int
+    """An estimate of what a forward over ``context_tokens`` needs beside weights and cache."""
+    quantized_bits: Width | None = None
+    """Width of the experts, if `swarm quantize` made the checkpoint."""
+
+    @property
+    def expert_bits(self) -> Width:
+        """Width of the experts as they are stored."""
+        return self.dtype.itemsize * 8 if self.quantized_bits is None else self.quantized_bits
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all experts."""
+        return sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def largest_expert_bytes(self) -> int:
+        """Of the largest expert."""
+        return max(layer.expert_bytes for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the experts that one token is computed with."""
+        return sum(layer.experts_per_token * layer.expert_bytes for layer in self.layers)
+
+    @property
+    def cache_bytes_per_token(self) -> float:
+        """Mean growth of the attention cache."""
+        return self.cache_bytes / self.context_tokens
+
+
+def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelSizes:
+    """Measures a model by its config and the headers of its files.
+
+    Args:
+        checkpoint: The model; no weight of it is read.
+        context_tokens: Length that the attention cache is sized for.
+
+    Raises:
+        CheckpointError: If no model can be made of the config, or the headers are of another model.
+        UnsupportedError: If the model has no experts that can be offloaded, or cannot be built without weights.
+    """
+    store = open_quantized(checkpoint)
+    if store is None:
+        refuse_quantized(checkpoint.config, checkpoint.name)
+    dtype = stored_dtype(checkpoint) if store is None else getattr(torch, str(checkpoint.config.dtype).split(".")[-1])
+    model = meta_model(checkpoint.config, dtype)
+    experts = experts_modules(model)
+    if not experts:
+        raise UnsupportedError(
+            f"{checkpoint.name} ({type(model).__name__}) has no experts that transformers runs through its experts "
+            "interface: only mixture-of-experts models can be offloaded; load a dense one with transformers itself"
+        )
+    _check_fits(checkpoint, store, model, experts)
+    picked, cache_bytes = _dry_run(model, experts, context_tokens, checkpoint.name)
+    layers = tuple(_expert_layer(layer, module, picked[layer], dtype, store) for layer, module in experts.items())
+    in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
+    other = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in in_experts)
+    return ModelSizes(
+        layers=layers,
+        num_layers=len(find_layers(model)),
+        dtype=dtype,
+        other_bytes=other if store is None else other - store.saved_bytes(dtype),
+        quantized_bits=None if store is None else store.manifest.expert_bits,
+        context_tokens=context_tokens,
+        cache_bytes=cache_bytes,
+        activation_bytes=_activation_bytes(checkpoint.config, max(layer.experts_per_token for layer in layers), dtype),
+    )
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Returns the type that most bytes of a checkpoint have.
+
+    Raises:
+        UnsupportedError: If it is none to compute with: the checkpoint is packed in a format of its own.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for info in checkpoint.tensors.values():
+        sizes[info.dtype] += info.num_bytes
+    dtype = sizes.most_common(1)[0][0]
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedError(
+            f"most weights of {checkpoint.name} are stored as {dtype}; supported are float32, float16 and bfloat16: "
+            "use a checkpoint that is not packed"
+        )
+    return dtype
+
+
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model without storage.
+
+    Raises:
+        CheckpointError: If no model can be made of the config.
+        UnsupportedError: If transformers has no causal language model for it.
+    """
+    name = config.name_or_path or f"a config of model_type {config.model_type!r}"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(
+            f"transformers has no causal language model for model_type {config.model_type!r} of {name}; supported are "
+            "decoder-only mixture-of-experts models"
+        )
+    build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    model = build_outline(lambda: build(config, dtype=dtype), f"{config.model_type} model", name)
+    model.eval()
+    return model
+
+
+def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Returns, by index of the layer, the modules that hold all experts of a layer."""
+    found: dict[int, nn.Module] = {}
+    for index, layer in enumerate(find_layers(model)):
+        for module in layer.modules():
+            if is_fused_experts(module):
+                found[index] = module
+    return found
+
+
+def _check_fits(
+    checkpoint: Checkpoint, store: QuantizedStore | None, model: PreTrainedModel, experts: Mapping[int, nn.Module]
+) -> None:
+    """Compares the headers with the model that the config describes."""
+    names = {module: path for path, module in model.named_modules()}
+    paths = {layer: names[module] for layer, module in experts.items()}
+    check_picks(model, paths, checkpoint.name)
+    if store is None:
+        others = locate_experts(model, paths, checkpoint.tensors).others
+    else:
+        check_fits(store.manifest, checkpoint.tensors, model, paths, store.other_tensors(), checkpoint.name)
+        others = store.other_tensors()
+    parameters = dict(model.named_parameters())
+    for name in others:
+        # Those that transformers renames are not looked at.
+        expected = tuple(parameters[name].shape) if name in parameters else None
+        info = checkpoint.tensors[name]
+        if expected is not None and info.shape != expected:
+            raise CheckpointError(
+                f"{name} in {info.file} has shape {list(info.shape)}, the config of {checkpoint.name} asks for "
+                f"{list(expected)}: config and weights are of different checkpoints, fetch them again"
+            )
+
+
+def _expert_layer(
+    layer: int, module: nn.Module, picked: int, dtype: torch.dtype, store: QuantizedStore | None
+) -> ExpertLayer:
+    parameters = list(module.parameters())
+    num_experts = parameters[0].shape[0]
+    numel = sum(math.prod(parameter.shape[1:]) for parameter in parameters)
+    num_bytes = numel * dtype.itemsize if store is None else store.stored_layout(layer).num_bytes
+    return ExpertLayer(layer, num_experts, num_bytes, picked)
+
+
+def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) -> tuple[dict[int, int], int]:
+    """Runs the model on the meta device: experts that each layer picks for a token, bytes of the cache."""
+    picked: dict[int, int] = {}
+
+    def stand_in(layer: int) -> Callable[..., Tensor]:
+        def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            picked[layer] = top_k_index.shape[-1]
+            return torch.empty_like(hidden)
+
+        return forward
+
+    for layer, module in experts.items():
+        module.forward = stand_in(layer)
+    try:
+        with torch.no_grad():
+            ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+            output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    except Exception as exc:
+        # Any kind, from any line of HF's model that meets a stranger's number.
+        reason = " ".join(f"{type(exc).__name__}: {exc}".split())[:_MAX_REASON_CHARS]
+        raise UnsupportedError(
+            f"{name} ({type(model).__name__}) cannot be run without its weights to see what it takes ({reason}): "
+            "correct config.json if it was changed; otherwise try what it takes with swarm run"
+        ) from exc
+    finally:
+        for module in experts.values():
+            del module.forward
+    return picked, _cache_bytes(output.past_key_values)
+
+
+def _cache_bytes(cache: Any) -> int:
+    """Adds up the tensors that the layers of a cache hold, whatever they are called; counters do not count."""
+    found = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    held = {id(value): value for value in found if value.is_floating_point()}
+    return sum(value.nbytes for value in held.values())
+
+
+def _activation_bytes(config: PreTrainedConfig, experts_per_token: int, dtype: torch.dtype) -> int:
+    """An estimate for a prefill in one piece: a handful of hidden states, and one layer's products of the experts."""
+    text = config.get_text_config(decoder=True)
+    tokens = 512  # what a piece of a prefill is taken to be
+    width = int(text.hidden_size)
+    rows = tokens * width * (8 + 4 * experts_per_token)
+    return rows * dtype.itemsize + int(text.vocab_size) * 4 * 2

@@ -1,0 +1,3 @@
+"""Where experts lie on disk: in the original checkpoint, or in a quantized store."""
+
+from __future__ import annotations

@@ -1,0 +1,250 @@
+"""Where a checkpoint keeps each expert, found by transformers' own rules for renaming and converting tensors.
+
+Checkpoints have one tensor per expert and matrix, or one tensor for all experts of a layer, under names that differ
+from family to family. transformers knows how each becomes the fused parameters of its modules; here the same rules
+are followed for names only, so that an expert is found as byte ranges of the original files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from swarm_plugins.checkpoint import TensorInfo
+from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.offload.store.further_layers import check_further_layers
+
+__all__ = ["ExpertTensor", "Located", "Piece", "locate_experts"]
+
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Piece(NamedTuple):
+    """Bytes of one tensor of a checkpoint."""
+
+    tensor: TensorInfo
+    start: int
+    """First byte, counted from the beginning of the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One fused parameter, as a checkpoint has it."""
+
+    name: str
+    """Name of the parameter, such as ``gate_up_proj``."""
+    num_experts: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of one expert, as stored."""
+    is_transposed: bool
+    """Whether it is stored the other way round than in the module."""
+    groups: tuple[tuple[TensorInfo, ...], ...]
+    """Stacked one above the other; each is one tensor per expert, or a single one that holds all experts."""
+
+    def pieces(self, expert: int) -> list[Piece]:
+        """Returns the bytes of an expert, in the order in which they are joined."""
+        found = []
+        for group in self.groups:
+            if len(group) == self.num_experts and self.num_experts != 1:
+                info = group[expert]
+                found.append(Piece(info, info.start, info.num_bytes))
+            else:
+                size = group[0].num_bytes // self.num_experts
+                found.append(Piece(group[0], group[0].start + expert * size, size))
+        return found
+
+
+class Located(NamedTuple):
+    """What the tensors of a checkpoint are to a model."""
+
+    experts: dict[int, tuple[ExpertTensor, ...]]
+    """By index of the layer."""
+    others: list[str]
+    """Names, in the checkpoint, of the tensors of all other modules."""
+
+
+def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: Mapping[str, TensorInfo]) -> Located:
+    """Finds the experts of a model in a checkpoint.
+
+    Args:
+        model: The model; one on the meta device will do.
+        experts: Path of the fused experts of each layer that has any.
+        tensors: All tensors of the checkpoint.
+
+    Raises:
+        CheckpointError: If a tensor of an expert is missing or has a wrong shape, or there are layers that the model
+            has not; names it.
+        UnsupportedError: If experts are stored in a way that is no sequence of byte ranges, or as codes.
+    """
+    rules = _Rules(model)
+    layers = {f"{path}.{name}": layer for layer, path in experts.items() for name in _names(model.get_submodule(path))}
+    parts: dict[str, defaultdict[str, list[TensorInfo]]] = {target: defaultdict(list) for target in layers}
+    others, unused = [], []
+    renamed: dict[str, str] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rules.target(name)
+        renamed[name] = target
+        if target in parts:
+            parts[target][pattern or ""].append(tensors[name])
+        elif rules.is_known(target):
+            others.append(name)
+        else:
+            unused.append(name)
+    check_further_layers(model, renamed)
+    _check_unused(unused, [info for groups in parts.values() for group in groups.values() for info in group])
+    found: defaultdict[int, list[ExpertTensor]] = defaultdict(list)
+    for target, layer in layers.items():
+        found[layer].append(_expert_tensor(model, target, parts[target], rules))
+    return Located({layer: tuple(tensors) for layer, tensors in found.items()}, others)
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(recurse=False)]
+
+
+class _Rules:
+    """transformers' rules for the tensors of a model: what its loader does with their names."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        rules: Sequence[Any] = get_model_conversion_mapping(model)
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
+        self._state: dict[str, Any] = model.state_dict()
+        self._prefix = model.base_model_prefix
+
+    def target(self, name: str) -> tuple[str, str | None]:
+        """Returns the parameter that a tensor would go to, and the pattern that converts it, or None."""
+        rename: Callable[..., tuple[str, str | None]] = rename_source_key
+        target, pattern = rename(name, self._renamings, self._converters, self._prefix, self._state)
+        if target not in self._state and name in self._state:
+            target, pattern = name, None
+        return target, pattern
+
+    def is_known(self, target: str) -> bool:
+        """Says whether the model has such a parameter."""
+        return target in self._state
+
+    def converter(self, patterns: Sequence[str]) -> Any:
+        """Returns the rule that has these patterns, or None if they are no conversion."""
+        return self._by_pattern.get(patterns[0])
+
+
+def _check_unused(names: Sequence[str], used: Sequence[TensorInfo]) -> None:
+    """Refuses scales beside the weights of experts: the weights alone are other numbers than those of the model."""
+    modules = {info.name.rpartition(".")[0] for info in used}
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        if module in modules and "scale" in attribute:
+            raise UnsupportedError(
+                f"the checkpoint has {name!r} beside the weights of experts, so these are stored as codes: give the "
+                "checkpoint that is not quantized"
+            )
+
+
+def _expert_tensor(
+    model: PreTrainedModel, target: str, parts: Mapping[str, list[TensorInfo]], rules: _Rules
+) -> ExpertTensor:
+    expected = tuple(model.get_parameter(target).shape)
+    if 0 in expected:
+        raise CheckpointError(f"by its config {target} has the shape {list(expected)}, which holds nothing: correct it")
+    if not parts:
+        raise CheckpointError(f"the checkpoint has no tensor for the experts {target}: fetch it again")
+    converter = rules.converter(list(parts))
+    if converter is None:
+        patterns, operations = list(parts), []
+    else:
+        patterns, operations = list(converter.source_patterns), list(converter.operations)
+    for pattern in patterns:
+        if pattern not in parts:
+            raise CheckpointError(f"the checkpoint lacks the tensors {pattern!r} of {target}: fetch it again")
+    groups = tuple(tuple(parts[pattern]) for pattern in patterns)
+    _check_dtypes(target, groups)
+    is_merged, is_transposed = _conversion(target, operations, groups, expected)
+    for group in groups:
+        _check_group(target, group, expected[0], is_merged)
+    first = groups[0][0]
+    shapes = [group[0].shape if is_merged else group[0].shape[1:] for group in groups]
+    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    wanted = expected[1:][::-1] if is_transposed else expected[1:]
+    if shape != wanted or any(info.dtype != first.dtype for group in groups for info in group):
+        raise CheckpointError(
+            f"{first.name} in {first.file} makes experts of shape {list(shape)} of {first.dtype}, its config asks for "
+            f"{list(wanted)} of one type: config and weights do not belong together"
+        )
+    return ExpertTensor(target.rpartition(".")[2], expected[0], first.dtype, shape, is_transposed, groups)
+
+
+def _conversion(
+    target: str, operations: Sequence[Any], groups: tuple[tuple[TensorInfo, ...], ...], expected: tuple[int, ...]
+) -> tuple[bool, bool]:
+    """Returns whether each expert has tensors of its own, and whether these lie the other way round."""
+    is_merged = is_transposed = False
+    for operation in operations:
+        if isinstance(operation, MergeModulelist) and operation.dim == 0:
+            is_merged = True
+        elif isinstance(operation, Concatenate) and operation.dim == 1 and not is_transposed:
+            continue
+        elif isinstance(operation, Transpose) and {operation.dim0 % 3, operation.dim1 % 3} == {1, 2}:
+            is_transposed = not (operation.check_dims and groups[0][0].shape == expected)
+        else:
+            raise UnsupportedError(
+                f"{target} is made of {groups[0][0].name} by {type(operation).__name__}, which is no sequence of byte "
+                "ranges: load the model with transformers once and save_pretrained(..., save_original_format=False)"
+            )
+    return is_merged, is_transposed
+
+
+def _check_dtypes(target: str, groups: tuple[tuple[TensorInfo, ...], ...]) -> None:
+    for info in (info for group in groups for info in group):
+        if info.dtype not in _DTYPES:
+            raise UnsupportedError(
+                f"{info.name} of {target} is stored as {info.dtype}; allowed are "
+                f"{', '.join(map(str, _DTYPES))}: give a checkpoint whose experts are not quantized"
+            )
+
+
+def _check_group(target: str, group: tuple[TensorInfo, ...], num_experts: int, is_merged: bool) -> None:
+    if not is_merged:
+        if len(group) != 1 or not group[0].shape or group[0].shape[0] != num_experts:
+            raise CheckpointError(
+                f"{group[0].name} in {group[0].file} has shape {list(group[0].shape)}; {target} needs one tensor with "
+                f"{num_experts} experts: config and weights do not belong together"
+            )
+        return
+    if len(group) != num_experts:
+        found = (re.search(r"\.([0-9]{1,9})\.[^.]+\.?[^.]*$", info.name) for info in group)
+        indices = {int(match[1]) for match in found if match}
+        # One by one: the config's number may be any.
+        lacking = next((expert for expert in range(num_experts) if expert not in indices), len(group))
+        raise CheckpointError(
+            f"the checkpoint has {len(group)} of {num_experts} tensors like {group[0].name} for {target}; the first "
+            f"that is missing is that of expert {lacking}: fetch it again"
+        )
+    for info in group:
+        if info.shape != group[0].shape or math.prod(info.shape) == 0:
+            raise CheckpointError(
+                f"{info.name} in {info.file} has shape {list(info.shape)}, {group[0].name} has "
+                f"{list(group[0].shape)}: all experts of a layer have the same shape, fetch the checkpoint again"
+            )

@@ -1,0 +1,3 @@
+"""The compute thread: which work runs next, and packing of decode steps."""
+
+from __future__ import annotations

@@ -1,0 +1,395 @@
+"""One compute thread for all tensors of a server; decode steps go before training.
+
+The asyncio side submits work and awaits its result. The compute thread collects every waiting session step, packs
+them into one forward (continuous batching: Yu et al. 2022, "Orca", section 4), cuts long prefills along the sequence,
+and takes a training item only when no step waits. While a training item runs, the runner calls back between two
+blocks and waiting steps run right there, so a decode step waits for about one block, not for a whole batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from swarm_plugins.blocks.types import SpanOutputs, SpanRunner, StepInputs
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.compute.busy import BusyMeter
+from swarm_plugins.server.compute.pack import choose_pack
+from swarm_plugins.server.compute.rhythm import Rhythm
+from swarm_plugins.server.compute.turns import Turns
+from swarm_plugins.server.compute.work import Call, Step, Work
+from swarm_plugins.server.devices import inputs_to, outputs_to_cpu
+from swarm_plugins.server.failures import RequestError
+
+__all__ = ["Scheduler", "SchedulerConfig", "SchedulerRunner"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PACKS_BEFORE_TRAINING = 8
+"""Packs that may go before a waiting training item in a row. It then starts, and steps run between its blocks."""
+
+
+class SchedulerRunner(SpanRunner, Protocol):
+    """A span that calls back between its blocks."""
+
+    on_block_boundary: Callable[[], None] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Bounds of the compute queue."""
+
+    max_pack_tokens: int = 1024
+    """Tokens in one packed forward of session steps; longer prefills are cut."""
+
+    max_waiting_steps: int = 256
+    """Session steps and cache operations that may wait."""
+
+    max_waiting_trainings: int = 32
+    """Forward and backward requests that may wait."""
+
+    max_peer_share: float = 0.5
+    """Share of the waiting requests, of either kind, that may be one peer's."""
+
+    def __post_init__(self) -> None:
+        """Checks the bounds."""
+        for name in ("max_pack_tokens", "max_waiting_steps", "max_waiting_trainings"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.max_peer_share <= 1:
+            raise ConfigError(f"max_peer_share must be above 0 and at most 1, got {self.max_peer_share}")
+
+
+class AbandonedError(Exception):
+    """Stops a training item in mid-run because nobody waits for it any more."""
+
+
+class Scheduler:
+    """Runs everything that touches the span, in one thread of its own.
+
+    Args:
+        runner: The span. Only the compute thread calls it.
+        config: Bounds of the queues.
+        device: Where the runner computes; steps and their results are on the CPU.
+    """
+
+    def __init__(
+        self, runner: SchedulerRunner, config: SchedulerConfig | None = None, *, device: torch.device | None = None
+    ) -> None:
+        """Stores the settings; ``start`` starts the thread."""
+        self.config = config or SchedulerConfig()
+        self.chunk_tokens = self.config.max_pack_tokens
+        """Tokens in one packed forward; the server lowers it so that a pack takes a bounded time here."""
+        self._runner = runner
+        self._device = device or torch.device("cpu")
+        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._calls: deque[Call] = deque()
+        self._steps: list[Step] = []
+        self._trainings: deque[Call] = deque()
+        self._current_training: Call | None = None
+        self._packs_since_training = 0
+        self._num_submitted = {"step": 0, "training": 0}
+        self._num_of_peer: Counter[tuple[str, str]] = Counter()
+        self._step_turns, self._training_turns = Turns(), Turns()
+        self._busy = BusyMeter()
+        self._rhythm = Rhythm()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+
+    # -- the asyncio side ---------------------------------------------------------------------------------------------
+
+    @property
+    def load(self) -> float:
+        """Share of the last seconds in which the compute thread was busy, 0 to 1."""
+        return self._busy.share(time.monotonic())
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have been submitted and not answered."""
+        return sum(self._num_submitted.values())
+
+    def start(self) -> None:
+        """Starts the compute thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="swarm-compute", daemon=True)
+            self._thread.start()
+
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Fails what waits, ends the thread after what it runs now. Idempotent."""
+        self._is_stopping = True
+        if self._thread is None:
+            return
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("the compute thread is still busy after %.0f s; it is left to end with the process", timeout_s)
+        self._thread = None
+
+    async def call(self, function: Callable[[], T], *, timeout_s: float, peer: str = "") -> T:
+        """Runs a short function, such as a cache operation, before any waiting step.
+
+        Raises:
+            RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
+        """
+        result: T = await self._submit(Call(function, is_training=False, peer=peer), "step", timeout_s)
+        return result
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Runs a short function before any waiting step; nobody waits for it, so it is never refused."""
+        item = Call(function, is_training=False)
+        item.future.add_done_callback(_log_outcome)
+        self._inbox.put(item)
+
+    async def train(self, function: Callable[[], T], *, timeout_s: float, peer: str = "") -> T:
+        """Runs a training forward or backward; steps run between its blocks, and peers take turns.
+
+        Raises:
+            RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
+        """
+        result: T = await self._submit(Call(function, is_training=True, peer=peer), "training", timeout_s)
+        return result
+
+    async def step(
+        self, inputs: StepInputs, *, timeout_s: float, prepare: Callable[[], None] | None = None, peer: str = ""
+    ) -> SpanOutputs:
+        """Runs the new tokens of one session, packed with those of others.
+
+        Args:
+            inputs: The step. Its cache may have other work in the queue only if that does not touch it.
+            timeout_s: Longest wait for the result.
+            prepare: Runs on the compute thread right before the step: the cache operations that come with it.
+            peer: Who asks; peers take turns when not all waiting steps fit in one forward.
+
+        Raises:
+            RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
+        """
+        result: SpanOutputs = await self._submit(Step(inputs, prepare, peer), "step", timeout_s)
+        return result
+
+    async def _submit(self, item: Work, kind: str, timeout_s: float) -> Any:
+        limit = self.config.max_waiting_steps if kind == "step" else self.config.max_waiting_trainings
+        if self._is_stopping:
+            raise RequestError("overloaded", "this server is shutting down: ask another one")
+        if self._num_submitted[kind] >= limit:
+            raise RequestError(
+                "overloaded",
+                f"{self._num_submitted[kind]} {kind} requests wait at this server, which is its limit: "
+                "try another server, or later",
+            )
+        of_peer = (kind, item.peer)
+        most = max(1, int(limit * self.config.max_peer_share))
+        if item.peer and self._num_of_peer[of_peer] >= most:
+            raise RequestError(
+                "overloaded",
+                f"{self._num_of_peer[of_peer]} {kind} requests of this client wait here, {most} are allowed: "
+                "wait for their answers, or use more servers",
+            )
+        self._num_submitted[kind] += 1
+        self._num_of_peer[of_peer] += 1
+        # Cheaper than asyncio.timeout; and all set before the item is handed over, because from then on the compute
+        # thread waits for this thread to let go of the interpreter.
+        timer = item.loop.call_later(timeout_s, item.expire, timeout_s)
+        self._inbox.put(item)
+        try:
+            return await item.future
+        finally:
+            timer.cancel()
+            # Cancelled (the client is gone) or too late: dropped before it runs, or between two blocks.
+            item.abandoned = True
+            self._num_submitted[kind] -= 1
+            self._num_of_peer[of_peer] -= 1
+            if not self._num_of_peer[of_peer]:
+                del self._num_of_peer[of_peer]
+
+    # -- the compute thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            has_work = bool(self._calls or self._steps or self._trainings)
+            self._collect(is_waiting=not has_work)
+            self._gather()
+            started = time.monotonic()
+            self._busy.begin(started)
+            if self._trainings and self._packs_since_training >= _PACKS_BEFORE_TRAINING:
+                self._run_training(self._next_training())
+            elif self._calls or self._steps:
+                self._packs_since_training += bool(self._trainings)
+                self._run_urgent()
+            elif self._trainings:
+                self._run_training(self._next_training())
+            self._busy.end(time.monotonic())
+        self._fail_waiting()
+
+    def _collect(self, *, is_waiting: bool) -> None:
+        """Moves what has been submitted to the queues; blocks for the first item if ``is_waiting``."""
+        try:
+            item = self._inbox.get() if is_waiting else self._inbox.get_nowait()
+            while True:
+                self._sort_in(item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _gather(self) -> None:
+        """Waits a moment for sessions that are about to come, if they can share a forward with those that wait."""
+        while self._steps and not self._trainings and all(step.part.num_left == 1 for step in self._steps):
+            now = time.monotonic()
+            wait_s = self._rhythm.wait_s({id(step.part.inputs.cache) for step in self._steps}, now)
+            if wait_s <= 0 or self._is_stopping:
+                return
+            try:
+                item = self._inbox.get(timeout=wait_s)
+            except queue.Empty:
+                return
+            self._sort_in(item)
+            self._collect(is_waiting=False)
+            if self._calls:
+                return
+
+    def _sort_in(self, item: Work | None) -> None:
+        if isinstance(item, Step):
+            self._steps.append(item)
+            self._rhythm.arrived(id(item.part.inputs.cache), item.arrived)
+        elif isinstance(item, Call):
+            (self._trainings if item.is_training else self._calls).append(item)
+
+    def _next_training(self) -> Call:
+        item = self._training_turns.order(self._trainings)[0]
+        self._trainings.remove(item)
+        self._training_turns.had({item.peer})
+        return item
+
+    def _run_training(self, item: Call) -> None:
+        self._packs_since_training = 0
+        if item.abandoned:
+            return
+        self._current_training = item
+        self._runner.on_block_boundary = self._between_blocks
+        try:
+            self._run_call(item)
+        finally:
+            self._runner.on_block_boundary = None
+            self._current_training = None
+
+    def _between_blocks(self) -> None:
+        """Runs what is urgent in the middle of a training item; called by the runner between two blocks."""
+        training = self._current_training
+        if training is not None and training.abandoned:
+            raise AbandonedError
+        self._collect(is_waiting=False)
+        if self._calls or self._steps:
+            # Steps must not call back in their turn: only the training item is interrupted.
+            self._runner.on_block_boundary = None
+            try:
+                self._run_urgent()
+            finally:
+                self._runner.on_block_boundary = self._between_blocks
+
+    def _run_call(self, item: Call) -> None:
+        try:
+            result = item.function()
+        except AbandonedError:
+            log.debug("a training request was abandoned in mid-run")
+        except BaseException as error:  # noqa: BLE001 - whatever happens belongs to the one who waits
+            item.finish(error=_without_frames(error))
+        else:
+            item.finish(result)
+
+    def _run_urgent(self) -> None:
+        """Runs the waiting cache operations, then one pack of the waiting steps. Never raises."""
+        with torch.inference_mode():
+            while self._calls:
+                call = self._calls.popleft()
+                if not call.abandoned:
+                    self._run_call(call)
+            self._steps = [step for step in self._steps if self._is_ready(step)]
+            by_part = {id(step.part): step for step in self._steps}
+            groups: dict[range, list[tuple[Step, int]]] = {}
+            in_turn = [step.part for step in self._step_turns.order(self._steps)]
+            chosen = choose_pack(in_turn, self.chunk_tokens)
+            if len(chosen) < len(in_turn):
+                self._step_turns.had({by_part[id(part)].peer for part, _ in chosen})
+            for part, num_tokens in chosen:
+                groups.setdefault(part.inputs.blocks, []).append((by_part[id(part)], num_tokens))
+            for group in groups.values():
+                self._run_group(group)
+
+    def _is_ready(self, step: Step) -> bool:
+        """Runs the cache operations of a step that has not begun; False drops the step."""
+        try:
+            if step.abandoned:
+                step.part.undo()
+                return False
+            prepare, step.prepare = step.prepare, None
+            if prepare is not None:
+                prepare()
+            step.part.begin()
+        except Exception as error:  # noqa: BLE001 - belongs to the one who waits
+            step.finish(error=_without_frames(error))
+            return False
+        return True
+
+    def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
+        try:
+            chunks = [inputs_to(step.part.chunk(num_tokens), self._device) for step, num_tokens in group]
+            started = time.monotonic()
+            outputs = [outputs_to_cpu(output) for output in self._runner.step(chunks)]
+            ended = time.monotonic()
+            for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
+                step.part.add(chunk, output)
+        except Exception as error:  # noqa: BLE001 - belongs to the one who waits
+            if len(group) > 1:
+                # One of them is at fault: alone, only that one fails.
+                for member in group:
+                    self._run_group([member])
+                return
+            self._fail(group[0][0], error)
+            return
+        if all(chunk.hidden.shape[1] == 1 for chunk in chunks):
+            self._rhythm.ran(sum(chunk.hidden.shape[0] for chunk in chunks), ended - started)
+        for step, _ in group:
+            if step.part.is_complete:
+                self._steps.remove(step)
+                # First: once its result is handed over, the event loop wants the interpreter.
+                self._rhythm.answered(id(step.part.inputs.cache), ended)
+                step.finish(step.part.result())
+
+    def _fail(self, step: Step, error: Exception) -> None:
+        self._steps.remove(step)
+        try:
+            step.part.undo()
+        except Exception:
+            log.exception("a failed step could not be taken back")
+        step.finish(error=_without_frames(error))
+
+    def _fail_waiting(self) -> None:
+        self._collect(is_waiting=False)
+        error = RequestError("overloaded", "this server is shutting down: ask another one")
+        for item in (*self._calls, *self._steps, *self._trainings):
+            item.finish(error=error)
+        self._calls.clear()
+        self._steps.clear()
+        self._trainings.clear()
+
+
+def _log_outcome(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        log.error("a cache operation failed", exc_info=future.exception())
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Drops the locals of the frames (tensors, graphs) that the traceback keeps alive; the lines stay for the log."""
+    traceback.clear_frames(error.__traceback__)
+    return error

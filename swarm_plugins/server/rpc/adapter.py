@@ -1,0 +1,57 @@
+"""``rpc_adapter``: a client's adapter arrives, is checked and held under its digest."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from swarm_plugins.adapter_spec import adapter_digest
+from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.rpc.checks import check_finite
+from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.service import Service
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import AdapterStored, AdapterUpload
+
+__all__ = ["adapter_handler"]
+
+_INLINE_BYTES = 1 << 20
+"""Up to this size hashing takes about a millisecond, less than handing it to another thread is worth."""
+
+
+async def adapter_handler(service: Service, channel: Channel) -> None:
+    """Answers uploads."""
+    peer = channel.remote_peer
+
+    async def answer(upload: AdapterUpload) -> Answer:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in upload.tensors)
+        if size > service.adapters.peer_bytes:
+            raise RequestError(
+                "out_of_memory",
+                f"the adapter has {size} bytes, one client may hold {service.adapters.peer_bytes} here: "
+                "lower its rank or adapt fewer modules, or use a server that allows more",
+            )
+        if size <= _INLINE_BYTES:
+            adapter = _checked(service, upload)
+        else:
+            adapter = await asyncio.to_thread(_checked, service, upload)
+        service.adapters.put(peer, adapter)
+        return AdapterStored(digest=upload.digest), "none"
+
+    await answer_requests(channel, "rpc_adapter", (AdapterUpload,), answer, idle_s=service.limits.idle_stream_s)
+
+
+def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
+    for tensor in upload.tensors:
+        check_finite(tensor, "an adapter tensor")
+    found = adapter_digest(upload.spec, upload.tensors)
+    if found != upload.digest:
+        raise RequestError(
+            "bad_request",
+            f"the adapter is named {upload.digest[:64]!r}, its content hashes to {found!r}: "
+            "send tensors uncompressed and name the adapter by adapter_digest()",
+        )
+    adapter = service.check_adapter(upload.digest, upload.spec, upload.tensors)
+    # Tensors of a message are views of it: kept as they are, they would hold all of its bytes, counted or not.
+    return dataclasses.replace(adapter, tensors=tuple(tensor.clone() for tensor in adapter.tensors))

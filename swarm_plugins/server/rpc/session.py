@@ -1,0 +1,246 @@
+"""``rpc_session``: one stream is one session, from the first message to the end of the stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from swarm_plugins.blocks.kv import PAGE_TOKENS
+from swarm_plugins.blocks.types import AdapterUse, SessionCache, SpanOutputs, StepInputs
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.rpc.checks import (
+    check_answer_size,
+    check_blocks,
+    check_hidden,
+    check_mask,
+    check_positions,
+    check_prefix,
+    check_rows,
+    check_version,
+    checked_output,
+)
+from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import SessionOpen, SessionOpened, SessionStep, SessionStepResponse
+
+__all__ = ["session_handler"]
+
+
+async def session_handler(service: Service, channel: Channel) -> None:
+    """Opens a session, answers its steps and closes it with the stream."""
+    with _Stream(service, channel.remote_peer).living() as stream:
+        await answer_requests(
+            channel,
+            "rpc_session",
+            (SessionOpen, SessionStep),
+            stream.answer,
+            idle_s=service.limits.idle_session_s,
+        )
+
+
+class _Stream:
+    """The state of one stream: no session, then one."""
+
+    def __init__(self, service: Service, peer: str) -> None:
+        self._service = service
+        self._peer = peer
+        self._session: Session | None = None
+
+    @contextlib.contextmanager
+    def living(self) -> Iterator[_Stream]:
+        """Closes the session at the end, however the stream ends."""
+        try:
+            yield self
+        finally:
+            session, self._session = self._session, None
+            if session is not None:
+                self._service.sessions.remove(session)
+                self._service.sessions.release(self._peer)
+                # Behind everything of this session that is still in the queue.
+                self._service.scheduler.post(session.close)
+
+    async def answer(self, request: SessionOpen | SessionStep) -> Answer:
+        """Answers one message."""
+        if isinstance(request, SessionOpen):
+            return await self._open(request), "none"
+        if self._session is None:
+            raise RequestError("unknown_session", "this stream has no session yet: send SessionOpen first")
+        return await self._step(self._session, request), request.reply_codec
+
+    async def _open(self, request: SessionOpen) -> SessionOpened:
+        service = self._service
+        if self._session is not None:
+            raise RequestError("bad_request", "this stream has a session already: open another stream for another one")
+        check_version(service, request.version)
+        blocks = check_blocks(service, request.start, request.end)
+        max_tokens = _max_tokens(service, blocks, request.batch_size)
+        prefix_tokens = check_prefix(request.prefix, blocks, request.batch_size)
+        if prefix_tokens > max_tokens:
+            raise _too_long(service, request.batch_size, prefix_tokens, max_tokens)
+        _check_share(service, self._peer, blocks, request.batch_size * self._first_tokens(request, prefix_tokens))
+        service.sessions.reserve(self._peer)
+        try:
+            cache = await self._new_cache(request, blocks)
+        except BaseException:
+            service.sessions.release(self._peer)
+            raise
+        self._session = Session(self._peer, blocks, cache)
+        service.sessions.add(self._session)
+        return SessionOpened(session=self._session.name, max_tokens=max_tokens)
+
+    def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
+        """Returns the tokens per row that memory is taken for at once; an empty cache has a page already."""
+        if request.fork_of is None:
+            return max(prefix_tokens, PAGE_TOKENS)
+        return max(self._service.sessions.find(self._peer, request.fork_of).cache.length, PAGE_TOKENS)
+
+    async def _new_cache(self, request: SessionOpen, blocks: range) -> SessionCache:
+        """Makes the cache on the compute thread; nothing is left there if the stream ends meanwhile."""
+        service = self._service
+        make = self._maker(request, blocks)
+        made: list[SessionCache] = []
+        try:
+            await service.scheduler.call(
+                lambda: made.append(make()), timeout_s=service.limits.request_timeout_s, peer=self._peer
+            )
+        except BaseException:
+            service.scheduler.post(lambda: _close_all(made))
+            raise
+        return made[0]
+
+    def _maker(self, request: SessionOpen, blocks: range) -> Callable[[], SessionCache]:
+        service, batch_size = self._service, request.batch_size
+        if request.fork_of is None:
+            prefix = [tensor.to(service.dtype) for tensor in request.prefix]
+            return lambda: service.runner.new_cache(batch_size, blocks, [each.to(service.device) for each in prefix])
+        if request.prefix:
+            raise RequestError("bad_request", "a forked session takes no prefix: it starts with the other one's cache")
+        source = service.sessions.find(self._peer, request.fork_of)
+        if source.blocks != blocks:
+            raise RequestError(
+                "bad_request",
+                f"the session to fork runs blocks {source.blocks.start}:{source.blocks.stop}, "
+                f"the request names {blocks.start}:{blocks.stop}: they must be the same",
+            )
+        return lambda: _fork(source, batch_size)
+
+    async def _step(self, session: Session, request: SessionStep) -> SessionStepResponse:
+        service = self._service
+        _check_step(service, session, request)
+        with service.adapters.using(request.adapters) as adapters:
+            inputs = StepInputs(
+                cache=session.cache,
+                blocks=session.blocks,
+                hidden=request.hidden.to(service.dtype),
+                position_ids=request.position_ids,
+                attention_mask=request.attention_mask,
+                adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows),
+                collect_hidden=request.collect_hidden,
+                collect_router=request.collect_router,
+            )
+            outputs = await service.scheduler.step(
+                inputs,
+                timeout_s=service.limits.request_timeout_s,
+                prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
+                peer=self._peer,
+            )
+        return _response(outputs, request)
+
+
+def _close_all(caches: list[SessionCache]) -> None:
+    for cache in caches:
+        cache.close()
+
+
+def _fork(source: Session, batch_size: int) -> SessionCache:
+    """Runs on the compute thread, where the other session cannot change meanwhile."""
+    if source.is_closed:
+        raise RequestError("unknown_session", "the session to fork has just been closed: open a new one and replay")
+    if source.cache.batch_size != batch_size:
+        raise RequestError(
+            "bad_request",
+            f"the session to fork has {source.cache.batch_size} rows, the request names {batch_size}: "
+            "fork first, change the rows with the next step",
+        )
+    return source.cache.fork()
+
+
+def _max_tokens(service: Service, blocks: range, batch_size: int) -> int:
+    """Returns the longest sequence of a batch that the KV budget could hold, were there no other sessions."""
+    if not 1 <= batch_size <= service.limits.max_batch_tokens:
+        raise RequestError(
+            "bad_request", f"batch_size is {batch_size}: 1 to {service.limits.max_batch_tokens} are allowed"
+        )
+    most = service.limits.max_session_tokens
+    if service.kv_tokens is None:
+        return most
+    share = service.kv_tokens * service.limits.max_peer_kv_share
+    return min(most, int(share * len(service.blocks) / len(blocks)) // batch_size)
+
+
+def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
+    most = service.limits.max_session_tokens
+    if num_tokens > most:
+        return RequestError(
+            "bad_request",
+            f"the session would hold {num_tokens} tokens per row, this server allows {most}: "
+            "shorten the prompt, or use a server that allows more",
+        )
+    return RequestError(
+        "out_of_memory",
+        f"the session would hold {num_tokens} tokens in each of {batch_size} rows, the KV budget of this server has "
+        f"room for {limit} in each: use fewer rows, or a server with more room",
+    )
+
+
+def _check_step(service: Service, session: Session, request: SessionStep) -> None:
+    check_hidden(service, request.hidden)
+    check_answer_size(service, request.hidden, session.blocks, collect_hidden=request.collect_hidden)
+    rows, num_new = request.hidden.shape[:2]
+    batch_size, cached = shape_after(
+        request.ops, session.cache.batch_size, session.cache.length, max_rows=service.limits.max_batch_tokens
+    )
+    if rows != batch_size:
+        raise RequestError("bad_request", f"hidden has {rows} rows, the session has {batch_size}")
+    if request.cached_tokens != cached:
+        raise RequestError(
+            "bad_request",
+            f"the client counts {request.cached_tokens} cached tokens, this session holds {cached}: "
+            "open a new session and replay",
+        )
+    limit = _max_tokens(service, session.blocks, rows)
+    if cached + num_new > limit:
+        raise _too_long(service, rows, cached + num_new, limit)
+    check_positions(request.position_ids, rows, num_new)
+    check_mask(request.attention_mask, rows, cached + num_new)
+    check_rows(request.adapter_rows, rows, len(request.adapters))
+    held = session.cache.batch_size * session.cache.capacity
+    _check_share(service, session.peer, session.blocks, max(0, rows * (cached + num_new) - held))
+
+
+def _check_share(service: Service, peer: str, blocks: range, num_new: int) -> None:
+    """Refuses what would make one peer's caches too large; memory counts, filled with tokens or not."""
+    share = service.limits.max_peer_kv_share
+    if service.kv_tokens is None or share >= 1:
+        return
+    limit = share * service.kv_tokens * len(service.blocks)
+    used = service.sessions.held_tokens(peer)
+    asked = num_new * len(blocks)
+    if used + asked > limit:
+        raise CapacityError(
+            f"this client's sessions hold {used} tokens x blocks, {asked} more are asked, {int(limit)} are allowed: "
+            "close sessions or use another server"
+        )
+
+
+def _response(outputs: SpanOutputs, request: SessionStep) -> SessionStepResponse:
+    dtype = request.hidden.dtype
+    return SessionStepResponse(
+        hidden=checked_output(outputs.hidden, dtype),
+        hidden_states=tuple(checked_output(tensor, dtype) for tensor in outputs.hidden_states),
+        router_logits=outputs.router_logits,
+        router_blocks=outputs.router_blocks,
+    )

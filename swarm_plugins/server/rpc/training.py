@@ -1,0 +1,165 @@
+"""``rpc_forward`` and ``rpc_backward``: a span's forward without a session, and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs
+from swarm_plugins.server.devices import inputs_to, outputs_to_cpu
+from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.rpc.checks import (
+    check_answer_size,
+    check_batch_tokens,
+    check_blocks,
+    check_finite,
+    check_hidden,
+    check_length,
+    check_mask,
+    check_positions,
+    check_prefix,
+    check_rows,
+    check_seed,
+    check_version,
+    checked_output,
+)
+from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.training import Gradients, KeptForward, forward_keeping, forward_only, gradients
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
+
+__all__ = ["backward_handler", "forward_handler"]
+
+
+async def forward_handler(service: Service, channel: Channel) -> None:
+    """Answers forward requests."""
+    peer = channel.remote_peer
+
+    async def answer(request: ForwardRequest) -> Answer:
+        timeout_s = service.limits.request_timeout_s
+        with _checked_inputs(service, request) as inputs:
+            outputs, ticket = await service.scheduler.train(
+                lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s, peer=peer
+            )
+        return _response(outputs, ticket, request.hidden.dtype), request.reply_codec
+
+    await answer_requests(channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s)
+
+
+async def backward_handler(service: Service, channel: Channel) -> None:
+    """Answers backward requests."""
+    peer = channel.remote_peer
+
+    async def answer(request: BackwardRequest) -> Answer:
+        _check_gradients(service, request)
+        dtype = request.grad_hidden.dtype
+        kept: KeptForward | SpanInputs | None = None
+        if request.ticket is not None:
+            kept = service.activations.take(peer, request.ticket)
+        with contextlib.ExitStack() as stack:
+            if kept is None:
+                if request.forward is None:
+                    raise RequestError(
+                        "unknown_ticket",
+                        "the graph of this forward is not kept here (any more): send the forward request along",
+                    )
+                kept = stack.enter_context(_checked_inputs(service, request.forward))
+            found = await _backward(service, peer, kept, request)
+        return _gradient_response(found, dtype), request.reply_codec
+
+    await answer_requests(channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s)
+
+
+@contextlib.contextmanager
+def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanInputs]:
+    """Gives a request's inputs, checked, in the server's dtype; its adapters stay held meanwhile."""
+    check_version(service, request.version)
+    blocks = check_blocks(service, request.start, request.end)
+    check_hidden(service, request.hidden)
+    check_batch_tokens(service, request.hidden)
+    check_answer_size(service, request.hidden, blocks, collect_hidden=request.collect_hidden)
+    batch_size, length = request.hidden.shape[:2]
+    check_positions(request.position_ids, batch_size, length)
+    prefix_tokens = check_prefix(request.prefix, blocks, batch_size)
+    check_length(service, prefix_tokens + length)
+    check_mask(request.attention_mask, batch_size, prefix_tokens + length)
+    check_rows(request.adapter_rows, batch_size, len(request.adapters))
+    check_seed(request.dropout_seed)
+    with service.adapters.using(request.adapters) as adapters:
+        yield SpanInputs(
+            blocks=blocks,
+            hidden=request.hidden.to(service.dtype),
+            position_ids=request.position_ids,
+            attention_mask=request.attention_mask,
+            adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
+            prefix=tuple(tensor.to(service.dtype) for tensor in request.prefix),
+            collect_hidden=request.collect_hidden,
+            collect_router=request.collect_router,
+        )
+
+
+def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> tuple[SpanOutputs, str | None]:
+    """Runs on the compute thread."""
+    inputs = inputs_to(inputs, service.device)
+    budget = service.activations.budget_bytes
+    if not keep or not budget:
+        return outputs_to_cpu(forward_only(service.runner, inputs)), None
+    outputs, kept, num_bytes = forward_keeping(service.runner, inputs, limit_bytes=budget, weights=service.weights)
+    return outputs_to_cpu(outputs), None if kept is None else service.activations.put(peer, kept, num_bytes)
+
+
+def _response(outputs: SpanOutputs, ticket: str | None, dtype: torch.dtype) -> ForwardResponse:
+    return ForwardResponse(
+        hidden=checked_output(outputs.hidden, dtype),
+        hidden_states=tuple(checked_output(tensor, dtype) for tensor in outputs.hidden_states),
+        # Routers may work in a wider type than the blocks, on purpose: theirs is kept.
+        router_logits=outputs.router_logits,
+        router_blocks=outputs.router_blocks,
+        ticket=ticket,
+    )
+
+
+def _check_gradients(service: Service, request: BackwardRequest) -> None:
+    check_hidden(service, request.grad_hidden, "grad_hidden")
+    for tensor in (*request.grad_hidden_states, *request.grad_router_logits):
+        if not tensor.dtype.is_floating_point:
+            raise RequestError("bad_request", f"a gradient has dtype {tensor.dtype}: floating types are allowed")
+        check_finite(tensor, "a gradient")
+
+
+async def _backward(service: Service, peer: str, kept: KeptForward | SpanInputs, request: BackwardRequest) -> Gradients:
+    device = service.device
+
+    def run() -> Gradients:
+        found = gradients(
+            service.runner,
+            inputs_to(kept, device) if isinstance(kept, SpanInputs) else kept,
+            grad_hidden=request.grad_hidden.to(device),
+            grad_hidden_states=[tensor.to(device) for tensor in request.grad_hidden_states],
+            grad_router_logits=[tensor.to(device) for tensor in request.grad_router_logits],
+            needs_hidden=request.needs_hidden,
+            needs_adapters=request.needs_adapters,
+            needs_prefix=request.needs_prefix,
+            limit_bytes=service.limits.max_backward_bytes,
+            weights=service.weights,
+            between=service.runner.on_block_boundary or (lambda: None),
+        )
+        return Gradients(
+            hidden=None if found.hidden is None else found.hidden.cpu(),
+            adapters=tuple(tensor.cpu() for tensor in found.adapters),
+            prefix=tuple(tensor.cpu() for tensor in found.prefix),
+        )
+
+    return await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s, peer=peer)
+
+
+def _gradient_response(found: Gradients, dtype: torch.dtype) -> BackwardResponse:
+    name = "a gradient of the blocks"
+    return BackwardResponse(
+        grad_hidden=None if found.hidden is None else checked_output(found.hidden, dtype, name),
+        grad_adapters=tuple(checked_output(tensor, tensor.dtype, name) for tensor in found.adapters),
+        grad_prefix=tuple(checked_output(tensor, dtype, name) for tensor in found.prefix),
+    )

@@ -1,0 +1,120 @@
+"""Conversations: what is remembered, what fits, what ends them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.talk import loop
+from swarm_plugins.talk.loading import load_for_chat, split_tag
+from swarm_plugins.talk.turns import Conversation
+from swarm_plugins.testing.models import tiny_model, tiny_tokenizer
+
+TEMPLATE = "{% for turn in messages %}{{ turn['role'][0] }}:{{ turn['content'] }};{% endfor %}a:"
+
+
+def conversation(**settings: Any) -> Conversation:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Conversation(tiny_model("llama").eval(), tokenizer, **{"max_new_tokens": 4, "temperature": 0.0, **settings})
+
+
+def test_answers_stream_and_are_remembered() -> None:
+    words: list[str] = []
+    talked = conversation(system="be brief")
+    talked.answer("hello", words.append)
+    talked.answer("and?", words.append)
+    assert [turn["role"] for turn in talked.turns] == ["user", "assistant"] * 2
+    assert "".join(words) == talked.turns[1]["content"] + talked.turns[3]["content"] != ""
+    talked.forget()
+    assert talked.turns == []
+
+
+def test_oldest_turns_are_forgotten_when_the_model_cannot_read_more() -> None:
+    talked = conversation(max_new_tokens=2)  # of 512 that it reads
+    for number in range(4):
+        talked.answer(f"{number}" * 200, lambda _: None)
+    assert [turn["content"][0] for turn in talked.turns if turn["role"] == "user"] == ["2", "3"]
+
+
+def test_a_text_too_long_says_both_lengths_and_is_not_kept() -> None:
+    talked = conversation(max_new_tokens=12)
+    with pytest.raises(ConfigError, match=r"that is 605 tokens long, at most 500 fit beside an answer: say less"):
+        talked.answer("x" * 600, lambda _: None)
+    assert talked.turns == []
+
+
+def test_an_answer_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--max-new-tokens 512 leaves no room .* reads 512 tokens; .* at most 256"):
+        conversation(max_new_tokens=512)
+
+
+def test_what_came_before_an_interruption_is_remembered() -> None:
+    talked = conversation(max_new_tokens=8)
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        talked.answer("hello", interrupt)
+    assert [turn["role"] for turn in talked.turns] == ["user", "assistant"]
+
+
+class Spoken:
+    """A conversation that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def answer(self, text: str, write: Callable[[str], Any]) -> None:
+        self.heard.append(text)
+        if text == "stop":
+            raise KeyboardInterrupt
+        if text == "long":
+            raise ConfigError("say less")
+        write(f"you said {text}")
+
+    def forget(self) -> None:
+        self.heard.append("(new)")
+
+
+def test_a_pipe_gives_a_prompt_a_line_and_an_interrupted_answer_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\nstop\nlong\n/new\ntwo\n/exit\nthree\n"))
+    spoken: Any = Spoken()
+    loop.talk(spoken)
+    assert spoken.heard == ["one", "stop", "long", "(new)", "two"]
+    said = capsys.readouterr()
+    assert said.out == "you said one\n ...\nyou said two\n"
+    assert said.err == "swarm chat: say less\n"
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        pytest.param("me/mine", ("me/mine", "latest"), id="newest"),
+        pytest.param("me/mine@v2", ("me/mine", "v2"), id="tag"),
+    ],
+)
+def test_an_adapter_of_the_hub_may_have_a_tag(adapter: str, expected: tuple[str, str]) -> None:
+    assert split_tag(adapter) == expected
+
+
+def test_an_adapter_in_a_folder_has_none(tmp_path: Path) -> None:
+    assert split_tag(str(tmp_path)) == (tmp_path, "latest")
+
+
+def test_a_tag_that_is_empty_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--adapter 'me/mine@' must be a folder, USER/NAME or USER/NAME@TAG"):
+        split_tag("me/mine@")
+
+
+def test_without_an_address_it_says_how_to_give_one() -> None:
+    with pytest.raises(ConfigError, match=r"no address of the swarm: give --initial-peers .* or set SWARM_INIT"):
+        load_for_chat("anything", [], adapter=None, revision=None, endpoint=None)
