@@ -17,7 +17,7 @@ from swarm_plugins.bench.offload.plot import draw_expert_use, recorded_use
 from swarm_plugins.bench.offload.run import PROMPT_TOKENS, bench_offload, parse_share
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig, load_offloaded
-from swarm_plugins.offload.plan.sizes import experts_modules
+from swarm_plugins.offload.model.outline import experts_modules
 
 __all__ = ["run_offload"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarm_plugins.errors import ConfigError, MissingExtraError
-from swarm_plugins.offload.plan.sizes import experts_modules
+from swarm_plugins.offload.model.outline import experts_modules
 
 __all__ = ["ExpertUse", "draw_expert_use", "recorded_use", "shown_layers"]
 

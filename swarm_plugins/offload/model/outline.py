@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.moe import is_fused_experts
 
-__all__ = ["build_outline", "check_picks", "refuse_quantized"]
+__all__ = ["build_outline", "check_picks", "experts_modules", "refuse_quantized", "stored_dtype"]
 
 _MAX_REASON_CHARS = 300
 
@@ -75,6 +79,34 @@ def check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -
                     f"by the config of {name} each token takes {picks!r} experts of layer {layer}, which has "
                     f"{num_experts}: correct config.json, or fetch the checkpoint again"
                 )
+
+
+def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Returns, by index of the layer, the modules that hold all experts of a layer."""
+    found: dict[int, nn.Module] = {}
+    for index, layer in enumerate(find_layers(model)):
+        for module in layer.modules():
+            if is_fused_experts(module):
+                found[index] = module
+    return found
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Returns the type that most bytes of a checkpoint have.
+
+    Raises:
+        UnsupportedError: If it is none to compute with: the checkpoint is packed in a format of its own.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for info in checkpoint.tensors.values():
+        sizes[info.dtype] += info.num_bytes
+    dtype = sizes.most_common(1)[0][0]
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedError(
+            f"most weights of {checkpoint.name} are stored as {dtype}; supported are float32, float16 and bfloat16: "
+            "use a checkpoint that is not packed"
+        )
+    return dtype
 
 
 def _reason(exc: Exception) -> str:

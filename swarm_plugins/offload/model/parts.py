@@ -20,8 +20,13 @@ from transformers import (
 from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.formats.linears import replace_module
-from swarm_plugins.offload.model.outline import build_outline, check_picks, refuse_quantized
-from swarm_plugins.offload.plan.sizes import experts_modules, stored_dtype
+from swarm_plugins.offload.model.outline import (
+    build_outline,
+    check_picks,
+    experts_modules,
+    refuse_quantized,
+    stored_dtype,
+)
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.compatibility import check_fits
 from swarm_plugins.offload.store.locate import locate_experts

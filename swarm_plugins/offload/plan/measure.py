@@ -24,7 +24,7 @@ from swarm_plugins.offload.disk.in_place import fitted
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
 from swarm_plugins.offload.interfaces import FileRange
-from swarm_plugins.offload.plan.sizes import experts_modules
+from swarm_plugins.offload.model.outline import experts_modules
 
 __all__ = ["disk_rate", "expert_rate", "link_rate", "step_seconds"]
 

@@ -7,7 +7,6 @@ is read off HF's own modules, so no family needs a table of its own.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +17,19 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import CheckpointError, UnsupportedError
-from swarm_plugins.moe import is_fused_experts
-from swarm_plugins.offload.model.outline import build_outline, check_picks, refuse_quantized
+from swarm_plugins.offload.model.outline import (
+    build_outline,
+    check_picks,
+    experts_modules,
+    refuse_quantized,
+    stored_dtype,
+)
 from swarm_plugins.offload.store.compatibility import check_fits
 from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 from swarm_plugins.offload.widths import Width
 
-__all__ = ["ExpertLayer", "ModelSizes", "experts_modules", "meta_model", "model_sizes", "stored_dtype"]
+__all__ = ["ExpertLayer", "ModelSizes", "meta_model", "model_sizes"]
 
 _MAX_REASON_CHARS = 300
 
@@ -130,24 +134,6 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
     )
 
 
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Returns the type that most bytes of a checkpoint have.
-
-    Raises:
-        UnsupportedError: If it is none to compute with: the checkpoint is packed in a format of its own.
-    """
-    sizes: Counter[torch.dtype] = Counter()
-    for info in checkpoint.tensors.values():
-        sizes[info.dtype] += info.num_bytes
-    dtype = sizes.most_common(1)[0][0]
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UnsupportedError(
-            f"most weights of {checkpoint.name} are stored as {dtype}; supported are float32, float16 and bfloat16: "
-            "use a checkpoint that is not packed"
-        )
-    return dtype
-
-
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Returns the model without storage.
 
@@ -165,16 +151,6 @@ def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     model = build_outline(lambda: build(config, dtype=dtype), f"{config.model_type} model", name)
     model.eval()
     return model
-
-
-def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Returns, by index of the layer, the modules that hold all experts of a layer."""
-    found: dict[int, nn.Module] = {}
-    for index, layer in enumerate(find_layers(model)):
-        for module in layer.modules():
-            if is_fused_experts(module):
-                found[index] = module
-    return found
 
 
 def _check_fits(

@@ -18,7 +18,7 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.offload.interfaces import ExpertKey
-from swarm_plugins.offload.plan.sizes import experts_modules
+from swarm_plugins.offload.model.outline import experts_modules
 from swarm_plugins.offload.store import locate as layout
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.locate import locate_experts
