@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_plugins import autoload
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.remarks import without_kernel_remark
+from swarm_plugins.noise import without_kernel_remark
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone import (

@@ -19,12 +19,12 @@ PACKAGE = "swarm_plugins"
 
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
-COMMON = frozenset({"errors", "versions", "adapter_spec", "remarks", "sizes"})
+COMMON = frozenset({"errors", "versions", "adapter_spec", "noise", "sizes"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "versions": frozenset(),
     "adapter_spec": frozenset(),
-    "remarks": frozenset(),
+    "noise": frozenset(),
     "sizes": frozenset(),
     "checkpoint": frozenset(),
     "transport": frozenset(),
@@ -75,6 +75,8 @@ LATE_PARTS = frozenset({"cli", "__main__"})
 # (file, what it imports late): each with its reason.
 LATE_IMPORTS = frozenset({
     ("adapter_spec.py", "torch"),  # structure and digest checks must not cost a torch import
+    ("noise.py", "transformers"),  # a command is quieted before it imports anything heavy
+    ("noise.py", "huggingface_hub"),  # the same
     ("blocks/quantize.py", "bitsandbytes"),  # memory and start-up time of servers that do not quantize
     ("offload/formats/bnb.py", "bitsandbytes"),  # the same of models that need none of it
 })  # fmt: skip
@@ -279,6 +281,20 @@ def test_imports_inside_functions_are_rare_and_named() -> None:
         if (one.file.relative_to(ROOT / PACKAGE).as_posix(), top) not in LATE_IMPORTS:
             wrong.append(str(one))
     assert not wrong, "import at the top of the file:\n" + "\n".join(wrong)
+
+
+def test_libraries_are_silenced_in_one_module() -> None:
+    silences = re.compile(
+        r"filterwarnings|simplefilter|catch_warnings|addFilter|setLevel|set_verbosity|disable_progress_bars?\b"
+    )
+    wrong = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
+        for file in package_files()
+        if file.name != "noise.py"
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        if silences.search(line)
+    ]
+    assert not wrong, "noise.py says what is silenced, and why:\n" + "\n".join(wrong)
 
 
 def test_no_module_is_named_like_one_of_python_or_a_dependency() -> None:

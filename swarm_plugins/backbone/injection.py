@@ -7,7 +7,6 @@ model, for every kind of adapter and every way to inject one.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import peft.utils.transformers_weight_conversion as weight_conversion
@@ -16,15 +15,16 @@ from torch import nn
 from swarm_plugins.backbone.defaults import add_lora_defaults, keep_unset_targets
 from swarm_plugins.backbone.refusals import check_config
 from swarm_plugins.backbone.standin import StandIn
+from swarm_plugins.noise import ignore_peft_deprecation
 
-__all__ = ["ignore_deprecation", "watch_injection"]
+__all__ = ["watch_injection"]
 
 
 @functools.cache
 def watch_injection() -> None:
     """Puts the checks and defaults in PEFT's way. A second call does nothing."""
     add_lora_defaults()
-    ignore_deprecation()
+    ignore_peft_deprecation()
     original = weight_conversion.convert_peft_config_for_transformers
 
     @functools.wraps(original)
@@ -36,12 +36,3 @@ def watch_injection() -> None:
             original(peft_config, model=model, conversions=conversions)
 
     weight_conversion.convert_peft_config_for_transformers = convert
-
-
-def ignore_deprecation() -> None:
-    """Ignores one warning of transformers, of a property that PEFT 0.21 reads of every model that it wraps.
-
-    It comes at the end of PEFT's constructor, outside of anything that is called from there, so that it cannot be
-    ignored for one model alone. To be dropped with the PEFT that reads ``is_activation_checkpointing``.
-    """
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)

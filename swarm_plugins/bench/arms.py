@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.errors import ConfigError
@@ -22,7 +21,6 @@ __all__ = [
     "decode",
     "local_model",
     "prompt_tokens",
-    "quiet_libraries",
     "swarm_model",
     "weight_bytes",
 ]
@@ -35,13 +33,6 @@ TEXT = (
 )
 
 
-def quiet_libraries() -> None:
-    """Turns off the progress bars and remarks of libraries: the figures are what is asked for."""
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
-    torch.set_num_threads(1)
-
-
 def local_model(directory: Path) -> PreTrainedModel:
     """Loads the model as transformers does, in float32, with nothing to train.
 
@@ -50,6 +41,7 @@ def local_model(directory: Path) -> PreTrainedModel:
     """
     if not (directory / "config.json").is_file():
         raise ConfigError(f"there is no model in {directory}: it needs a config.json and safetensors files")
+    torch.set_num_threads(1)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.eval()
     model.requires_grad_(False)

@@ -12,9 +12,10 @@ from typing import IO
 
 import msgspec
 
-from swarm_plugins.bench.arms import decode, prompt_tokens, quiet_libraries, swarm_model
+from swarm_plugins.bench.arms import decode, prompt_tokens, swarm_model
 from swarm_plugins.bench.child import end_child
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.noise import quiet_loading
 
 __all__ = ["Worker", "main"]
 
@@ -95,9 +96,9 @@ class Worker:
 
 def main() -> None:
     """Runs the worker: a job, then numbers of tokens until the end of the input."""
-    quiet_libraries()
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
-    model = swarm_model(Path(job.directory), job.initial_peers)
+    with quiet_loading():
+        model = swarm_model(Path(job.directory), job.initial_peers)
     prompt = prompt_tokens(Path(job.directory), length=job.prefix, vocab_size=model.config.vocab_size, shift=job.shift)
     for line in sys.stdin.buffer:
         decoded = decode(model, prompt, msgspec.json.decode(line, type=int))

@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from swarm_plugins.backbone import base_version
-from swarm_plugins.backbone.injection import ignore_deprecation
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE
+from swarm_plugins.noise import without_peft_deprecation
 
 __all__ = ["load_adapter"]
 
@@ -126,8 +126,7 @@ def _loaded(model: nn.Module, adapter: AdapterFolder, adapter_name: str, is_trai
             model.load_adapter(folder, adapter_name, is_trainable=is_trainable)
             model.set_adapter(adapter_name)
             return model
-        with warnings.catch_warnings():
-            ignore_deprecation()
+        with without_peft_deprecation():
             return PeftModel.from_pretrained(model, folder, adapter_name=adapter_name, is_trainable=is_trainable)
     except SwarmError:
         raise

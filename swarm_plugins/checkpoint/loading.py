@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
 from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.noise import quiet_transformers
 
 __all__ = ["model_from_tensors"]
 
@@ -36,7 +34,8 @@ def model_from_tensors(
         CheckpointError: If a tensor is missing or has a wrong shape.
     """
     try:
-        with _quiet():
+        # HF reports what errors here say, and shows a bar for tensors converted in memory.
+        with quiet_transformers():
             loaded: Any = model_class.from_pretrained(
                 None,
                 config=config,
@@ -59,18 +58,3 @@ def model_from_tensors(
         raise CheckpointError(f"{name} lacks {len(missing)} tensors, such as {missing[0]}: fetch it again")
     model.train(False)
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences HF's bar, which shows the conversion of tensors in memory, and its report: errors here say the same."""
-    was_enabled = hf_logging.is_progress_bar_enabled()
-    level = hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if was_enabled:
-            hf_logging.enable_progress_bar()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.quiet import quiet_libraries
+from swarm_plugins.noise import quiet_command, quiet_loading
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -153,7 +152,7 @@ def quality(
     json: Json = None,
 ) -> None:
     """Perplexity and size for each pair of widths of experts and of all other layers."""
-    quiet_libraries()
+    quiet_command()
     with one_sentence_errors("bench quality"):
         from swarm_plugins.bench.quality.command import run_quality
 
@@ -172,8 +171,7 @@ def quality(
 def _quiet_start() -> None:
     # Read when torch is loaded, so before that; one thread a side keeps the two from competing for cores.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Says at import that a kernel of its own is missing, which nothing here uses.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    quiet_command()
 
 
 def _measure(what: str, model: Path, json: Path | None, run: Callable[[Report, Progress], None]) -> None:
@@ -181,15 +179,13 @@ def _measure(what: str, model: Path, json: Path | None, run: Callable[[Report, P
     from rich.console import Console
     from rich.progress import Progress
 
-    from swarm_plugins.bench.arms import quiet_libraries
     from swarm_plugins.bench.figures import Report
     from swarm_plugins.bench.measure import Bystanders
 
-    quiet_libraries()
     bystanders = Bystanders()
     report = Report(command=f"swarm bench {what}", model=model.resolve().name)
     with one_sentence_errors(f"bench {what}"):
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with quiet_loading(), Progress(console=Console(stderr=True), transient=True) as progress:
             run(report, progress)
         report.notes.append(f"other processes kept {bystanders.cores():.2f} cores busy meanwhile")
         if json is not None:

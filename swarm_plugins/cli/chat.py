@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.quiet import quiet_libraries
+from swarm_plugins.noise import quiet_command
 
 __all__ = ["chat"]
 
@@ -28,7 +28,7 @@ def chat(
     endpoint: Annotated[str | None, typer.Option(help="Address of the adapter's Hub. Default: HF_ENDPOINT.")] = None,
 ) -> None:
     """Talk with a model on the swarm. /exit leaves, /new starts afresh; Ctrl-C ends the answer, then the program."""
-    quiet_libraries()
+    quiet_command()
     with one_sentence_errors("chat"):
         from swarm_plugins.talk.loading import load_for_chat
         from swarm_plugins.talk.loop import talk

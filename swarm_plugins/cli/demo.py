@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.quiet import quiet_libraries
+from swarm_plugins.noise import quiet_command
 
 __all__ = ["demo"]
 
@@ -41,7 +41,7 @@ def demo(
     # Read when torch is imported. The servers of a chain work one after the other: each may use all cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    quiet_libraries()
+    quiet_command()
     with one_sentence_errors("demo"):
         from swarm_plugins.demo.tour import Tour, TourSettings
 

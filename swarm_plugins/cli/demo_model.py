@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.quiet import quiet_libraries
+from swarm_plugins.noise import quiet_command
 
 __all__ = ["demo_model"]
 
@@ -19,7 +19,7 @@ def demo_model(
     seed: Annotated[int, typer.Option(help="Of the routers.", min=0)] = 0,
 ) -> None:
     """Make a real mixture-of-experts model from SmolLM2-135M-Instruct: an ordinary checkpoint in Mixtral's format."""
-    quiet_libraries()
+    quiet_command()
     with one_sentence_errors("demo-model"):
         from swarm_plugins.demo.model import default_folder, find_variant
         from swarm_plugins.demo.model import demo_model as make

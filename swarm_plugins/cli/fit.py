@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.quiet import quiet_recipe
+from swarm_plugins.noise import quiet_recipe
 
 __all__ = ["fit"]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.quiet import quiet_libraries
+from swarm_plugins.noise import quiet_command
 
 __all__ = ["plan"]
 
@@ -31,7 +31,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print numbers for programs.")] = False,
 ) -> None:
     """Say what fits where, which speed to expect and which settings to use, from the headers of a model's files."""
-    quiet_libraries()
+    quiet_command()
     with one_sentence_errors("plan"):
         from swarm_plugins.sizes import parse_bytes
 

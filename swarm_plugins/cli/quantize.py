@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.quiet import quiet_libraries
+from swarm_plugins.noise import quiet_command
 
 __all__ = ["quantize"]
 
@@ -24,7 +24,7 @@ def quantize(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
 ) -> None:
     """Write a model with experts in few bits to a directory: smaller on disk, and faster to read."""
-    quiet_libraries()
+    quiet_command()
     with one_sentence_errors("quantize"):
         from swarm_plugins.cli.support.widths import parse_width
         from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, width_text

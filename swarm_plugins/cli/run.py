@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.quiet import quiet_libraries
 from swarm_plugins.cli.support.wording import OFFLOAD_WORDS
+from swarm_plugins.noise import quiet_command
 
 __all__ = ["run"]
 
@@ -37,7 +37,7 @@ def run(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest word.")] = 0.7,
 ) -> None:
     """Talk with a model whose experts stay on disk but for a bounded set. /exit leaves, /new starts afresh."""
-    quiet_libraries()
+    quiet_command()
     with one_sentence_errors("run", OFFLOAD_WORDS):
         from swarm_plugins.cli.support.offload_option import parse_offload
 

@@ -21,12 +21,12 @@ from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.demo.model import VARIANTS, default_folder, demo_model
-from swarm_plugins.demo.quiet import quiet_loading
 from swarm_plugins.demo.text import Pieces, demo_pieces
 from swarm_plugins.demo.tuning import METHODS, DemoTuner, fit
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.local_hub.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.noise import quiet_loading
 from swarm_plugins.talk.streaming import WordStreamer
 
 __all__ = ["Tour", "TourSettings"]

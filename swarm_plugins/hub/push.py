@@ -10,7 +10,6 @@ import contextlib
 import logging
 import random
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from swarm_plugins.hub.deadline import within
 from swarm_plugins.hub.failures import translated_errors
 from swarm_plugins.hub.folder import PushTarget, files_to_push
 from swarm_plugins.hub.names import next_tag
+from swarm_plugins.noise import without_http_advice
 
 __all__ = ["PushedVersion", "RetryPlan", "push_folder"]
 
@@ -133,7 +133,7 @@ def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what
 
 def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
     branches = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).branches}
-    with ExitStack() as stack, _without_advice():
+    with ExitStack() as stack, without_http_advice():
         # The operations can be used once only, so they are made for each try.
         additions = [
             CommitOperationAdd(path.name, _content(stack, path, api.endpoint)) for path in files_to_push(folder)
@@ -171,20 +171,3 @@ def _tag(api: HfApi, repo_id: str, commit: str, wanted: str | None) -> str:
         else:
             return tag
     raise HubError(f"push to {repo_id}: {_TAG_ATTEMPTS} tags in a row were taken meanwhile; try again", is_passing=True)
-
-
-class _Advice(logging.Filter):
-    """Drops the library's remark that plain HTTP is used: here it is used on purpose."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "Falling back to HTTP upload" not in str(record.msg)
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    logger, advice = logging.getLogger("huggingface_hub._commit_api"), _Advice()
-    logger.addFilter(advice)
-    try:
-        yield
-    finally:
-        logger.removeFilter(advice)

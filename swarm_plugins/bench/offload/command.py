@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from swarm_plugins.bench.arms import decode, prompt_tokens, quiet_libraries
+from swarm_plugins.bench.arms import decode, prompt_tokens
 from swarm_plugins.bench.measure import Bystanders
 from swarm_plugins.bench.offload.arms import ArmName
 from swarm_plugins.bench.offload.figures import OffloadReport
@@ -52,7 +52,6 @@ def run_offload(
     """
     share = parse_share(fast)
     arms = _arms(without)
-    quiet_libraries()
     bystanders = Bystanders()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:

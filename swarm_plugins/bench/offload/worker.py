@@ -20,7 +20,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swarm_plugins.bench.arms import quiet_libraries
 from swarm_plugins.bench.child import end_child
 from swarm_plugins.bench.memory_group import MemoryGroup
 from swarm_plugins.bench.offload.arms import ArmName, LoadedArm, load_arm
@@ -30,8 +29,14 @@ from swarm_plugins.sizes import format_bytes
 
 __all__ = ["ArmProcess", "Job", "Ready", "Round", "main"]
 
-# bitsandbytes says at import that a kernel of its own is missing, which nothing here uses.
-_START = f"import logging; logging.getLogger('bitsandbytes').setLevel(40); from {__name__} import main; main()"
+# Quiet before anything heavy is imported.
+_START = f"""
+from swarm_plugins.noise import quiet_command, quiet_loading
+quiet_command()
+from {__name__} import main
+with quiet_loading():
+    main()
+"""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +165,6 @@ class ArmProcess:
 
 def main() -> None:
     """Runs an arm: a job, then decodings until the end of the input."""
-    quiet_libraries()
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     arm, directory = ArmName(job.arm), Path(job.directory)
     resident = _memory("VmRSS")

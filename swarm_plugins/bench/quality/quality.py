@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.bench.quality.table import QualityReport, Row
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
-from swarm_plugins.demo.quiet import quiet_loading
 from swarm_plugins.demo.text import demo_pieces
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.noise import quiet_loading
 from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.quantizing import other_tensors, quantize_checkpoint

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import warnings
 from typing import Any
 
 from jsonargparse import ArgumentError
@@ -14,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 
 from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.noise import without_cli_remark
 
 __all__ = ["first_swarm_error", "read_recipe"]
 
@@ -30,9 +30,7 @@ def read_recipe(arguments: list[str]) -> LightningCLI:
     Raises:
         SwarmError: If a key or a value is wrong.
     """
-    with warnings.catch_warnings():
-        # Typer has read the command line; what it left over is passed on.
-        warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
+    with without_cli_remark():
         try:
             return LightningCLI(
                 run=False,

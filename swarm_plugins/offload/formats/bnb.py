@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm_plugins.remarks import without_kernel_remark
+from swarm_plugins.noise import without_kernel_remark
 
 __all__ = ["NF4_BLOCK", "has_int8_product", "int8_product", "nf4_product", "nf4_quantize", "nf4_widen"]
 

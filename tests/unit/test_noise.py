@@ -1,4 +1,4 @@
-"""What a run of a recipe leaves out of Lightning's words, and what it does not."""
+"""What is left out of what libraries say, and what is not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarm_plugins.cli.support.quiet import quiet_recipe
+from swarm_plugins.noise import ignore_peft_deprecation, quiet_loading, quiet_recipe, without_http_advice
+from swarm_plugins.testing.models import tiny_model
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
 TIP = "\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud %s, try installing [%s](https://pypi.org/project/%s/)."
@@ -46,3 +47,33 @@ def test_advice_on_the_recipe_is_still_told(caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages == ["`Trainer.fit` stopped: `max_steps=2` reached."]
     with pytest.raises(UserWarning, match="log_every_n_steps"):
         warnings.warn("The number of training batches (2) is smaller than Trainer(log_every_n_steps=5)", stacklevel=1)
+
+
+def test_the_property_that_peft_reads_is_no_warning_but_others_are() -> None:
+    model = tiny_model("llama", num_layers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(FutureWarning, match="is_gradient_checkpointing"):
+            assert not model.is_gradient_checkpointing
+        ignore_peft_deprecation()
+        assert not model.is_gradient_checkpointing
+        with pytest.raises(FutureWarning, match="another"):
+            warnings.warn("`another` is deprecated", FutureWarning, stacklevel=1)
+
+
+def test_advice_is_left_out_for_the_length_of_a_block_alone(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("huggingface_hub._commit_api")
+    with caplog.at_level(logging.WARNING, logger=logger.name):
+        with without_http_advice():
+            logger.warning("%s is not installed. Falling back to HTTP upload.", "hf_xet")
+            logger.warning("another")
+        logger.warning("Falling back to HTTP upload.")
+    assert caplog.messages == ["another", "Falling back to HTTP upload."]
+
+
+def test_loading_is_quiet_and_levels_come_back() -> None:
+    lightning, transformers = logging.getLogger("lightning.pytorch"), logging.getLogger("transformers")
+    before = lightning.level, transformers.level
+    with quiet_loading():
+        assert (lightning.level, transformers.level) == (logging.ERROR, logging.ERROR)
+    assert (lightning.level, transformers.level) == before
