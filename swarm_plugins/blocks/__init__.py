@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from swarm_plugins.blocks.kv import KVPool, Session
+from swarm_plugins.blocks.kv import KVCache, KVPool
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.blocks.types import (
@@ -20,9 +20,9 @@ from swarm_plugins.blocks.types import (
 
 __all__ = [
     "AdapterUse",
+    "KVCache",
     "KVPool",
     "LoadedAdapter",
-    "Session",
     "SessionCache",
     "Span",
     "SpanInputs",

@@ -6,25 +6,63 @@ The mathematics is PEFT's, including where it casts. A low-rank product is appli
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from swarm_plugins.adapter_spec import AdapterModule
-from swarm_plugins.blocks.dropout import adapter_dropout_mask
 from swarm_plugins.blocks.experts import adapted_experts_forward
-from swarm_plugins.blocks.rows import TokenRows
 from swarm_plugins.blocks.types import AdapterUse, LoadedAdapter
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.moe import ExpertDelta
 
-__all__ = ["adapter_patches"]
+__all__ = ["TokenRows", "adapter_dropout_mask", "adapter_patches"]
 
 Forward = Callable[..., Any]
+
+
+class TokenRows:
+    """Finds the tokens of rows among those that a module sees.
+
+    Most modules see the new tokens, ``[B, S, D]`` or flat; a family that expands cached latents (MLA) runs a module
+    over cached and new tokens together. Both are laid out row after row, in the order of the call's rows, so that the
+    number of tokens tells which it is.
+
+    Args:
+        new: New tokens of each row.
+        total: Cached and new tokens of each row.
+        device: Where indices are wanted.
+    """
+
+    def __init__(self, new: Sequence[int], total: Sequence[int], device: torch.device) -> None:
+        self._starts = {sum(counts): (list(counts), [0, *accumulate(counts)]) for counts in (total, new)}
+        self._device = device
+        self._indices: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+    def index(self, rows: tuple[int, ...], num_tokens: int) -> Tensor:
+        """Returns the indices of some rows' tokens among all tokens that a module sees.
+
+        Raises:
+            UnsupportedError: If the module sees another set of tokens.
+        """
+        key = (rows, num_tokens)
+        if key not in self._indices:
+            if num_tokens not in self._starts:
+                raise UnsupportedError(
+                    f"a module sees {num_tokens} tokens, neither the new nor all tokens of the call "
+                    f"({', '.join(map(str, self._starts))}): adapters that differ by row do not work on it"
+                )
+            counts, starts = self._starts[num_tokens]
+            pieces = [torch.arange(starts[row], starts[row] + counts[row]) for row in rows]
+            self._indices[key] = torch.cat(pieces).to(self._device)
+        return self._indices[key]
 
 
 @dataclass(frozen=True)
@@ -139,6 +177,24 @@ def _add_low_rank(layer: _Applied, hidden: Tensor, result: Tensor) -> Tensor:
     delta = functional.linear(functional.linear(hidden, factor_a), factor_b) * layer.entry.scaling
     flat = result.reshape(-1, result.shape[-1])
     return flat.index_add(0, index, delta.to(result.dtype)).reshape(result.shape)
+
+
+def adapter_dropout_mask(seed: int, block: int, module: str, adapter_index: int, shape: Sequence[int]) -> Tensor:
+    """Returns uniform numbers in [0, 1) that decide which input elements an adapter's dropout keeps.
+
+    An element is kept where its number is at least the dropout's probability. The same arguments give the same
+    numbers on every machine, so that a recomputation sees the same mask.
+
+    Args:
+        seed: The request's seed.
+        block: Global index of the block.
+        module: Path of the adapted module inside the block.
+        adapter_index: Index of the adapter among those of the request.
+        shape: Shape of the module's input.
+    """
+    name = hashlib.blake2b(f"{seed}/{block}/{module}/{adapter_index}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(name, "big") >> 1)
+    return torch.rand(tuple(shape), generator=generator)
 
 
 def _dropped(layer: _Applied, dropout: tuple[int, int], hidden: Tensor) -> Tensor:

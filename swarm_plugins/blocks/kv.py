@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ConfigError
 
-__all__ = ["PAGE_TOKENS", "BlockKV", "KVPool", "Session"]
+__all__ = ["PAGE_TOKENS", "BlockKV", "KVCache", "KVPool"]
 
 PAGE_TOKENS = 64
 """Tokens are allocated in multiples of this."""
@@ -85,7 +85,7 @@ class KVPool:
         self.used_bytes -= num_bytes
 
 
-class Session:
+class KVCache:
     """Keys and values of one session; see `SessionCache`.
 
     Args:
@@ -189,25 +189,14 @@ class Session:
         if rows != list(range(self._batch_size)):
             self._move(self.capacity, rows)
 
-    def repeat(self, times: int) -> None:
-        """Puts ``times`` copies of each row side by side.
-
-        Raises:
-            ConfigError: If ``times`` is less than 1.
-            CapacityError: If the budget has no room; the session is as it was then.
-        """
-        if times < 1:
-            raise ConfigError(f"repeat needs at least 1 copy of each row, got {times}")
-        self.select([row for row in range(self._batch_size) for _ in range(times)])
-
-    def fork(self) -> Session:
+    def fork(self) -> KVCache:
         """Returns an independent copy.
 
         Raises:
             CapacityError: If the budget has no room for it.
         """
         self._check_open()
-        copy = Session(self._pool, self._layouts, self.blocks, self._batch_size, self._device)
+        copy = KVCache(self._pool, self._layouts, self.blocks, self._batch_size, self._device)
         try:
             copy.reserve(self.length)
         except CapacityError:

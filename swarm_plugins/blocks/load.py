@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from swarm_plugins.blocks.calls import BlockList, Passing
 from swarm_plugins.blocks.kv import KVPool
-from swarm_plugins.blocks.layers import BlockList, Passing
 from swarm_plugins.blocks.offloaded import offload_experts, offloaded_parts, quantized_linears, remove_experts
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swarm_plugins.blocks.context import Call
+from swarm_plugins.blocks.calls import Call
 from swarm_plugins.blocks.packed import PackedRows
 from swarm_plugins.blocks.types import SpanOutputs, StepInputs
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from swarm_plugins.blocks.kv import Session
+from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.past import Past
 from swarm_plugins.errors import UnsupportedError
 
@@ -44,7 +44,7 @@ class PackedRows:
         attention_mask: ``[B, L]``, bool. None: no padding.
     """
 
-    def __init__(self, session: Session, start: int, num_new: int, attention_mask: Tensor | None) -> None:
+    def __init__(self, session: KVCache, start: int, num_new: int, attention_mask: Tensor | None) -> None:
         self.session = session
         self.batch_size = session.batch_size
         self.num_new = num_new

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from swarm_plugins.blocks.kv import BlockKV, Session
+from swarm_plugins.blocks.kv import BlockKV, KVCache
 from swarm_plugins.errors import UnsupportedError
 
 __all__ = ["Past", "PrefixPast", "ProbePast", "SessionPast"]
@@ -79,7 +79,7 @@ class SessionPast(Past):
         joined: By block, whether the family computes with what the cache returns before it attends to it.
     """
 
-    def __init__(self, session: Session, joined: Mapping[int, bool]) -> None:
+    def __init__(self, session: KVCache, joined: Mapping[int, bool]) -> None:
         super().__init__(session.length)
         self._session = session
         self._joined = joined

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
-from swarm_plugins.blocks.context import Call
+from swarm_plugins.blocks.calls import Call
 
 __all__ = ["Routers"]
 

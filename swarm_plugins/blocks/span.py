@@ -15,17 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swarm_plugins.blocks.apply import adapter_patches
+from swarm_plugins.blocks.apply import TokenRows, adapter_patches
+from swarm_plugins.blocks.calls import BlockList, Call, CallStack, SkippedBlock, Watched
 from swarm_plugins.blocks.checks import check_blocks, check_hidden, check_mask, check_positions, check_prefix
-from swarm_plugins.blocks.context import Call, CallStack
 from swarm_plugins.blocks.eager import EAGER
-from swarm_plugins.blocks.kv import BlockKV, KVPool, Session
-from swarm_plugins.blocks.layers import BlockList, SkippedBlock, Watched
+from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
 from swarm_plugins.blocks.outputs import collected, padding_of, plain, positions_of, unpacked
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past
 from swarm_plugins.blocks.past import Past, PrefixPast, ProbePast, SessionPast
 from swarm_plugins.blocks.routers import Routers
-from swarm_plugins.blocks.rows import TokenRows
 from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs, StepInputs
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.interfaces import ExpertCache
@@ -137,11 +135,11 @@ class Span:
             found = self._modules[block, path] = self._layers[block].get_submodule(path)
         return found
 
-    def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> Session:
+    def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> KVCache:
         """Opens a session's cache; see `SpanRunner`."""
         check_blocks(blocks, self.start, self.end)
         self._check_prefix(prefix, blocks, batch_size)
-        session = Session(self.pool, self.kv_layouts, blocks, batch_size, self.device)
+        session = KVCache(self.pool, self.kv_layouts, blocks, batch_size, self.device)
         if prefix:
             try:
                 self._fill(session, prefix)
@@ -182,14 +180,14 @@ class Span:
             session.length += step.hidden.shape[1]
         return [plain(output) for output in outputs]
 
-    def _step_one(self, step: StepInputs, session: Session) -> SpanOutputs:
+    def _step_one(self, step: StepInputs, session: KVCache) -> SpanOutputs:
         use = _Use(step.adapters, session.batch_size, step.hidden.shape[1], session.length)
         call = self._call(step.blocks, [use], [step])
         with self._calls.running(call):
             hidden = self._run(step.hidden, padding_of(step), step.position_ids, SessionPast(session, self._joined))
         return collected(hidden, call)
 
-    def _step_packed(self, steps: Sequence[StepInputs], sessions: Sequence[Session]) -> list[SpanOutputs]:
+    def _step_packed(self, steps: Sequence[StepInputs], sessions: Sequence[KVCache]) -> list[SpanOutputs]:
         parts: list[PackedRows] = []
         start = 0
         for step, session in zip(steps, sessions, strict=True):
@@ -265,9 +263,9 @@ class Span:
         check_positions(inputs.position_ids, batch_size, num_new, before, self.max_positions)
         check_mask(inputs.attention_mask, batch_size, before + num_new)
 
-    def _check_step(self, step: StepInputs, blocks: range) -> Session:
+    def _check_step(self, step: StepInputs, blocks: range) -> KVCache:
         session = step.cache
-        if not isinstance(session, Session):
+        if not isinstance(session, KVCache):
             raise ConfigError(f"a step needs a cache from new_cache, got a {type(session).__name__}")
         if step.blocks != blocks:
             raise ConfigError(f"the steps of one call name blocks {blocks} and {step.blocks}: group them by blocks")
@@ -296,7 +294,7 @@ class Span:
                     "does not fit this family, use prompt tuning or LoRA"
                 )
 
-    def _fill(self, session: Session, prefix: Sequence[Tensor]) -> None:
+    def _fill(self, session: KVCache, prefix: Sequence[Tensor]) -> None:
         length = prefix[0].shape[2]
         session.reserve(length)
         for index, block in enumerate(session.blocks):
@@ -339,7 +337,7 @@ class Span:
             return False
         hidden = self._probe_states()
         pool = KVPool(1 << 62)
-        sessions = [Session(pool, self.kv_layouts, self.blocks, 1, self.device) for _ in range(2)]
+        sessions = [KVCache(pool, self.kv_layouts, self.blocks, 1, self.device) for _ in range(2)]
         steps = [
             StepInputs(cache=session, blocks=self.blocks, hidden=part)
             for session, part in zip(sessions, (hidden, hidden[:, 1:]), strict=True)

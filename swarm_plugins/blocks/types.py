@@ -96,10 +96,6 @@ class SessionCache(Protocol):
         """Makes row ``i`` the old row ``indices[i]``; the batch size may change."""
         ...
 
-    def repeat(self, times: int) -> None:
-        """Puts ``times`` copies of each row side by side."""
-        ...
-
     def fork(self) -> SessionCache:
         """Returns an independent copy."""
         ...

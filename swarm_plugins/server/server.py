@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from swarm_plugins import __version__
-from swarm_plugins.blocks.adapters import check_adapter
+from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
-from swarm_plugins.server.state.adapters import AdapterStore
+from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.server.threads import in_thread
 from swarm_plugins.transport.channel import Handler

@@ -12,7 +12,7 @@ from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerRunner
 from swarm_plugins.server.service_limits import ServiceLimits
 from swarm_plugins.server.state.activations import ActivationStore
-from swarm_plugins.server.state.adapters import AdapterStore
+from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.server.state.training import KeptForward
 from swarm_plugins.transport.messages import ServerInfo

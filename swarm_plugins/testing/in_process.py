@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from swarm_plugins.blocks.adapters import check_adapter
+from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
@@ -19,7 +19,7 @@ from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.server import service_handlers
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
-from swarm_plugins.server.state.adapters import AdapterStore
+from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import ServerInfo
 

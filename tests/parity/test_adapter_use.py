@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
-from swarm_plugins.blocks.adapters import adapter_dropout_mask
+from swarm_plugins.blocks.apply import adapter_dropout_mask
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.transport.messages import AdapterUpload

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from swarm_plugins.blocks import Session, Span, SpanInputs, StepInputs
+from swarm_plugins.blocks import KVCache, Span, SpanInputs, StepInputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.testing.models import tiny_model
 
@@ -34,7 +34,7 @@ class Pair:
         base(model).norm = nn.Identity()
         return model
 
-    def step(self, session: Session, hidden: Tensor, **kwargs: Any) -> Tensor:
+    def step(self, session: KVCache, hidden: Tensor, **kwargs: Any) -> Tensor:
         [outputs] = self.span.step([StepInputs(cache=session, blocks=BLOCKS, hidden=hidden, **kwargs)])
         return outputs.hidden
 

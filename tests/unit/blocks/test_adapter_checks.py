@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.blocks import AdapterUse
-from swarm_plugins.blocks.adapters import AdapterLimits, check_adapter
+from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 

@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_plugins.blocks.kv import PAGE_TOKENS, BlockKV, KVPool, Session
+from swarm_plugins.blocks.kv import PAGE_TOKENS, BlockKV, KVCache, KVPool
 from swarm_plugins.errors import CapacityError, ConfigError
 
 LAYOUTS = {0: BlockKV(2, 3, 2, 3, torch.float32), 2: BlockKV(1, 8, 1, 4, torch.float16)}
 TOKEN_BYTES = (2 * 3 * 2) * 4 + (8 + 4) * 2
 
 
-def session_of(pool: KVPool, rows: int = 1) -> Session:
-    return Session(pool, LAYOUTS, range(3), rows, torch.device("cpu"))
+def session_of(pool: KVPool, rows: int = 1) -> KVCache:
+    return KVCache(pool, LAYOUTS, range(3), rows, torch.device("cpu"))
 
 
-def fill(session: Session, tokens: int, start: float = 0.0) -> None:
+def fill(session: KVCache, tokens: int, start: float = 0.0) -> None:
     """Appends tokens whose keys are counted up from ``start`` in every row."""
     session.reserve(tokens)
     for block, layout in LAYOUTS.items():
@@ -33,7 +33,7 @@ def fill(session: Session, tokens: int, start: float = 0.0) -> None:
     session.length += tokens
 
 
-def held(session: Session) -> list[list[float]]:
+def held(session: KVCache) -> list[list[float]]:
     """The numbers in each row of the first block."""
     keys, values = session.view(0, session.length)
     assert torch.equal(keys, values)
@@ -84,7 +84,7 @@ def test_rows_are_selected_repeated_and_forked() -> None:
     pool = KVPool(1 << 20)
     session = session_of(pool, rows=2)
     fill(session, 3)
-    session.repeat(2)
+    session.select([0, 0, 1, 1])
     assert held(session) == [[0, 1, 2], [0, 1, 2], [1000, 1001, 1002], [1000, 1001, 1002]]
     assert pool.used_bytes == session.num_bytes == 4 * PAGE_TOKENS * TOKEN_BYTES
     session.select([3, 0])
@@ -105,7 +105,7 @@ def test_failed_select_and_fork_leave_everything_as_it_was() -> None:
     pool = KVPool(3 * PAGE_TOKENS * TOKEN_BYTES)
     session = session_of(pool, rows=2)
     fill(session, 3)
-    for change in (lambda: session.repeat(2), session.fork):
+    for change in (lambda: session.select([0, 0, 1, 1]), session.fork):
         with pytest.raises(CapacityError):
             change()
         assert session.batch_size == 2
@@ -121,10 +121,9 @@ def test_failed_select_and_fork_leave_everything_as_it_was() -> None:
         pytest.param(lambda session: session.select([0, 2]), r"row index 2 .* has 2 rows", id="select"),
         pytest.param(lambda session: session.select([-1]), r"row index -1", id="select-negative"),
         pytest.param(lambda session: session.select([]), r"at least one row index", id="select-none"),
-        pytest.param(lambda session: session.repeat(0), r"at least 1 copy of each row, got 0", id="repeat"),
     ],
 )
-def test_wrong_changes_are_refused(change: Callable[[Session], Any], message: str) -> None:
+def test_wrong_changes_are_refused(change: Callable[[KVCache], Any], message: str) -> None:
     session = session_of(KVPool(1 << 20), rows=2)
     fill(session, 3)
     with pytest.raises(ConfigError, match=message):
@@ -182,7 +181,7 @@ def test_any_sequence_of_changes_keeps_contents_and_budget(operations: list[tupl
                     [*row, *(len(row) + i + 1000 * index for i in range(argument))] for index, row in enumerate(model)
                 ]
             elif kind == "repeat":
-                session.repeat(argument)
+                session.select([row for row in range(len(model)) for _ in range(argument)])
                 model = [row for row in model for _ in range(argument)]
             elif kind == "select":
                 rows = [index % len(model) for index in argument]

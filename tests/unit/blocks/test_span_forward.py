@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from swarm_plugins.blocks import Span, SpanInputs, load_span
+from swarm_plugins.blocks.calls import BlockList
 from swarm_plugins.blocks.kv import KVPool
-from swarm_plugins.blocks.layers import BlockList
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.testing.models import FAMILIES, tiny_model
 

@@ -10,7 +10,7 @@ from blocks_kit import BLOCKS, WIDTH, Pair, base, run_local, states
 from torch import Tensor
 from transformers import DynamicCache
 
-from swarm_plugins.blocks import Session, SpanInputs, StepInputs
+from swarm_plugins.blocks import KVCache, SpanInputs, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.testing.models import FAMILIES
 
@@ -107,7 +107,7 @@ def test_selected_and_repeated_rows_equal_hf_cache(pair: Pair) -> None:
     with torch.no_grad():
         pair.step(session, hidden[:, :6])
         run_local(local, hidden[:, :6], cache)
-        session.repeat(2)
+        session.select([0, 0, 1, 1])
         cache.batch_repeat_interleave(2)
         assert session.batch_size == 4
         next_rows = states(4, 1, WIDTH, seed=2)
@@ -349,7 +349,7 @@ def test_wrong_steps_are_refused_with_their_values(llama: Pair) -> None:
 
 
 def test_session_of_part_of_the_blocks_caches_only_them(llama: Pair) -> None:
-    part: Session = llama.span.new_cache(1, range(1, 3))
+    part: KVCache = llama.span.new_cache(1, range(1, 3))
     hidden = states(1, 4, WIDTH)
     [outputs] = llama.span.step([StepInputs(cache=part, blocks=range(1, 3), hidden=hidden)])
     expected = llama.span.forward(SpanInputs(blocks=range(1, 3), hidden=hidden)).hidden

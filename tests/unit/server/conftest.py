@@ -11,7 +11,7 @@ from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.service_limits import ServiceLimits
 from swarm_plugins.server.state.activations import ActivationStore
-from swarm_plugins.server.state.adapters import AdapterStore
+from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.messages import ServerInfo
 

@@ -46,9 +46,6 @@ class FakeCache:
     def select(self, indices: Sequence[int]) -> None:
         self.batch_size = len(indices)
 
-    def repeat(self, times: int) -> None:
-        self.batch_size *= times
-
     def fork(self) -> FakeCache:
         return FakeCache(self.runner, self.batch_size, self.length)
 

@@ -14,7 +14,7 @@ from peft_kit import Tuned, tune
 from torch import Tensor, nn
 
 from swarm_plugins.blocks import AdapterUse, SpanInputs, StepInputs
-from swarm_plugins.blocks.adapters import adapter_dropout_mask
+from swarm_plugins.blocks.apply import adapter_dropout_mask
 
 # Products of experts and routers are added to the output here and to the weight in PEFT.
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
-from swarm_plugins.blocks.dropout import adapter_dropout_mask
 from swarm_plugins.blocks.quantize import ExpertWeights
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
 
-__all__ = ["AdapterLimits", "adapter_dropout_mask", "check_adapter"]
+__all__ = ["AdapterLimits", "check_adapter"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

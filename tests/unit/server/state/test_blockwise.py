@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.blocks import Span, SpanInputs
-from swarm_plugins.blocks.adapters import check_adapter
+from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.types import AdapterUse
 from swarm_plugins.checkpoint import Checkpoint

@@ -15,7 +15,7 @@ from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_diges
 from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.adapters import MAX_ADAPTERS, AdapterStore
+from swarm_plugins.server.state.adapter_store import MAX_ADAPTERS, AdapterStore
 from swarm_plugins.server.state.sessions import MAX_OPS, apply_ops
 from swarm_plugins.transport.messages import (
     AdapterStored,

@@ -7,7 +7,7 @@ from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.failures import RequestError
-from swarm_plugins.server.state.adapters import AdapterStore
+from swarm_plugins.server.state.adapter_store import AdapterStore
 
 
 def adapter(digest: str, num_bytes: int = 40) -> LoadedAdapter:
