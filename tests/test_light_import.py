@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import swarm_plugins
+from swarm_plugins.offload.formats import bnb
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,20 +63,26 @@ def test_help_costs_less_than_a_second_of_cpu(arguments: list[str]) -> None:
     assert cpu_s < 1.0
 
 
-def test_a_name_is_resolved_without_the_remark_that_bitsandbytes_makes_on_its_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("door", ["a name of the package", "the formats of offloaded experts"])
+def test_the_remark_that_bitsandbytes_makes_on_its_import_is_not_passed_on(
+    door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     # A command that ran in this process may have raised the level.
     caplog.set_level(logging.WARNING, logger=logger.name)
     says = ("Failed to load CPU gemm_4bit_forward from kernels-community", "something else")
     lines = [f"logging.getLogger({logger.name!r}).warning({one!r})" for one in says]
-    (tmp_path / "home_that_logs.py").write_text("\n".join(["import logging", *lines, "Probe = 1"]))
+    (tmp_path / "bitsandbytes.py").write_text("\n".join(["import logging", *lines, "Probe = 1"]))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(swarm_plugins._HOMES, "Probe", "home_that_logs")
-    monkeypatch.delitem(sys.modules, "home_that_logs", raising=False)
-    assert swarm_plugins.Probe == 1
+    # Set before it is removed, so that the fake one is gone afterwards, too.
+    monkeypatch.setitem(sys.modules, "bitsandbytes", sys)
+    del sys.modules["bitsandbytes"]
+    if door == "a name of the package":
+        monkeypatch.setitem(swarm_plugins._HOMES, "Probe", "bitsandbytes")
+        assert swarm_plugins.Probe == 1
+        del swarm_plugins.Probe
+    else:
+        assert bnb._bitsandbytes.__wrapped__().Probe == 1
     assert caplog.messages == ["something else"]
     logger.warning(says[0])
     assert caplog.messages[-1] == says[0], "afterwards nothing is left of it"
-    del swarm_plugins.Probe, sys.modules["home_that_logs"]

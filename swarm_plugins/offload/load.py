@@ -12,7 +12,7 @@ from swarm_plugins.offload.ahead.prefetch import install_prefetch
 from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.devices import choose_device
-from swarm_plugins.offload.formats.choice import width_on
+from swarm_plugins.offload.formats.experts import width_on
 from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.parts import find_parts, load_rest

@@ -21,8 +21,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import Piece, read_pieces
 from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.offload.formats.choice import half_type
-from swarm_plugins.offload.formats.experts import QuantizedFormat, matrix_format, turn, turned
+from swarm_plugins.offload.formats.experts import QuantizedFormat, half_type, matrix_format, turn, turned
 from swarm_plugins.offload.formats.linears import PARTS, quantizable_linears
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
 from swarm_plugins.offload.model.parts import Parts, find_parts, load_rest

@@ -11,8 +11,7 @@ from offload_models import save_toy, tokens
 from torch.nn import functional
 
 from swarm_plugins.offload import OffloadConfig, load_offloaded, quantize_checkpoint
-from swarm_plugins.offload.formats.int8 import Int8Matrix
-from swarm_plugins.offload.formats.nf4 import Nf4Matrix
+from swarm_plugins.offload.formats.bnb import Int8Matrix, Nf4Matrix
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from swarm_plugins.offload.disk.in_place import fitted
 from swarm_plugins.offload.disk.loaders import Arrival
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
-from swarm_plugins.offload.formats.finite import check_scales
+from swarm_plugins.offload.formats.experts import check_scales
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
 __all__ = ["Copies", "Copy", "PinnedLoader"]

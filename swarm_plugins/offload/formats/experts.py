@@ -1,44 +1,116 @@
-"""Experts in few bits: all tensors of an expert in one buffer, quantized beforehand or as it is read."""
+"""What the bytes of an expert mean: all its tensors in one buffer, in a floating type or in few bits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.formats.bnb import Int8Matrix, Nf4Matrix
 from swarm_plugins.offload.formats.grouped import GroupedMatrix
-from swarm_plugins.offload.formats.int8 import Int8Matrix
 from swarm_plugins.offload.formats.matrices import MatrixFormat, Part, multiply
-from swarm_plugins.offload.formats.nf4 import Nf4Matrix
-from swarm_plugins.offload.interfaces import BufferLayout
-from swarm_plugins.offload.widths import Width
+from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey
+from swarm_plugins.offload.widths import NF4, Width
 
-__all__ = ["QuantizedFormat", "QuantizingFormat", "matrix_format", "turn", "turned"]
+__all__ = [
+    "PlainFormat",
+    "QuantizedFormat",
+    "QuantizingFormat",
+    "are_finite",
+    "check_scales",
+    "expert_format",
+    "half_type",
+    "matrix_format",
+    "turn",
+    "turned",
+    "width_on",
+]
+
+# Without its sign, a number from here on is infinite or NaN.
+_LIMITS = {torch.bfloat16: (torch.int16, np.uint16, 0xFF00), torch.float32: (torch.int32, np.uint32, 0xFF000000)}
+
+
+def expert_format(
+    stored: BufferLayout, bits: Width | None, dtype: torch.dtype, device: torch.device, *, is_transposed: bool
+) -> ExpertFormat:
+    """Returns the format of experts that a checkpoint has in a floating type.
+
+    Args:
+        stored: How an expert lies in its buffer after reading.
+        bits: Width in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as wide as ``dtype``.
+        dtype: Type to compute in.
+        device: Where products run.
+        is_transposed: Whether weights lie as ``[in, out]``.
+    """
+    if bits in (None, 16):
+        return PlainFormat(stored, dtype if bits is None else half_type(dtype), is_transposed=is_transposed)
+    return QuantizingFormat(stored, width_on(bits, device), device, is_transposed=is_transposed)
+
+
+def half_type(dtype: torch.dtype) -> torch.dtype:
+    """Returns the 16-bit type that replaces a floating type."""
+    return torch.bfloat16 if dtype.itemsize > 2 else dtype
+
+
+def width_on(width: Width, device: torch.device) -> Width:
+    """Returns the width of weights that are quantized on their way to a device.
+
+    There are two kinds of 4 bits: this package's own, which torch multiplies with fast on a CPU, and nf4, which
+    bitsandbytes multiplies with fast on a CUDA device.
+    """
+    return NF4 if width == 4 and device.type == "cuda" else width
 
 
 def matrix_format(shape: tuple[int, int], bits: Width, device: torch.device) -> MatrixFormat:
-    """Returns how a weight is kept.
-
-    Args:
-        shape: Rows and columns, ``[out, in]``.
-        bits: 8, 4, 3, 2 or ``nf4``.
-        device: Where it is multiplied with.
-    """
+    """Returns the format of a weight ``[out, in]`` in 8, 4, 3, 2 bits or ``nf4`` on a device."""
     if bits == 8:
         return Int8Matrix(shape)
-    if bits == "nf4":
+    if bits == NF4:
         return Nf4Matrix(shape)
     return GroupedMatrix(shape, bits, is_for_cpu=device.type == "cpu")
 
 
-class QuantizedFormat:
-    """Experts that lie quantized in the store.
+class PlainFormat:
+    """Experts in a floating type, as the checkpoint has them or cast once when they are read.
 
     Args:
-        plain: The tensors before they were quantized, weights as ``[out, in]``; what has one dimension stays as it is.
+        stored: How an expert lies in its buffer after reading.
+        dtype: Floating type to compute in.
+        is_transposed: Whether weights lie as ``[in, out]``.
+    """
+
+    def __init__(self, stored: BufferLayout, dtype: torch.dtype, *, is_transposed: bool = False) -> None:
+        self.stored = stored
+        self.computed = stored
+        if any(spec.dtype != dtype for spec in stored.tensors):
+            self.computed = BufferLayout.of([(spec.name, dtype, spec.shape) for spec in stored.tensors])
+        self._is_transposed = is_transposed
+
+    def convert(self, stored: Tensor, computed: Tensor) -> None:
+        """Casts the tensors of one buffer into another."""
+        target = self.computed.views(computed)
+        for name, tensor in self.stored.views(stored).items():
+            target[name].copy_(tensor)
+
+    def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
+        """Multiplies rows ``[T, in]`` by a weight, in the weight's type."""
+        weight = tensors[name]
+        if self._is_transposed:
+            return (rows.to(weight.dtype) @ weight).to(rows.dtype)
+        return functional.linear(rows.to(weight.dtype), weight).to(rows.dtype)
+
+
+class QuantizedFormat:
+    """Experts that the store holds quantized.
+
+    Args:
+        plain: The tensors before they were quantized, weights as ``[out, in]``; tensors of one dimension stay as is.
         bits: 8, 4, 3, 2 or ``nf4``.
-        device: Where they are multiplied with.
+        device: Where products run.
     """
 
     def __init__(self, plain: BufferLayout, bits: Width, device: torch.device) -> None:
@@ -100,7 +172,7 @@ class QuantizingFormat:
     Args:
         plain: The tensors as they are read.
         bits: 8, 4, 3, 2 or ``nf4``.
-        device: Where they are multiplied with.
+        device: Where products run.
         is_transposed: Whether weights lie as ``[in, out]``.
     """
 
@@ -109,6 +181,7 @@ class QuantizingFormat:
         self._is_transposed = is_transposed
         self._format = QuantizedFormat(turned(plain) if is_transposed else plain, bits, device)
         self.computed = self._format.computed
+        self.linear = self._format.linear
 
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         """Quantizes an expert."""
@@ -116,10 +189,6 @@ class QuantizingFormat:
         if self._is_transposed:
             tensors = turn(tensors)
         self._format.convert_tensors(self._format.quantize(tensors, is_fitted=False), computed)
-
-    def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
-        """Multiplies rows ``[T, in]`` by a weight: ``[T, out]``."""
-        return self._format.linear(tensors, name, rows)
 
 
 def turned(layout: BufferLayout) -> BufferLayout:
@@ -134,3 +203,32 @@ def turn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _named(name: str, parts: tuple[Part, ...]) -> list[Part]:
     return [part._replace(name=f"{name}.{part.name}") for part in parts]
+
+
+def are_finite(scales: Tensor) -> bool:
+    """Returns whether all numbers of a bfloat16 or float32 tensor on the CPU are finite."""
+    integers, unsigned, limit = _LIMITS[scales.dtype]
+    # numpy, as torch would start threads of its own on every reader thread.
+    bits = scales.view(integers).numpy().view(unsigned)
+    return bits.size == 0 or int((bits << 1).max()) < limit
+
+
+def check_scales(layout: BufferLayout, stored: Tensor, key: ExpertKey) -> None:
+    """Checks the scales of an expert that has just been read: a single bad one makes every answer worthless.
+
+    Args:
+        layout: How the expert lies in its buffer; an expert that is not quantized has no scales.
+        stored: ``[num_bytes]`` of uint8.
+        key: Which expert, for the message.
+
+    Raises:
+        CheckpointError: If one is not finite.
+    """
+    for spec in layout.tensors:
+        if spec.name.endswith(".scales"):
+            scales = stored[spec.offset : spec.offset + spec.num_bytes].view(spec.dtype)
+            if not are_finite(scales):
+                raise CheckpointError(
+                    f"{spec.name} of expert {key.expert} in layer {key.layer} holds numbers that are not finite: the "
+                    "store is damaged, fetch it again or run swarm quantize again"
+                )

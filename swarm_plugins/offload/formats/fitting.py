@@ -1,11 +1,11 @@
-"""Which grid of few levels a group of weights is rounded to.
+"""Chooses the grid of few levels that a group of weights is rounded to.
 
-A group ``w`` becomes ``scale * code + low`` with codes from 0 to ``levels - 1``. Rounding to the nearest takes the grid
-from the smallest and the largest weight. Fitting starts there and on a narrower grid, and alternates: codes for the
-grid, then the grid for the codes by least squares, in closed form. It is in the spirit of half-quadratic quantization
-(Badri and Shaji 2023, https://mobiusml.github.io/hqq_blog/), which needs no data either and alternates over the zero
-point only; on weights of SmolLM2 it errs less (3 bits: 0.166 of a weight's norm, half-quadratic 0.186, rounding 0.191;
-2 bits: 0.31, 0.39 and 0.39) and costs less time.
+A group ``w`` becomes ``scale * code + low`` with codes from 0 to ``levels - 1``. Rounding to the nearest spans the grid
+from the smallest to the largest weight. Fitting starts there and on a narrower grid, and alternates: codes for the
+grid, then the grid for the codes by least squares, in closed form. Half-quadratic quantization (Badri and Shaji 2023,
+https://mobiusml.github.io/hqq_blog/) needs no data either, but alternates over the zero point only. On weights of
+SmolLM2 fitting errs less (3 bits: 0.166 of a weight's norm, half-quadratic 0.186, rounding 0.191; 2 bits: 0.31, 0.39
+and 0.39) and takes less time.
 """
 
 from __future__ import annotations
@@ -20,29 +20,13 @@ _NARROWED = (1.0, 0.75)
 
 
 def round_to_nearest(groups: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Returns the grid that spans each group.
-
-    Args:
-        groups: ``[.., size]`` of float32.
-        levels: Number of levels.
-
-    Returns:
-        Scale and lowest level, ``[.., 1]`` each.
-    """
+    """Returns scale and lowest level, ``[.., 1]`` each, of the grid that spans each group ``[.., size]`` of float32."""
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     return (high - low) / (levels - 1), low
 
 
 def fit(groups: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Returns the grid with a small squared error for each group.
-
-    Args:
-        groups: ``[.., size]`` of float32.
-        levels: Number of levels.
-
-    Returns:
-        Scale and lowest level, ``[.., 1]`` each.
-    """
+    """Does the same for a grid with a small squared error."""
     best_scale, best_low = round_to_nearest(groups, levels)
     least = _squared_error(groups, best_scale, best_low, levels)
     mean = groups.mean(-1, keepdim=True)

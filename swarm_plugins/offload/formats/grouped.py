@@ -1,8 +1,18 @@
-"""Weights in 4, 3 or 2 bits: groups of columns, each with a scale and an offset of its own.
+"""Weights in 4, 3 or 2 bits: each group of columns has a scale and an offset of its own.
 
-A weight is ``scale * (code - 8) + offset``, the form of torch's 4-bit product on the CPU; scale and offset are bfloat16
-because it wants them so, and codes are rounded for the scale and offset that are kept, so that their rounding costs
-nothing. With them a weight takes 4.5, 3.5 or 3 bits.
+A weight is ``scale * (code - 8) + offset``, the form of torch's 4-bit product on the CPU, which takes scale and offset
+as bfloat16. Codes are rounded for the kept scale and offset, so that rounding those costs nothing. With them a weight
+takes 4.5, 3.5 or 3 bits.
+
+Codes are cut into tiles of 64 rows. For each column a tile holds the codes of rows 0 to 31 in the low halves of 32
+bytes and of rows 32 to 63 in the high halves: ``[tiles, columns * 32]``. A CPU with AVX-512 reads them in this order,
+so nothing has to be done after reading. Fewer bits are the same bytes, folded by a few operations on long runs of
+bytes and unfolded about as fast as memory is read:
+
+```text
+2 bits   [.., C * 32] -> [.., C * 16]                 the second half fills the empty bits of the first
+3 bits   [.., C * 32] -> [.., C * 16] + [.., C * 8]   two bits as above; the third bits, four quarters in one
+```
 """
 
 from __future__ import annotations
@@ -17,28 +27,32 @@ from torch.nn import functional
 
 from swarm_plugins.offload.formats.fitting import codes_of, fit, round_to_nearest
 from swarm_plugins.offload.formats.matrices import Part
-from swarm_plugins.offload.formats.nibbles import TILE_ROWS, fold, folded_bytes, from_tiles, to_tiles, unfold
 from swarm_plugins.offload.widths import GROUP_SIZES
 
-__all__ = ["GroupedMatrix", "is_native_order"]
+__all__ = ["GroupedMatrix", "fold", "from_tiles", "is_native_order", "to_tiles", "unfold"]
 
+_TILE_ROWS = 64
+_HALF = _TILE_ROWS // 2
+# Of every half byte, eight bytes at a time. A shift drags in bits of the neighbour: they are masked away.
+_LOW_TWO_BITS = 0x3333333333333333
+_LOW_BIT = 0x1111111111111111
 _COLUMN_MULTIPLE = 64
 _CODE_OF_OFFSET = 8
-# Weights that are fitted at once: temporaries stay in the cache, and small beside the weight.
+# Weights fitted at once: temporaries stay in the processor's cache.
 _CHUNK_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
 class GroupedMatrix:
-    """A weight as codes of few bits, and scale and offset for each group of columns.
+    """A weight as codes of few bits, with a scale and an offset per group of columns.
 
-    Rows and columns are padded to multiples of 64. On the CPU 3 and 2 bits become 4 for each product, and activations
-    are rounded to bfloat16, as torch's product wants it. Elsewhere the weight is widened for each product.
+    Rows and columns are padded to multiples of 64. On the CPU each product unfolds 3 and 2 bits to 4 and rounds
+    activations to bfloat16, as torch's product requires. Elsewhere it widens the weight.
 
     Args:
         shape: Rows and columns of the weight.
         bits: 4, 3 or 2.
-        is_for_cpu: Whether it is multiplied with on the CPU.
+        is_for_cpu: Whether products run on the CPU.
     """
 
     shape: tuple[int, int]
@@ -52,25 +66,25 @@ class GroupedMatrix:
 
     @property
     def computed(self) -> tuple[Part, ...]:
-        """The same, unless this CPU's product takes codes in an order of its own: then 4 bits in that order."""
+        """The stored parts; 4-bit codes if this CPU takes them in an order of its own."""
         return self._parts(4) if self.is_converted else self.stored
 
     @property
     def is_converted(self) -> bool:
-        """Whether this CPU wants its codes in another order than that of the disk."""
+        """Whether this CPU takes codes in another order than the stored one."""
         return self.is_for_cpu and not is_native_order()
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
         """Returns codes and scales."""
         padded = self._padded(weight.detach())
         columns = padded.shape[1]
-        chunk = max(TILE_ROWS, _CHUNK_WEIGHTS // columns // TILE_ROWS * TILE_ROWS)
+        chunk = max(_TILE_ROWS, _CHUNK_WEIGHTS // columns // _TILE_ROWS * _TILE_ROWS)
         pieces = [self._quantize_rows(piece.float(), is_fitted) for piece in padded.split(chunk)]
         codes, scales = zip(*pieces, strict=True)
         return {"codes": torch.cat(codes), "scales": torch.cat(scales, dim=1)}
 
     def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
-        """Copies, or puts codes in the order of this CPU."""
+        """Copies, or puts codes in this CPU's order."""
         codes = stored["codes"]
         if self.is_converted:
             codes = torch._convert_weight_to_int4pack_for_cpu(from_tiles(unfold(codes, self.bits)).int(), 1)
@@ -86,7 +100,7 @@ class GroupedMatrix:
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Returns the weight ``[out, in]``."""
         if self.is_converted:
-            # Nobody but the product knows the order of this CPU's codes.
+            # Only the product knows the order of this CPU's codes.
             identity = torch.eye(self.shape[1], dtype=torch.bfloat16)
             return self._cpu_product(parts, identity).T.to(dtype)
         tiles = unfold(parts["codes"], self.bits)
@@ -100,19 +114,19 @@ class GroupedMatrix:
         rows, columns = self._padded_shape
         groups = columns // GROUP_SIZES[self.bits]
         return (
-            Part("codes", torch.uint8, (rows // TILE_ROWS, folded_bytes(columns, bits))),
+            Part("codes", torch.uint8, (rows // _TILE_ROWS, columns * _TILE_ROWS * bits // 8)),
             Part("scales", torch.bfloat16, (groups, rows, 2)),
         )
 
     @property
     def _padded_shape(self) -> tuple[int, int]:
         rows, columns = self.shape
-        return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
+        return -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
 
     def _padded(self, weight: Tensor) -> Tensor:
         rows, columns = self._padded_shape
         if weight.shape[1] < columns:
-            # Repeated, not zero: the last group's grid stays as narrow as its weights.
+            # Repeated, not zero: the last group keeps a grid as narrow as its weights.
             weight = torch.cat([weight, weight[:, -1:].expand(-1, columns - weight.shape[1])], dim=1)
         return functional.pad(weight, (0, 0, 0, rows - weight.shape[0]))
 
@@ -135,9 +149,51 @@ class GroupedMatrix:
         return product[:, : self.shape[0]]
 
 
+def to_tiles(codes: Tensor) -> Tensor:
+    """Puts codes ``[rows, columns]`` of up to 4 bits in tiles ``[rows / 64, columns * 32]``; rows a multiple of 64."""
+    halves = codes.reshape(-1, 2, _HALF, codes.shape[1])
+    return (halves[:, 0] | (halves[:, 1] << 4)).transpose(1, 2).flatten(1)
+
+
+def from_tiles(tiles: Tensor) -> Tensor:
+    """Returns the codes ``[rows, columns]`` of tiles."""
+    tiles = tiles.unflatten(1, (-1, _HALF))
+    codes = torch.cat([tiles & 0x0F, tiles >> 4], dim=2)  # [tiles, columns, 64]
+    return codes.transpose(1, 2).reshape(-1, tiles.shape[1])
+
+
+def fold(tiles: Tensor, bits: int) -> Tensor:
+    """Packs tiles ``[tiles, columns * 32]`` of codes below ``2 ** bits`` densely: ``[tiles, columns * 8 * bits]``."""
+    if bits == 4:
+        return tiles
+    words = tiles.view(torch.int64)
+    first, second = (words & _LOW_TWO_BITS).chunk(2, dim=1)
+    two_bits = first | (second << 2)
+    if bits == 2:
+        return two_bits.view(torch.uint8)
+    quarters = ((words >> 2) & _LOW_BIT).chunk(4, dim=1)
+    third = quarters[0] | (quarters[1] << 1) | (quarters[2] << 2) | (quarters[3] << 3)
+    return torch.cat([two_bits, third], dim=1).view(torch.uint8)
+
+
+def unfold(folded: Tensor, bits: int) -> Tensor:
+    """Undoes `fold`."""
+    if bits == 4:
+        return folded
+    words = folded.view(torch.int64)
+    half = words.shape[1] if bits == 2 else words.shape[1] * 2 // 3
+    tiles = words.new_empty(words.shape[0], 2 * half)
+    torch.bitwise_and(words[:, :half], _LOW_TWO_BITS, out=tiles[:, :half])
+    torch.bitwise_right_shift(words[:, :half], 2, out=tiles[:, half:]).bitwise_and_(_LOW_TWO_BITS)
+    if bits == 3:
+        for place, quarter in enumerate(tiles.chunk(4, dim=1)):
+            quarter |= ((words[:, half:] >> place) & _LOW_BIT) << 2
+    return tiles.view(torch.uint8)
+
+
 @lru_cache(maxsize=1)
 def is_native_order() -> bool:
-    """Says whether this CPU's product reads codes in the order in which they are stored."""
-    codes = torch.randint(16, (TILE_ROWS, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    """Returns whether this CPU's product reads codes in the stored order."""
+    codes = torch.randint(16, (_TILE_ROWS, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
     return torch.equal(packed.flatten(), to_tiles(codes.to(torch.uint8)).flatten())

@@ -1,4 +1,4 @@
-"""Linear layers in few bits, in any model: for the weights that are not experts."""
+"""Linear layers in few bits, for the weights of a model outside experts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from swarm_plugins.offload.widths import Width
 
 __all__ = ["PARTS", "QuantizedLinear", "quantizable_linears", "quantize_linears", "replace_module"]
 
-# A layer with fewer features on a side (the gate of a shared expert) saves nothing and would lose the most.
+# A layer with fewer features on a side, such as the gate of a shared expert, saves nothing and would lose the most.
 _MIN_FEATURES = 32
 PARTS = {"codes": "weight", "scales": "weight_scales"}
 """Names of a weight's parts in the layer."""
 _ROUTERS = ("gate", "router")
-"""Attributes beside ``experts``; a rounded router would choose other experts."""
+"""Names of routers next to ``experts``; a rounded router would choose other experts."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose ``weight`` holds codes; PEFT's adapters can be on it.
+    """A linear layer whose ``weight`` holds codes; it takes PEFT's adapters.
 
     Args:
         shape: Rows and columns of the weight.
         bits: 8, 4, 3, 2 or ``nf4``.
         parts: The stored parts of the weight.
         bias: ``[out]``.
-        device: Where it computes.
+        device: Where products run.
     """
 
     weight_scales: Tensor
@@ -72,7 +72,7 @@ class QuantizedLinear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         scales = self.weight_scales
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Casting a model means what it computes in; scales have the type that the product takes.
+        # A cast of the model changes the type it computes in; scales keep the type that the product takes.
         self.weight_scales = scales.to(self.weight.device)
         if self.weight.device != scales.device:
             if self._matrix.is_converted:
@@ -85,11 +85,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Returns the linear layers, by name, that may be in few bits: all but the output head, routers and tiny ones.
-
-    Args:
-        model: Its layers; on the meta device will do.
-    """
+    """Returns by name the linear layers that may be in few bits: all but the output head, routers and tiny ones."""
     head: Any = model.get_output_embeddings()
     left_out = {id(head)}
     for module in model.modules():
@@ -114,7 +110,7 @@ def quantize_linears(
         model: The model with its weights.
         bits: 8, 4, 3, 2 or ``nf4``.
         is_fitted: Take the time to make the error small.
-        on_layer: Called after each.
+        on_layer: Called after each layer.
     """
     for name, linear in quantizable_linears(model).items():
         shape, device = (linear.out_features, linear.in_features), linear.weight.device
@@ -124,6 +120,6 @@ def quantize_linears(
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts a module in the place of another."""
+    """Replaces the submodule of a name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)

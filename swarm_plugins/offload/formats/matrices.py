@@ -1,4 +1,4 @@
-"""One weight in few bits: the seam between formats of a matrix and whoever holds them (experts, linear layers)."""
+"""One weight in few bits: the seam between the formats of a matrix and what holds them (experts, linear layers)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AsStored", "MatrixFormat", "Part", "multiply"]
 
 
 class Part(NamedTuple):
-    """One tensor of a weight."""
+    """One tensor of a weight: its codes, or its scales."""
 
     name: str
     dtype: torch.dtype
@@ -30,17 +30,17 @@ class MatrixFormat(Protocol):
 
     @property
     def stored(self) -> tuple[Part, ...]:
-        """As on disk."""
+        """The parts on disk."""
         ...
 
     @property
     def computed(self) -> tuple[Part, ...]:
-        """As multiplied with."""
+        """The parts that products use."""
         ...
 
     @property
     def is_converted(self) -> bool:
-        """Whether stored parts have to be converted to be multiplied with."""
+        """Whether stored parts have to be converted before they are multiplied with."""
         ...
 
     def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ class MatrixFormat(Protocol):
         ...
 
     def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
-        """Fills the parts to compute with."""
+        """Fills computed parts from stored ones."""
         ...
 
     def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
@@ -66,16 +66,16 @@ class MatrixFormat(Protocol):
 
 
 class AsStored:
-    """What formats have in common that multiply by the very parts that are stored."""
+    """Mixin for formats that multiply with the stored parts themselves."""
 
     @property
     def stored(self) -> tuple[Part, ...]:
-        """As on disk."""
+        """The parts on disk."""
         raise NotImplementedError
 
     @property
     def computed(self) -> tuple[Part, ...]:
-        """The stored ones."""
+        """The stored parts."""
         return self.stored
 
     @property
@@ -90,13 +90,7 @@ class AsStored:
 
 
 def multiply(matrix: MatrixFormat, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-    """Multiplies rows by a weight; gradients flow to the rows, and no wide weight is kept for them.
-
-    Args:
-        matrix: The weight's format.
-        parts: Its parts to compute with.
-        rows: ``[T, in]``.
-    """
+    """Multiplies rows ``[T, in]`` by computed parts; gradients flow to the rows, without keeping a wide weight."""
     if torch.is_grad_enabled() and rows.requires_grad:
         result: Tensor = _Product.apply(rows, matrix, parts)  # type: ignore[no-untyped-call]
         return result
@@ -104,7 +98,7 @@ def multiply(matrix: MatrixFormat, parts: Mapping[str, Tensor], rows: Tensor) ->
 
 
 class _Product(torch.autograd.Function):
-    """A product whose weight is widened again for the gradient."""
+    """A product that widens its weight again for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrix: MatrixFormat, parts: Mapping[str, Tensor]) -> Tensor:

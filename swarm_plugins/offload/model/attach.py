@@ -14,7 +14,7 @@ from swarm_plugins.offload.ahead.trial import PayTrial
 from swarm_plugins.offload.cache.budget import choose_fast_bytes
 from swarm_plugins.offload.cache.cache import BoundedCache
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.formats.choice import expert_format
+from swarm_plugins.offload.formats.experts import expert_format
 from swarm_plugins.offload.interfaces import ExpertFormat
 from swarm_plugins.offload.model.adapters import AdapterWatch
 from swarm_plugins.offload.model.experts import IMPLEMENTATION

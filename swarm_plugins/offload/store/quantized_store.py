@@ -13,10 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.disk.direct_file import file_identity
-from swarm_plugins.offload.formats.experts import QuantizedFormat, matrix_format
-from swarm_plugins.offload.formats.finite import are_finite
+from swarm_plugins.offload.formats.experts import PlainFormat, QuantizedFormat, are_finite, matrix_format
 from swarm_plugins.offload.formats.linears import PARTS, QuantizedLinear, replace_module
-from swarm_plugins.offload.formats.plain import PlainFormat
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey, FileIdentity, FileRange
 from swarm_plugins.offload.store.manifest import (
     CONFIG_FILE,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import use_experts_implementation
 
-from swarm_plugins.offload.formats.plain import PlainFormat
+from swarm_plugins.offload.formats.experts import PlainFormat
 from swarm_plugins.offload.interfaces import BufferLayout
 from swarm_plugins.offload.model.loans import ExpertLoans
 from swarm_plugins.offload.model.standin import turn_into_offloaded

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarm_plugins.offload.formats.choice import expert_format
-from swarm_plugins.offload.formats.experts import QuantizedFormat, QuantizingFormat
+from swarm_plugins.offload.formats.experts import QuantizedFormat, QuantizingFormat, expert_format
 from swarm_plugins.offload.interfaces import BufferLayout
 from swarm_plugins.offload.widths import NF4, Width
 

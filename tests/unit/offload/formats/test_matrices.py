@@ -11,9 +11,8 @@ from torch.nn import functional
 
 from swarm_plugins.offload.formats import grouped
 from swarm_plugins.offload.formats.experts import matrix_format
-from swarm_plugins.offload.formats.grouped import GroupedMatrix
+from swarm_plugins.offload.formats.grouped import GroupedMatrix, fold, from_tiles, to_tiles, unfold
 from swarm_plugins.offload.formats.matrices import MatrixFormat, multiply
-from swarm_plugins.offload.formats.nibbles import fold, from_tiles, to_tiles, unfold
 from swarm_plugins.offload.widths import GROUP_SIZES, Width
 
 CPU = torch.device("cpu")
@@ -120,7 +119,7 @@ def test_without_integer_dot_products_8_bits_compute_the_same(monkeypatch: pytes
     parts = computed(matrix, torch.randn(64, 96))
     rows = torch.randn(2, 96)
     expected = matrix.product(parts, rows)
-    monkeypatch.setattr("swarm_plugins.offload.formats.int8._HAS_DOT_PRODUCTS", False)
+    monkeypatch.setattr("swarm_plugins.offload.formats.bnb._HAS_DOT_PRODUCTS", False)
     assert relative(matrix.product(parts, rows), expected) < 1e-4
 
 

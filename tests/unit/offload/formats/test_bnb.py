@@ -1,4 +1,4 @@
-"""nf4 weights: the bytes and the numbers of bitsandbytes."""
+"""The bytes and the numbers of bitsandbytes, called where its kernels run and in the order of the streams."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm_plugins.offload.formats.bnb import int8_product
-from swarm_plugins.offload.formats.int8 import Int8Matrix
-from swarm_plugins.offload.formats.nf4 import Nf4Matrix
+from swarm_plugins.offload.formats import bnb
+from swarm_plugins.offload.formats.bnb import Int8Matrix, Nf4Matrix, int8_product
+from swarm_plugins.offload.formats.matrices import multiply
 
-bnb: Any = bitsandbytes.nn
+THEIRS: Any = bitsandbytes.nn
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -24,8 +24,8 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
 
 def linear_4bit(weight: Tensor) -> Any:
     rows, columns = weight.shape
-    made = bnb.Linear4bit(columns, rows, bias=False, quant_type="nf4", compress_statistics=False)
-    made.weight = bnb.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)
+    made = THEIRS.Linear4bit(columns, rows, bias=False, quant_type="nf4", compress_statistics=False)
+    made.weight = THEIRS.Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False)
     # It would re-pack its weight for bfloat16 on some CPUs.
     made.support_avx512bf16_for_cpu = False
     return made.to("cpu")
@@ -55,7 +55,7 @@ def test_scales_belong_to_one_row_whatever_the_width(columns: int) -> None:
 def test_a_weight_in_pieces_is_the_weight_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, matrix = seeded(9, 100), Nf4Matrix((9, 100))
     whole = matrix.quantize(weight, is_fitted=True)
-    monkeypatch.setattr("swarm_plugins.offload.formats.nf4._CHUNK_WEIGHTS", 300)
+    monkeypatch.setattr(bnb, "_CHUNK_WEIGHTS", 300)
     pieces = matrix.quantize(weight, is_fitted=True)
     assert all(torch.equal(pieces[name], whole[name]) for name in whole)
 
@@ -103,8 +103,8 @@ def test_the_8_bit_product_of_cuda_keeps_the_digits_of_outliers() -> None:
 def test_the_8_bit_product_of_cuda_is_that_of_linear8bitlt(dtype: torch.dtype) -> None:
     weight, rows = seeded(48, 96).half().float(), seeded(7, 96, seed=1).to(dtype)
     rows[3, 7] = 20.0
-    theirs = bnb.Linear8bitLt(96, 48, bias=False, has_fp16_weights=False, threshold=6.0)
-    theirs.weight = bnb.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+    theirs = THEIRS.Linear8bitLt(96, 48, bias=False, has_fp16_weights=False, threshold=6.0)
+    theirs.weight = THEIRS.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     theirs = theirs.to("cpu").eval()
     ours = Int8Matrix((48, 96)).quantize(weight, is_fitted=True)
     expected = theirs(rows)
@@ -125,3 +125,48 @@ def test_the_8_bit_product_of_cuda_says_nothing_and_takes_no_rows(caplog: pytest
         int8_product(parts["codes"], parts["scales"], seeded(2, 96).bfloat16())
         assert int8_product(parts["codes"], parts["scales"], seeded(0, 96)).shape == (0, 48)
     assert not caplog.records
+
+
+def test_what_it_does_on_the_default_stream_is_between_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream("default"))
+    with bnb._default_stream(torch.device("cuda")):
+        events.append("quantizes")
+    assert events == ["default waits for current", "quantizes", "current waits for default"]
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 0), False), ((7, 5), True), ((9, 0), True)])
+def test_8_bits_are_its_own_from_turing_on(
+    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert bnb.has_int8_product(torch.device("cuda")) is expected
+    assert bnb.has_int8_product(torch.device("cpu")) is False
+
+
+def test_where_its_8_bit_product_is_used_gradients_are_still_those_of_the_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bnb, "has_int8_product", lambda device: True)
+    torch.manual_seed(0)
+    matrix = Int8Matrix((70, 96))
+    parts = matrix.quantize(torch.randn(70, 96), is_fitted=True)
+    rows = torch.randn(4, 96)
+    rows[1, 3] = 30.0
+    kept = rows.clone()
+    rows.requires_grad_()
+    found = multiply(matrix, parts, rows)
+    assert torch.equal(found, int8_product(parts["codes"], parts["scales"], rows.detach()))
+    found.backward(torch.ones(4, 70))
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, torch.ones(4, 70) @ matrix.widen(parts, torch.float32))
+    assert torch.equal(rows, kept)
