@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -162,6 +163,9 @@ class Tour:
         self._say(f"   held-out loss before: {Figure.of(tuner.before)} (mean and standard error over addresses)")
         self._say(f"   held-out loss after:  {Figure.of(tuner.after)}")
         self._say(f"   change of each:       {gained}")
+        # One loss per address, for plots and paired tests.
+        losses = {"before": tuner.before.tolist(), "after": tuner.after.tolist()}
+        (self.folder / "losses.json").write_text(json.dumps(losses))
         if not publish.pushed:
             raise SwarmError(f"the adapter was not published; it is in {self.folder / 'adapters'}")
         pushed = publish.pushed[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -56,6 +57,8 @@ def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp
     assert after[1].rstrip(",") == here[1].rstrip(",")
     [card] = (tmp_path / "demo" / "adapters").rglob("README.md")
     assert "val_loss" in card.read_text()
+    losses = json.loads((tmp_path / "demo" / "losses.json").read_text())
+    assert len(losses["before"]) == len(losses["after"]) == 4
 
 
 @pytest.mark.swarm
