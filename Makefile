@@ -13,12 +13,12 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short test lint format types docs build clean
+.PHONY: help venv demo demo-short pictures test lint format types docs build clean
 
 help:
 	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
 	@echo "make test    the default test suite"
-	@echo "make lint | types | docs | build | format | clean"
+	@echo "make lint | types | docs | pictures | build | format | clean"
 
 venv: $(STAMP)
 
@@ -41,6 +41,10 @@ demo: $(STAMP)
 # The same way in two minutes: few steps, little text.
 demo-short: $(STAMP)
 	$(BIN)/swarm demo --short --dir build/demo-short
+
+# Of the README: runs the demonstration and draws its terminal and its losses.
+pictures: $(STAMP)
+	$(BIN)/python docs/pictures/make_pictures.py
 
 # The real small model is made once (100 MB to fetch, a minute to convert) and kept.
 test: export SWARM_TEST_SMOLLM2 ?= 1
