@@ -19,11 +19,12 @@ PACKAGE = "swarm_plugins"
 
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
-COMMON = frozenset({"errors", "versions", "adapter_spec", "noise", "sizes"})
+COMMON = frozenset({"errors", "versions", "adapter_spec", "block_io", "noise", "sizes"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "versions": frozenset(),
     "adapter_spec": frozenset(),
+    "block_io": frozenset({"adapter_spec"}),
     "noise": frozenset(),
     "sizes": frozenset(),
     "checkpoint": frozenset(),

@@ -5,18 +5,11 @@
 
 from __future__ import annotations
 
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.kv import KVCache, KVPool
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.blocks.types import (
-    AdapterUse,
-    LoadedAdapter,
-    SessionCache,
-    SpanInputs,
-    SpanOutputs,
-    SpanRunner,
-    StepInputs,
-)
+from swarm_plugins.blocks.types import SessionCache, SpanRunner, StepInputs
 
 __all__ = [
     "AdapterUse",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.quantize import ExpertWeights
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from swarm_plugins.adapter_spec import AdapterModule
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter
 from swarm_plugins.blocks.experts import adapted_experts_forward
-from swarm_plugins.blocks.types import AdapterUse, LoadedAdapter
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.moe import ExpertDelta
 

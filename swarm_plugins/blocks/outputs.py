@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.calls import Call
 from swarm_plugins.blocks.packed import PackedRows
-from swarm_plugins.blocks.types import SpanOutputs, StepInputs
+from swarm_plugins.blocks.types import StepInputs
 
-__all__ = ["collected", "padding_of", "plain", "positions_of", "unpacked"]
+__all__ = ["collected", "padding_of", "positions_of", "unpacked"]
 
 
 def padding_of(step: StepInputs) -> Tensor | None:
@@ -35,16 +36,6 @@ def collected(hidden: Tensor, call: Call) -> SpanOutputs:
         hidden_states=tuple(call.between or ()),
         router_logits=tuple(routers.values()),
         router_blocks=tuple(routers),
-    )
-
-
-def plain(outputs: SpanOutputs) -> SpanOutputs:
-    """Returns copies: tensors made in inference mode could not go into a graph later."""
-    return SpanOutputs(
-        hidden=outputs.hidden.clone(),
-        hidden_states=tuple(state.clone() for state in outputs.hidden_states),
-        router_logits=tuple(logits.clone() for logits in outputs.router_logits),
-        router_blocks=outputs.router_blocks,
     )
 
 

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.apply import TokenRows, adapter_patches
 from swarm_plugins.blocks.calls import BlockList, Call, CallStack, SkippedBlock, Watched
 from swarm_plugins.blocks.checks import check_blocks, check_hidden, check_mask, check_positions, check_prefix
 from swarm_plugins.blocks.eager import EAGER
 from swarm_plugins.blocks.kv import BlockKV, KVCache, KVPool
-from swarm_plugins.blocks.outputs import collected, padding_of, plain, positions_of, unpacked
+from swarm_plugins.blocks.outputs import collected, padding_of, positions_of, unpacked
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past
 from swarm_plugins.blocks.past import Past, PrefixPast, ProbePast, SessionPast
 from swarm_plugins.blocks.routers import Routers
-from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs, StepInputs
+from swarm_plugins.blocks.types import StepInputs
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.interfaces import ExpertCache
 
@@ -178,7 +179,8 @@ class Span:
                 outputs = [self._step_one(step, session) for step, session in zip(steps, sessions, strict=True)]
         for step, session in zip(steps, sessions, strict=True):
             session.length += step.hidden.shape[1]
-        return [plain(output) for output in outputs]
+        # Copies: tensors made in inference mode could not go into a graph later.
+        return [output.map(torch.clone) for output in outputs]
 
     def _step_one(self, step: StepInputs, session: KVCache) -> SpanOutputs:
         use = _Use(step.adapters, session.batch_size, step.hidden.shape[1], session.length)

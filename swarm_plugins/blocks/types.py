@@ -1,73 +1,16 @@
-"""What goes into a span of blocks and what comes out.
-
-Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``D`` hidden width, ``P`` prefix length.
-"""
+"""The seam between a server and the blocks it runs: a runner of a span, and the caches of its sessions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
 
-__all__ = ["AdapterUse", "LoadedAdapter", "SessionCache", "SpanInputs", "SpanOutputs", "SpanRunner", "StepInputs"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedAdapter:
-    """An adapter whose structure and tensors have been checked against the span it is used on."""
-
-    digest: str
-    spec: AdapterSpec
-    tensors: tuple[Tensor, ...]
-    """In the order of ``spec.tensor_shapes()``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterUse:
-    """Which adapters apply to which rows of a batch."""
-
-    adapters: tuple[LoadedAdapter, ...] = ()
-    rows: tuple[int, ...] | None = None
-    """For each row the index of its one adapter, -1 for none. None: all adapters on all rows."""
-    dropout_seed: int | None = None
-    """Seed of the dropout; None: no dropout (evaluation)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpanInputs:
-    """One forward without a session."""
-
-    blocks: range
-    """Global block indices to run, inside the span."""
-    hidden: Tensor
-    """``[B, S, D]``."""
-    position_ids: Tensor | None = None
-    """``[B or 1, S]``."""
-    attention_mask: Tensor | None = None
-    """``[B, P + S]``, bool."""
-    adapters: AdapterUse = field(default_factory=AdapterUse)
-    prefix: tuple[Tensor, ...] = ()
-    """K then V for each block, ``[B, kv heads, P, head width]``."""
-    collect_hidden: bool = False
-    collect_router: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpanOutputs:
-    """The result of a forward or a session step."""
-
-    hidden: Tensor
-    """``[B, S, D]``."""
-    hidden_states: tuple[Tensor, ...] = ()
-    """Outputs of all blocks but the last, if asked for."""
-    router_logits: tuple[Tensor, ...] = ()
-    """``[B * S, experts]`` for each mixture-of-experts block, if asked for."""
-    router_blocks: tuple[int, ...] = ()
-    """The blocks that ``router_logits`` belong to."""
+__all__ = ["SessionCache", "SpanRunner", "StepInputs"]
 
 
 class SessionCache(Protocol):
@@ -106,20 +49,10 @@ class SessionCache(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepInputs:
-    """New tokens of one session, to be packed with those of others."""
+class StepInputs(SpanInputs):
+    """New tokens of one session, to be packed with those of others; a prefix is in its cache already."""
 
     cache: SessionCache
-    blocks: range
-    hidden: Tensor
-    """``[B, S, D]``."""
-    position_ids: Tensor | None = None
-    """``[B or 1, S]``."""
-    attention_mask: Tensor | None = None
-    """``[B, L]``, bool, L = cached + S."""
-    adapters: AdapterUse = field(default_factory=AdapterUse)
-    collect_hidden: bool = False
-    collect_router: bool = False
 
 
 class SpanRunner(Protocol):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from swarm_plugins.blocks.types import SpanInputs, SpanRunner, StepInputs
+from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.blocks.types import SpanRunner, StepInputs
 
 __all__ = ["Speed", "measure"]
 

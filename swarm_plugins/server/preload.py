@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.blocks.types import LoadedAdapter
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 
 __all__ = ["preload_adapter"]

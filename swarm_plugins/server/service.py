@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerRunner
 from swarm_plugins.server.service_limits import ServiceLimits
 from swarm_plugins.server.state.activations import ActivationStore

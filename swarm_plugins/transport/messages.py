@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 from torch import Tensor
 
-from swarm_plugins.adapter_spec import AdapterSpec
+from swarm_plugins.block_io import LoadedAdapter, SpanOutputs
 
 __all__ = [
     "AdapterStored",
@@ -136,17 +136,9 @@ class ForwardRequest(_Message, kw_only=True):
     reply_codec: Codec = "none"
 
 
-class ForwardResponse(_Message, kw_only=True):
+class ForwardResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The answer to a forward request."""
 
-    hidden: Tensor
-    """``[B, S, D]``."""
-    hidden_states: tuple[Tensor, ...] = ()
-    """Outputs of blocks ``start .. end-2``, if asked for."""
-    router_logits: tuple[Tensor, ...] = ()
-    """Router logits, one per mixture-of-experts block, in order."""
-    router_blocks: tuple[int, ...] = ()
-    """The blocks that ``router_logits`` belong to."""
     ticket: str | None = None
     """Names the kept graph in a backward request."""
 
@@ -229,21 +221,14 @@ class SessionStep(_Message, kw_only=True):
     reply_codec: Codec = "none"
 
 
-class SessionStepResponse(_Message, kw_only=True):
-    """The answer to a session step; fields as in ``ForwardResponse``."""
-
-    hidden: Tensor
-    hidden_states: tuple[Tensor, ...] = ()
-    router_logits: tuple[Tensor, ...] = ()
-    router_blocks: tuple[int, ...] = ()
+class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The answer to a session step."""
 
 
-class AdapterUpload(_Message, kw_only=True):
+class AdapterUpload(LoadedAdapter, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Ships an adapter; later requests name it by its digest."""
 
     digest: str
-    spec: AdapterSpec
-    tensors: tuple[Tensor, ...]
 
 
 class AdapterStored(_Message, kw_only=True):

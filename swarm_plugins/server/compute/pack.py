@@ -1,16 +1,11 @@
-"""Which tokens of the waiting session steps run together, and how a long prefill is cut and put together again.
-
-Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``E`` experts.
-"""
+"""Which tokens of the waiting session steps run together, and how a long prefill is cut and put together again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from swarm_plugins.blocks.types import SpanOutputs, StepInputs
+from swarm_plugins.block_io import SpanOutputs, join_outputs
+from swarm_plugins.blocks.types import StepInputs
 
 __all__ = ["PartialStep", "choose_pack"]
 
@@ -59,21 +54,7 @@ class PartialStep:
         whole, first = self.inputs, self._num_done
         if first == 0 and num_tokens == self.num_left:
             return whole
-        last = first + num_tokens
-        mask = whole.attention_mask
-        if mask is not None:
-            # [B, L] -> the columns that exist once this chunk is in the cache
-            mask = mask[:, : int(mask.shape[1]) - (self.num_left - num_tokens)]
-        return StepInputs(
-            cache=whole.cache,
-            blocks=whole.blocks,
-            hidden=whole.hidden[:, first:last],  # [B, num_tokens, D]
-            position_ids=None if whole.position_ids is None else whole.position_ids[:, first:last],
-            attention_mask=mask,
-            adapters=whole.adapters,
-            collect_hidden=whole.collect_hidden,
-            collect_router=whole.collect_router,
-        )
+        return whole.take_tokens(first, first + num_tokens)
 
     def add(self, chunk: StepInputs, outputs: SpanOutputs) -> None:
         """Takes the outputs of the chunk that was made last."""
@@ -82,27 +63,7 @@ class PartialStep:
 
     def result(self) -> SpanOutputs:
         """Returns the outputs of the whole step."""
-        parts = self._outputs
-        if len(parts) == 1:
-            return parts[0]
-        batch = self.batch_size
-        return SpanOutputs(
-            hidden=torch.cat([part.hidden for part in parts], dim=1),  # [B, S, D]
-            hidden_states=tuple(
-                torch.cat(states, dim=1) for states in zip(*(part.hidden_states for part in parts), strict=True)
-            ),
-            router_logits=tuple(
-                _join_rows(logits, batch) for logits in zip(*(part.router_logits for part in parts), strict=True)
-            ),
-            router_blocks=parts[0].router_blocks,
-        )
-
-
-def _join_rows(parts: Sequence[Tensor], batch: int) -> Tensor:
-    """Joins ``[B * s, E]`` chunks along the sequence to ``[B * S, E]``."""
-    width = parts[0].shape[-1]
-    joined = torch.cat([part.reshape(batch, -1, width) for part in parts], dim=1)  # [B, S, E]
-    return joined.reshape(-1, width)
+        return join_outputs(self._outputs, dim=1)
 
 
 def choose_pack(waiting: Sequence[PartialStep], max_tokens: int) -> list[tuple[PartialStep, int]]:

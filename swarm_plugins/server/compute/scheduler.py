@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from swarm_plugins.blocks.types import SpanOutputs, SpanRunner, StepInputs
+from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.blocks.types import SpanRunner, StepInputs
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.compute.busy import BusyMeter
 from swarm_plugins.server.compute.pack import choose_pack
 from swarm_plugins.server.compute.rhythm import Rhythm
 from swarm_plugins.server.compute.turns import Turns
 from swarm_plugins.server.compute.work import Call, Step, Work
-from swarm_plugins.server.devices import inputs_to, outputs_to_cpu
 from swarm_plugins.server.failures import RequestError
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerRunner"]
@@ -343,9 +344,10 @@ class Scheduler:
 
     def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
         try:
-            chunks = [inputs_to(step.part.chunk(num_tokens), self._device) for step, num_tokens in group]
+            device = self._device
+            chunks = [step.part.chunk(num_tokens).map(lambda tensor: tensor.to(device)) for step, num_tokens in group]
             started = time.monotonic()
-            outputs = [outputs_to_cpu(output) for output in self._runner.step(chunks)]
+            outputs = [output.map(Tensor.cpu) for output in self._runner.step(chunks)]
             ended = time.monotonic()
             for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
                 step.part.add(chunk, output)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+
+import torch
 
 from swarm_plugins.adapter_spec import adapter_digest
-from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.rpc.checks import check_finite
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
@@ -25,7 +26,7 @@ async def adapter_handler(service: Service, channel: Channel) -> None:
     peer = channel.remote_peer
 
     async def answer(upload: AdapterUpload) -> Answer:
-        size = sum(tensor.numel() * tensor.element_size() for tensor in upload.tensors)
+        size = upload.num_bytes
         if size > service.adapters.peer_bytes:
             raise RequestError(
                 "out_of_memory",
@@ -54,4 +55,4 @@ def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
         )
     adapter = service.check_adapter(upload.digest, upload.spec, upload.tensors)
     # Tensors of a message are views of it: kept as they are, they would hold all of its bytes, counted or not.
-    return dataclasses.replace(adapter, tensors=tuple(tensor.clone() for tensor in adapter.tensors))
+    return adapter.map(torch.clone)

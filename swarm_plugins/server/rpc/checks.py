@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.transport.codec import has_non_finite
@@ -29,6 +30,7 @@ __all__ = [
     "check_seed",
     "check_version",
     "checked_output",
+    "checked_outputs",
 ]
 
 _MAX_POSITION = 2**31 - 1
@@ -95,6 +97,14 @@ def checked_output(tensor: Tensor, dtype: torch.dtype, name: str = "the output o
             "or another server",
         )
     return answer
+
+
+def checked_outputs(outputs: SpanOutputs, dtype: torch.dtype) -> SpanOutputs:
+    """Returns outputs as they go over the wire; see ``checked_output``."""
+    num_states = 1 + len(outputs.hidden_states)
+    states = [checked_output(tensor, dtype) for tensor in outputs.tensors[:num_states]]
+    # Routers may work in a wider type than the blocks, on purpose: theirs is kept.
+    return outputs.with_tensors([*states, *outputs.router_logits])
 
 
 def check_batch_tokens(service: Service, hidden: Tensor) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import msgspec
+
+from swarm_plugins.block_io import AdapterUse
 from swarm_plugins.blocks.kv import PAGE_TOKENS
-from swarm_plugins.blocks.types import AdapterUse, SessionCache, SpanOutputs, StepInputs
+from swarm_plugins.blocks.types import SessionCache, StepInputs
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.rpc.checks import (
@@ -18,7 +21,7 @@ from swarm_plugins.server.rpc.checks import (
     check_prefix,
     check_rows,
     check_version,
-    checked_output,
+    checked_outputs,
 )
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.service import Service
@@ -147,7 +150,8 @@ class _Stream:
                 prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
                 peer=self._peer,
             )
-        return _response(outputs, request)
+        checked = checked_outputs(outputs, request.hidden.dtype)
+        return SessionStepResponse(**msgspec.structs.asdict(checked))
 
 
 def _close_all(caches: list[SessionCache]) -> None:
@@ -234,13 +238,3 @@ def _check_share(service: Service, peer: str, blocks: range, num_new: int) -> No
             f"this client's sessions hold {used} tokens x blocks, {asked} more are asked, {int(limit)} are allowed: "
             "close sessions or use another server"
         )
-
-
-def _response(outputs: SpanOutputs, request: SessionStep) -> SessionStepResponse:
-    dtype = request.hidden.dtype
-    return SessionStepResponse(
-        hidden=checked_output(outputs.hidden, dtype),
-        hidden_states=tuple(checked_output(tensor, dtype) for tensor in outputs.hidden_states),
-        router_logits=outputs.router_logits,
-        router_blocks=outputs.router_blocks,
-    )

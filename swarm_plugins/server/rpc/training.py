@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import msgspec
 import torch
+from torch import Tensor
 
-from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs
-from swarm_plugins.server.devices import inputs_to, outputs_to_cpu
+from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.rpc.checks import (
     check_answer_size,
@@ -24,6 +25,7 @@ from swarm_plugins.server.rpc.checks import (
     check_seed,
     check_version,
     checked_output,
+    checked_outputs,
 )
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.service import Service
@@ -44,7 +46,8 @@ async def forward_handler(service: Service, channel: Channel) -> None:
             outputs, ticket = await service.scheduler.train(
                 lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s, peer=peer
             )
-        return _response(outputs, ticket, request.hidden.dtype), request.reply_codec
+        checked = checked_outputs(outputs, request.hidden.dtype)
+        return ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked)), request.reply_codec
 
     await answer_requests(channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s)
 
@@ -103,23 +106,12 @@ def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanI
 
 def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> tuple[SpanOutputs, str | None]:
     """Runs on the compute thread."""
-    inputs = inputs_to(inputs, service.device)
+    inputs = inputs.map(lambda tensor: tensor.to(service.device))
     budget = service.activations.budget_bytes
     if not keep or not budget:
-        return outputs_to_cpu(forward_only(service.runner, inputs)), None
+        return forward_only(service.runner, inputs).map(Tensor.cpu), None
     outputs, kept, num_bytes = forward_keeping(service.runner, inputs, limit_bytes=budget, weights=service.weights)
-    return outputs_to_cpu(outputs), None if kept is None else service.activations.put(peer, kept, num_bytes)
-
-
-def _response(outputs: SpanOutputs, ticket: str | None, dtype: torch.dtype) -> ForwardResponse:
-    return ForwardResponse(
-        hidden=checked_output(outputs.hidden, dtype),
-        hidden_states=tuple(checked_output(tensor, dtype) for tensor in outputs.hidden_states),
-        # Routers may work in a wider type than the blocks, on purpose: theirs is kept.
-        router_logits=outputs.router_logits,
-        router_blocks=outputs.router_blocks,
-        ticket=ticket,
-    )
+    return outputs.map(Tensor.cpu), None if kept is None else service.activations.put(peer, kept, num_bytes)
 
 
 def _check_gradients(service: Service, request: BackwardRequest) -> None:
@@ -136,7 +128,7 @@ async def _backward(service: Service, peer: str, kept: KeptForward | SpanInputs,
     def run() -> Gradients:
         found = gradients(
             service.runner,
-            inputs_to(kept, device) if isinstance(kept, SpanInputs) else kept,
+            kept.map(lambda tensor: tensor.to(device)) if isinstance(kept, SpanInputs) else kept,
             grad_hidden=request.grad_hidden.to(device),
             grad_hidden_states=[tensor.to(device) for tensor in request.grad_hidden_states],
             grad_router_logits=[tensor.to(device) for tensor in request.grad_router_logits],

@@ -7,22 +7,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.failures import RequestError
 
-__all__ = ["MAX_ADAPTERS", "MIN_HELD_BYTES", "AdapterStore", "adapter_bytes"]
+__all__ = ["MAX_ADAPTERS", "MIN_HELD_BYTES", "AdapterStore"]
 
 MAX_ADAPTERS = 256
 """Adapters that one request may name."""
 
 MIN_HELD_BYTES = 4096
 """What an adapter counts for at least: one of a single number still needs its structure and a place in the store."""
-
-
-def adapter_bytes(adapter: LoadedAdapter) -> int:
-    """Returns the bytes of an adapter's tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in adapter.tensors)
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class AdapterStore:
 
     def publish(self, adapter: LoadedAdapter) -> None:
         """Holds an adapter of the host's own for as long as the server lives, outside the budget."""
-        self._held[adapter.digest] = _Held(adapter, None, adapter_bytes(adapter))
+        self._held[adapter.digest] = _Held(adapter, None, adapter.num_bytes)
 
     def put(self, peer: str, adapter: LoadedAdapter) -> None:
         """Holds an adapter that ``peer`` has uploaded.
@@ -73,7 +68,7 @@ class AdapterStore:
         if adapter.digest in self._held:
             self._held.move_to_end(adapter.digest)
             return
-        size = max(adapter_bytes(adapter), self.min_held_bytes)
+        size = max(adapter.num_bytes, self.min_held_bytes)
         if size > self.peer_bytes:
             raise CapacityError(
                 f"the adapter has {size} bytes, one client may hold {self.peer_bytes} on this server: "

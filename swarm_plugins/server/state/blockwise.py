@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from swarm_plugins.blocks.types import SpanInputs, SpanOutputs, SpanRunner
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.blocks.types import SpanRunner
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.state.activations import GraphMeter
 
@@ -87,8 +88,7 @@ class Blockwise:
         if grad_router is not None:
             pairs.extend((logits, grad_router) for logits in outputs.router_logits)
         live = [(made, given.to(made.dtype)) for made, given in pairs if made.requires_grad]
-        adapters = [tensor for adapter in inputs.adapters.adapters for tensor in adapter.tensors]
-        leaves = [leaf for leaf in (*adapters, *inputs.prefix) if leaf.requires_grad]
+        leaves = [leaf for leaf in (*inputs.adapters.tensors, *inputs.prefix) if leaf.requires_grad]
         wanted = [inputs.hidden, *leaves]
         found = torch.autograd.grad([made for made, _ in live], wanted, [given for _, given in live], allow_unused=True)
         for leaf, gradient in zip(leaves, found[1:], strict=True):

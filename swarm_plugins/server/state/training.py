@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarm_plugins.blocks.types import AdapterUse, SpanInputs, SpanOutputs, SpanRunner
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.blocks.types import SpanRunner
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.state.activations import GraphMeter
 from swarm_plugins.server.state.blockwise import Blockwise
@@ -67,9 +68,9 @@ def forward_keeping(
     leaves = _as_leaves(inputs, hidden=True, adapters=True, prefix=True)
     with torch.enable_grad(), meter.recording():
         outputs = runner.forward(leaves)
-    meter.count((leaves.hidden, *leaves.prefix, outputs.hidden, *outputs.hidden_states, *outputs.router_logits))
+    meter.count((leaves.hidden, *leaves.prefix, *outputs.tensors))
     kept = None if meter.is_over else KeptForward(inputs=leaves, outputs=outputs)
-    return _detached(outputs), kept, meter.num_bytes
+    return outputs.map(Tensor.detach), kept, meter.num_bytes
 
 
 def gradients(
@@ -114,7 +115,7 @@ def gradients(
         if not kept.collect_hidden and grad_hidden_states:
             raise _uneven("grad_hidden_states", len(grad_hidden_states), 0)
         if meter.is_over:
-            outputs = _detached(outputs)
+            outputs = outputs.map(Tensor.detach)
             _paired(outputs, grad_hidden, grad_hidden_states, grad_router_logits)
             blockwise = Blockwise(
                 runner=runner, inputs=inputs, limit_bytes=limit_bytes, weights=weights, between=between
@@ -170,7 +171,7 @@ def _uneven(name: str, given: int, made: int) -> RequestError:
 def _wanted(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> list[Tensor]:
     wanted = [inputs.hidden] if hidden else []
     if adapters:
-        wanted.extend(tensor for adapter in inputs.adapters.adapters for tensor in adapter.tensors)
+        wanted.extend(inputs.adapters.tensors)
     if prefix:
         wanted.extend(inputs.prefix)
     return wanted
@@ -178,32 +179,13 @@ def _wanted(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -
 
 def _as_leaves(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> SpanInputs:
     """Returns the inputs with fresh leaves of a graph in the places asked for."""
-    use = inputs.adapters
-    if adapters and use.adapters:
-        use = AdapterUse(
-            adapters=tuple(
-                dataclasses.replace(adapter, tensors=tuple(_leaf(tensor) for tensor in adapter.tensors))
-                for adapter in use.adapters
-            ),
-            rows=use.rows,
-            dropout_seed=use.dropout_seed,
-        )
     return dataclasses.replace(
         inputs,
         hidden=_leaf(inputs.hidden) if hidden else inputs.hidden,
-        adapters=use,
+        adapters=inputs.adapters.map(_leaf) if adapters else inputs.adapters,
         prefix=tuple(_leaf(tensor) for tensor in inputs.prefix) if prefix else inputs.prefix,
     )
 
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
-
-
-def _detached(outputs: SpanOutputs) -> SpanOutputs:
-    return SpanOutputs(
-        hidden=outputs.hidden.detach(),
-        hidden_states=tuple(tensor.detach() for tensor in outputs.hidden_states),
-        router_logits=tuple(tensor.detach() for tensor in outputs.router_logits),
-        router_blocks=outputs.router_blocks,
-    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_server import VERSION, WIDTH, FakeRunner, replace_info
 
-from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.service_limits import ServiceLimits

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from torch import Tensor
 
-from swarm_plugins.blocks.types import SpanInputs, SpanOutputs, StepInputs
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.blocks.types import StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.rpc.adapter import adapter_handler
 from swarm_plugins.server.rpc.handlers import info_handler, push_handler

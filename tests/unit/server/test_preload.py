@@ -12,9 +12,9 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from swarm_plugins.block_io import AdapterUse, SpanInputs
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.blocks.types import AdapterUse, SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError
 from swarm_plugins.server.preload import preload_adapter

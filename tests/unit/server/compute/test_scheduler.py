@@ -8,7 +8,8 @@ import pytest
 import torch
 from fake_server import WIDTH, FakeCache, FakeRunner
 
-from swarm_plugins.blocks.types import SpanInputs, StepInputs
+from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.blocks.types import StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.failures import RequestError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.blocks.types import LoadedAdapter
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.state.adapter_store import AdapterStore

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.block_io import AdapterUse
 from swarm_plugins.blocks import Span, SpanInputs
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
-from swarm_plugins.blocks.types import AdapterUse
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import RequestError

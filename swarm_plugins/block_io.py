@@ -1,0 +1,211 @@
+"""What goes into consecutive blocks of a model and what comes out, on both ends of the wire.
+
+Shapes: ``B`` batch, ``S`` new tokens, ``P`` prefix or cached tokens, ``D`` hidden width, ``E`` experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from swarm_plugins.adapter_spec import AdapterSpec
+
+__all__ = ["AdapterUse", "LoadedAdapter", "SpanInputs", "SpanOutputs", "chain_outputs", "join_outputs"]
+
+Inputs = TypeVar("Inputs", bound="SpanInputs")
+Outputs = TypeVar("Outputs", bound="SpanOutputs")
+Change = Callable[[Tensor], Tensor]
+
+
+class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
+    """An adapter, or its part on one span: structure, tensors and the name they go by."""
+
+    digest: str = ""
+    """Content hash of the two others; empty as long as the tensors are being trained."""
+    spec: AdapterSpec
+    tensors: tuple[Tensor, ...]
+    """In the order of ``spec.tensor_shapes()``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def map(self, change: Change) -> LoadedAdapter:
+        """Returns the adapter with every tensor changed."""
+        tensors = tuple(change(tensor) for tensor in self.tensors)
+        return LoadedAdapter(digest=self.digest, spec=self.spec, tensors=tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterUse:
+    """Which adapters apply to which rows of a batch."""
+
+    adapters: tuple[LoadedAdapter, ...] = ()
+    rows: tuple[int, ...] | None = None
+    """For each row the index of its one adapter, -1 for none. None: all adapters on all rows."""
+    dropout_seed: int | None = None
+    """Seed of the dropout; None: no dropout (evaluation)."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of all adapters, in order."""
+        return tuple(tensor for adapter in self.adapters for tensor in adapter.tensors)
+
+    def is_same(self, other: AdapterUse) -> bool:
+        """Returns whether the very same tensors are applied in the same way."""
+        return (
+            (self.rows, self.dropout_seed) == (other.rows, other.dropout_seed)
+            and [adapter.spec for adapter in self.adapters] == [adapter.spec for adapter in other.adapters]
+            and [id(tensor) for tensor in self.tensors] == [id(tensor) for tensor in other.tensors]
+        )
+
+    def map(self, change: Change) -> AdapterUse:
+        """Returns the same use of adapters with every tensor changed."""
+        return replace(self, adapters=tuple(adapter.map(change) for adapter in self.adapters))
+
+    def take_rows(self, rows: slice) -> AdapterUse:
+        """Returns the use on some rows, with a dropout seed of its own: parts of a batch must not share masks."""
+        return replace(
+            self,
+            rows=None if self.rows is None else self.rows[rows],
+            dropout_seed=None if self.dropout_seed is None else self.dropout_seed + int(rows.start),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanInputs:
+    """Inputs of consecutive blocks: one server's, or all those of a chain."""
+
+    blocks: range
+    """Global indices of the blocks to run."""
+    hidden: Tensor
+    """``[B, S, D]``."""
+    position_ids: Tensor | None = None
+    """``[B or 1, S]``. None: consecutive ones after what is cached."""
+    attention_mask: Tensor | None = None
+    """``[B, P + S]``, bool: True for real tokens. None: no padding."""
+    adapters: AdapterUse = field(default_factory=AdapterUse)
+    prefix: tuple[Tensor, ...] = ()
+    """K then V for each block, ``[B, kv heads, P, head width]``."""
+    collect_hidden: bool = False
+    """Whether to return the outputs of all blocks but the last too."""
+    collect_router: bool = False
+    """Whether to return the router logits of mixture-of-experts blocks too."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows times new tokens."""
+        return self.hidden.shape[0] * self.hidden.shape[1]
+
+    def map(self: Inputs, change: Change) -> Inputs:
+        """Returns the inputs with every tensor changed but those of adapters."""
+        positions, mask = self.position_ids, self.attention_mask
+        return replace(
+            self,
+            hidden=change(self.hidden),
+            position_ids=None if positions is None else change(positions),
+            attention_mask=None if mask is None else change(mask),
+            prefix=tuple(change(tensor) for tensor in self.prefix),
+        )
+
+    def take_rows(self: Inputs, rows: slice | Tensor) -> Inputs:
+        """Returns some rows of the batch; the use of adapters is cut by a slice only."""
+        positions, mask = self.position_ids, self.attention_mask
+        return replace(
+            self,
+            hidden=self.hidden[rows],
+            position_ids=positions if positions is None or positions.shape[0] == 1 else positions[rows],
+            attention_mask=None if mask is None else mask[rows],
+            adapters=self.adapters.take_rows(rows) if isinstance(rows, slice) else self.adapters,
+            prefix=tuple(tensor[rows] for tensor in self.prefix),
+        )
+
+    def take_tokens(self: Inputs, start: int, end: int) -> Inputs:
+        """Returns some of the new tokens, behind which nothing is cached yet: the mask ends with them."""
+        mask = self.attention_mask
+        end = min(end, self.hidden.shape[1])
+        return replace(
+            self,
+            hidden=self.hidden[:, start:end],
+            position_ids=None if self.position_ids is None else self.position_ids[:, start:end],
+            # [B, P + S] -> [B, P + end]
+            attention_mask=None if mask is None else mask[:, : mask.shape[1] - self.hidden.shape[1] + end],
+        )
+
+    def take_blocks(self: Inputs, blocks: range, hidden: Tensor) -> Inputs:
+        """Returns the inputs of some of the blocks, which get ``hidden``."""
+        first, end = (2 * (block - self.blocks.start) for block in (blocks.start, blocks.stop))
+        return replace(self, blocks=blocks, hidden=hidden, prefix=self.prefix[first:end])
+
+
+class SpanOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
+    """Outputs of consecutive blocks; also the gradients of such outputs, each in its place."""
+
+    hidden: Tensor
+    """``[B, S, D]``."""
+    hidden_states: tuple[Tensor, ...] = ()
+    """Outputs of all blocks but the last, if asked for."""
+    router_logits: tuple[Tensor, ...] = ()
+    """``[B * S, E]`` for each mixture-of-experts block, if asked for."""
+    router_blocks: tuple[int, ...] = ()
+    """The blocks that ``router_logits`` belong to, ascending."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors: hidden, hidden states, router logits."""
+        return (self.hidden, *self.hidden_states, *self.router_logits)
+
+    def with_tensors(self: Outputs, tensors: Sequence[Tensor]) -> Outputs:
+        """Returns outputs of the same layout with other tensors, in the order of ``tensors``."""
+        first_router = 1 + len(self.hidden_states)
+        return msgspec.structs.replace(
+            self,
+            hidden=tensors[0],
+            hidden_states=tuple(tensors[1:first_router]),
+            router_logits=tuple(tensors[first_router:]),
+        )
+
+    def map(self: Outputs, change: Change) -> Outputs:
+        """Returns the outputs with every tensor changed."""
+        return self.with_tensors([change(tensor) for tensor in self.tensors])
+
+
+def join_outputs(parts: Sequence[SpanOutputs], dim: int) -> SpanOutputs:
+    """Joins the outputs of parts of one input, which was cut along its rows (``dim`` 0) or its new tokens (1)."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(logits: Sequence[Tensor]) -> Tensor:
+        # [B * S, E] -> [B, S, E], joined, and back
+        apart = [one.unflatten(0, part.hidden.shape[:2]) for one, part in zip(logits, parts, strict=True)]
+        return torch.cat(apart, dim=dim).flatten(0, 1)
+
+    states = zip(*(part.hidden_states for part in parts), strict=True)
+    routers = zip(*(part.router_logits for part in parts), strict=True)
+    return SpanOutputs(
+        hidden=torch.cat([part.hidden for part in parts], dim=dim),
+        hidden_states=tuple(torch.cat(same_block, dim=dim) for same_block in states),
+        router_logits=tuple(joined(same_block) for same_block in routers),
+        router_blocks=parts[0].router_blocks,
+    )
+
+
+def chain_outputs(parts: Sequence[SpanOutputs], *, collect_hidden: bool) -> SpanOutputs:
+    """Joins the outputs of spans that follow one another; what one hands to the next is a hidden state too."""
+    states: list[Tensor] = []
+    for index, part in enumerate(parts):
+        states.extend(part.hidden_states)
+        if collect_hidden and index + 1 < len(parts):
+            states.append(part.hidden)
+    return SpanOutputs(
+        hidden=parts[-1].hidden,
+        hidden_states=tuple(states),
+        router_logits=tuple(logits for part in parts for logits in part.router_logits),
+        router_blocks=tuple(block for part in parts for block in part.router_blocks),
+    )
