@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes in bytes as people write them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the bytes that ``512MB``, ``1.5GiB`` or ``1000000`` mean.
+    """Returns the number of bytes of ``512MB``, ``1.5GiB`` or ``1000000``.
 
     Raises:
-        ConfigError: If it is no size.
+        ConfigError: If the text is not a size.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is no size: a number with or without B, KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+        raise ConfigError(
+            f"invalid size {text!r}: expected a number, or one with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB"
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns a size to read: ``512 MB``."""
+    """Returns a size for people to read: ``512 MB``."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.3g} {unit}"

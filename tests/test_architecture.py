@@ -40,7 +40,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "backbone": frozenset({"client", "checkpoint", "offload"}),
     "strategy": frozenset({"backbone"}),
     "autoload": frozenset(),
-    "recipes": frozenset({"backbone"}),
+    "recipes": frozenset({"backbone", "client", "local_swarm"}),
+    "survey": frozenset({"transport"}),
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone"}),
     "local_swarm": frozenset({"transport"}),
@@ -214,6 +215,18 @@ def test_third_party_packages_stay_inside_their_border(package: str) -> None:
         if one.target.split(".")[0] == package and part_of(module_name(one.file)) not in allowed
     ]
     assert not wrong, f"{package} may be imported in {sorted(allowed)} only:\n" + "\n".join(wrong)
+
+
+def test_private_modules_stay_inside_their_folder() -> None:
+    wrong = []
+    for one in ALL_IMPORTS:
+        names = one.target.split(".")
+        private = next((index for index, name in enumerate(names) if name.startswith("_") and index > 0), None)
+        if names[0] != PACKAGE or private is None or names[private].startswith("__"):
+            continue
+        if module_name(one.file).split(".")[:private] != names[:private]:
+            wrong.append(str(one))
+    assert not wrong, "give it a public name or move it:\n" + "\n".join(wrong)
 
 
 def test_there_are_no_module_cycles() -> None:

@@ -1,29 +1,33 @@
-"""The two sides of every comparison: the model run by transformers here, and through a swarm on this machine."""
+"""The two sides of a comparison: the model run by transformers here, and through a swarm on this machine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.errors import ConfigError
 
 __all__ = [
     "Decoded",
-    "TokenClock",
+    "check_directory",
     "decode",
+    "frozen",
+    "generate",
     "local_model",
     "prompt_tokens",
     "swarm_model",
     "weight_bytes",
 ]
+
+Note = TypeVar("Note")
 
 TEXT = (
     "We came over the pass in the late afternoon, when the wind had dropped and the lake below us lay quite still. "
@@ -33,33 +37,43 @@ TEXT = (
 )
 
 
+def check_directory(directory: Path) -> Path:
+    """Returns the directory of a model.
+
+    Raises:
+        ConfigError: If there is no model in it.
+    """
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"there is no model in {directory}: it needs a config.json and safetensors files")
+    return directory
+
+
 def local_model(directory: Path) -> PreTrainedModel:
-    """Loads the model as transformers does, in float32, with nothing to train.
+    """Loads the model as transformers does, in float32, with nothing to train; torch gets one thread.
 
     Raises:
         ConfigError: If there is no model in the directory.
     """
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"there is no model in {directory}: it needs a config.json and safetensors files")
     torch.set_num_threads(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    model.eval()
-    model.requires_grad_(False)
-    return model
+    return frozen(AutoModelForCausalLM.from_pretrained(check_directory(directory), dtype=torch.float32))
 
 
 def swarm_model(directory: Path, initial_peers: Sequence[str]) -> PreTrainedModel:
     """Loads the client's share of the model; its blocks run on the swarm."""
-    model: PreTrainedModel = AutoSwarmModelForCausalLM.from_pretrained(
-        directory, initial_peers=list(initial_peers), dtype=torch.float32
+    return frozen(
+        AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=list(initial_peers), dtype=torch.float32)
     )
+
+
+def frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model in evaluation mode, with nothing to train."""
     model.eval()
     model.requires_grad_(False)
     return model
 
 
 def prompt_tokens(directory: Path, *, length: int, vocab_size: int, shift: int = 0) -> Tensor:
-    """Returns ``[1, length]`` tokens of a text; of another place in it for another ``shift``."""
+    """Returns ``[1, length]`` tokens of a text, from another place in it for another ``shift``."""
     if (directory / "tokenizer_config.json").is_file() and vocab_size > 1000:
         tokens = AutoTokenizer.from_pretrained(directory)(TEXT * (2 + length // 64))["input_ids"]
         return torch.tensor([tokens[shift * 7 : shift * 7 + length]])
@@ -74,18 +88,44 @@ def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
     return sum(tensor.numel() * tensor.element_size() for index in blocks for tensor in layers[index].parameters())
 
 
-class TokenClock:
-    """A streamer that notes when each new token comes, in seconds of a clock that all processes share."""
+class _Clock(Generic[Note]):
+    """A streamer that takes a note when each new token comes."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, note: Callable[[], Note]) -> None:
+        self._note = note
+        self._is_prompt = True
+        self.notes: list[Note] = []
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt first, then each new token."""
-        self.times.append(time.monotonic())
+        if not self._is_prompt:
+            self.notes.append(self._note())
+        self._is_prompt = False
 
     def end(self) -> None:
-        """Does nothing: the last token has been noted."""
+        pass
+
+
+def generate(
+    model: PreTrainedModel, prompt: Tensor, new_tokens: int, note: Callable[[], Note]
+) -> tuple[list[int], list[Note]]:
+    """Decodes greedily, always the same number of tokens.
+
+    Args:
+        model: A causal language model.
+        prompt: Tokens, ``[1, length]``.
+        new_tokens: Tokens to decode.
+        note: Called when each new token has come.
+
+    Returns:
+        The new tokens, and the notes.
+    """
+    clock = _Clock(note)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    with torch.no_grad():
+        output = model.generate(  # type: ignore[operator]
+            prompt, attention_mask=torch.ones_like(prompt), streamer=clock, pad_token_id=0, **options
+        )
+    return output[0, prompt.shape[1] :].tolist(), clock.notes
 
 
 @dataclass(frozen=True)
@@ -94,20 +134,14 @@ class Decoded:
 
     tokens: list[int]
     times: list[float]
-    """When each new token came."""
+    """When each new token came, in seconds of a clock that all processes share."""
 
     @property
     def seconds_per_token(self) -> float:
-        """Of single steps only: the first token, which the prompt is computed for, does not count."""
+        """Seconds of a single step: the first token, which the prompt is computed for, does not count."""
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 
 def decode(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Decoded:
-    """Decodes greedily, always the same number of tokens."""
-    clock = TokenClock()
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-    with torch.no_grad():
-        output = model.generate(  # type: ignore[operator]
-            prompt, attention_mask=torch.ones_like(prompt), streamer=clock, pad_token_id=0, **options
-        )
-    return Decoded(output[0, prompt.shape[1] :].tolist(), clock.times[1:])
+    """Decodes greedily and times each token."""
+    return Decoded(*generate(model, prompt, new_tokens, time.monotonic))

@@ -1,23 +1,113 @@
-"""Ends a process that serves a benchmark over its standard streams."""
+"""A process that works for a benchmark: jobs on its standard input, answers on its standard output, one JSON a line."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-__all__ = ["end_child"]
+import msgspec
+
+from swarm_plugins.errors import SwarmError
+
+__all__ = ["Child", "answer", "jobs"]
+
+Message = TypeVar("Message")
 
 _LEAVE_S = 20.0
 _DIE_S = 10.0
+# Quiet before anything heavy is imported.
+_START = """
+from swarm_plugins.noise import quiet_command, quiet_loading
+quiet_command()
+from {module} import main
+with quiet_loading():
+    main()
+"""
 
 
-def end_child(process: subprocess.Popen[bytes]) -> None:
-    """Closes the input of a process, upon which it leaves; one that does not is killed."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(timeout=_LEAVE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(timeout=_DIE_S)
-    if process.stdout is not None:
-        process.stdout.close()
+class Child:
+    """Runs ``main`` of a module in a process with one thread.
+
+    Args:
+        module: Name of the module.
+        label: What it is, for messages.
+    """
+
+    def __init__(self, module: str, label: str) -> None:
+        self.label = label
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            # -P: a folder in the working directory is not taken for a package of its name.
+            [sys.executable, "-P", "-c", _START.format(module=self._module)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Modules that a library imports while it loads must not count as written by the load.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._process is None:
+            return
+        pipes: Any = self._process
+        pipes.stdin.close()  # upon which it leaves
+        try:
+            self._process.wait(timeout=_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=_DIE_S)
+        pipes.stdout.close()
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The running process."""
+        if self._process is None:
+            raise SwarmError(f"{self.label} has not been started; use it in a with statement")
+        return self._process
+
+    def send(self, message: object) -> None:
+        """Sends a message.
+
+        Raises:
+            SwarmError: If the process has ended; what it said is on standard error.
+        """
+        pipe: Any = self.process.stdin
+        try:
+            pipe.write(msgspec.json.encode(message) + b"\n")
+            pipe.flush()
+        except OSError as exc:
+            raise self._ended() from exc
+
+    def receive(self, kind: type[Message]) -> Message:
+        """Waits for an answer.
+
+        Raises:
+            SwarmError: If the process has ended; what it said is on standard error.
+        """
+        pipe: Any = self.process.stdout
+        line = pipe.readline()
+        if not line:
+            raise self._ended()
+        return msgspec.json.decode(line, type=kind)
+
+    def _ended(self) -> SwarmError:
+        return SwarmError(f"{self.label} ended; its error is printed above")
+
+
+def jobs(kind: type[Message]) -> Iterator[Message]:
+    """Yields what the parent sends until it closes the pipe; called in the child."""
+    for line in sys.stdin.buffer:
+        yield msgspec.json.decode(line, type=kind)
+
+
+def answer(message: msgspec.Struct) -> None:
+    """Sends an answer to the parent; called in the child."""
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()

@@ -1,14 +1,15 @@
-"""What a benchmark finds: figures beside their goals, as a table for people and as JSON for programs."""
+"""Reports of benchmarks: figures and their goals, as tables for people and as JSON for programs."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +17,43 @@ from rich.table import Table
 from swarm_plugins import __version__
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["Figure", "Report", "machine"]
+__all__ = ["Figure", "Report", "SwarmReport", "goal_cells"]
+
+
+@dataclass(kw_only=True)
+class Report:
+    """All that one run finds; subclasses add figures and their tables."""
+
+    command: str
+    model: str
+    notes: list[str] = field(default_factory=list)
+
+    def tables(self) -> Iterator[Table]:
+        """Yields the tables."""
+        raise NotImplementedError
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything in types that JSON has."""
+        return asdict(self)
+
+    def print_tables(self, console: Console) -> None:
+        """Prints the figures and the machine they were measured on."""
+        for table in self.tables():
+            console.print(table)
+        for note in self.notes:
+            console.print(f"  {note}")
+        console.print("  " + ", ".join(f"{key} {value}" for key, value in _machine().items()))
+
+    def write_json(self, path: Path) -> None:
+        """Writes the figures to a file.
+
+        Raises:
+            ConfigError: If the file cannot be written.
+        """
+        try:
+            path.write_text(json.dumps({**self.as_dict(), "machine": _machine()}, indent=1) + "\n")
+        except OSError as exc:
+            raise ConfigError(f"cannot write the figures to {path}: {exc.strerror}; name another file") from exc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +62,7 @@ class Figure:
 
     name: str
     unit: str
-    """Of ``local`` and ``swarm``: ``ms``, ``tokens/s`` or ``GB``."""
+    """Unit of ``local`` and ``swarm``: ``ms``, ``tokens/s`` or ``GB``."""
     local: float | None
     """Median of the local model; None where there is nothing to compare with."""
     swarm: float
@@ -48,62 +85,45 @@ class Figure:
 
 
 @dataclass(kw_only=True)
-class Report:
-    """All figures of one run."""
+class SwarmReport(Report):
+    """The figures of a swarm."""
 
-    command: str
-    model: str
     figures: list[Figure] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
-    def print_table(self, console: Console) -> None:
-        """Prints the figures as a table, with the machine they were measured on."""
+    def tables(self) -> Iterator[Table]:
+        """Yields one table, with a row for each figure."""
         table = Table(title=f"{self.command}: {self.model}", title_justify="left")
         for heading in ("figure", "local", "swarm", "unit", "ratio", "goal", "", "CPU ratio"):
             table.add_column(heading, justify="left" if heading in ("figure", "unit", "") else "right", no_wrap=True)
         for one in self.figures:
-            table.add_row(*_row(one))
-        console.print(table)
-        for note in self.notes:
-            console.print(f"  {note}")
-        console.print("  " + ", ".join(f"{key} {value}" for key, value in machine().items()))
+            digits = 2 if one.unit == "GB" else 1
+            goal = None if one.goal is None else f"{one.goal:.2f}"
+            table.add_row(
+                one.name,
+                "" if one.local is None else f"{one.local:.{digits}f}",
+                f"{one.swarm:.{digits}f}",
+                one.unit,
+                f"{one.ratio:.2f}",
+                *goal_cells(goal, one.reached, is_upper_bound=one.goal_is_upper_bound),
+                "" if one.cpu_ratio is None else f"{one.cpu_ratio:.2f}",
+            )
+        yield table
 
-    def write_json(self, path: Path) -> None:
-        """Writes the figures to a file.
-
-        Raises:
-            ConfigError: If the file cannot be written.
-        """
-        content = {
-            "command": self.command,
-            "model": self.model,
-            "machine": machine(),
-            "figures": [{**asdict(one), "reached": one.reached} for one in self.figures],
-            "notes": self.notes,
-        }
-        try:
-            path.write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as exc:
-            raise ConfigError(f"cannot write the figures to {path}: {exc.strerror}; name another file") from exc
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything in types that JSON has."""
+        return {**asdict(self), "figures": [{**asdict(one), "reached": one.reached} for one in self.figures]}
 
 
-def _row(one: Figure) -> Sequence[str]:
-    digits = 2 if one.unit == "GB" else 1
-    sign = "<=" if one.goal_is_upper_bound else ">="
-    return (
-        one.name,
-        "" if one.local is None else f"{one.local:.{digits}f}",
-        f"{one.swarm:.{digits}f}",
-        one.unit,
-        f"{one.ratio:.2f}",
-        "" if one.goal is None else f"{sign} {one.goal:.2f}",
-        {None: "", True: "[green]reached[/green]", False: "[yellow]missed[/yellow]"}[one.reached],
-        "" if one.cpu_ratio is None else f"{one.cpu_ratio:.2f}",
-    )
+def goal_cells(goal: str | None, reached: bool | None, *, is_upper_bound: bool) -> tuple[str, str]:
+    """Returns the cells of a table that show a goal and whether it is reached; empty ones without a goal."""
+    if goal is None:
+        return "", ""
+    verdict = "[green]reached[/green]" if reached else "[yellow]missed[/yellow]"
+    return f"{'<=' if is_upper_bound else '>='} {goal}", verdict
 
 
-def machine() -> dict[str, str]:
-    """Returns what one has to know of the machine and the libraries to compare figures."""
+def _machine() -> dict[str, str]:
+    """Returns the machine and the libraries: figures can be compared only where these agree."""
     found = {"cpu": _cpu_name(), "cores": str(len(os.sched_getaffinity(0))), "python": platform.python_version()}
     found |= {package: metadata.version(package) for package in ("torch", "transformers", "hivemind")}
     found["swarm_plugins"] = __version__

@@ -1,32 +1,59 @@
-"""Many clients at once: what a server's packing of their tokens into one forward brings."""
+"""Many clients at once: the gain from a server's packing of their tokens into one forward."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from rich.progress import Progress
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarm_plugins import LocalSwarm
-from swarm_plugins.bench.arms import decode, local_model, prompt_tokens
-from swarm_plugins.bench.figures import Figure, Report
-from swarm_plugins.bench.measure import cpu_seconds
-from swarm_plugins.bench.worker import Worker
+from swarm_plugins.bench.arms import decode, local_model, prompt_tokens, swarm_model
+from swarm_plugins.bench.child import Child, answer, jobs
+from swarm_plugins.bench.figures import Figure, SwarmReport
+from swarm_plugins.bench.measure import Arm, interleave
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.local_swarm import LocalSwarm
 
-__all__ = ["bench_sessions"]
+__all__ = ["bench_sessions", "main"]
 
 GOALS = {4: 2.2, 8: 3.5}
 PREFIX_TOKENS = 64
 
 
+class Job(msgspec.Struct, frozen=True):
+    """What a client process is told at its start."""
+
+    directory: str
+    initial_peers: tuple[str, ...]
+    shift: int
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What a client process answers after each decoding."""
+
+    tokens: list[int]
+    times: list[float]
+
+
+def main() -> None:
+    """Runs a client process: a job, then numbers of tokens to decode until the end of the input."""
+    job = next(jobs(Job))
+    directory = Path(job.directory)
+    model = swarm_model(directory, job.initial_peers)
+    prompt = _prompt(directory, model, job.shift)
+    for new_tokens in jobs(int):
+        decoded = decode(model, prompt, new_tokens)
+        answer(Done(decoded.tokens, decoded.times))
+
+
 def bench_sessions(
-    report: Report,
     directory: Path,
     *,
     sessions: Sequence[int],
@@ -34,87 +61,83 @@ def bench_sessions(
     new_tokens: int,
     rounds: int,
     progress: Progress,
-) -> None:
+) -> SwarmReport:
     """Compares the tokens per second of several client processes together with those of one alone.
 
     Raises:
-        SwarmError: If a session's tokens change when others run beside it.
+        SwarmError: If a session's tokens change when others run at the same time.
     """
+    report = SwarmReport(command="swarm bench sessions", model=directory.resolve().name)
     counts = [1, *sessions]
     local = _local_rates(directory, counts, new_tokens=new_tokens, rounds=rounds, progress=progress)
-    rates: dict[int, list[float]] = {count: [] for count in counts}
-    cpu: dict[int, list[float]] = {count: [] for count in counts}
     with LocalSwarm(directory, num_servers=num_servers, dtype="float32", threads=1) as swarm, ExitStack() as stack:
-        workers = [
-            stack.enter_context(Worker(directory, swarm.initial_peers, prefix=PREFIX_TOKENS, shift=index))
-            for index in range(max(counts))
-        ]
-        alone = [_together([worker], new_tokens)[1][0] for worker in workers]  # warms up, too
-        pids = [*(server.pid for server in swarm.servers), *(worker.pid for worker in workers)]
-        bar = progress.add_task("sessions", total=rounds * len(counts))
-        for index in range(rounds):
-            for count in counts if index % 2 == 0 else reversed(counts):
-                used = cpu_seconds(pids)
-                rate, tokens = _together(workers[:count], new_tokens)
-                if tokens != alone[:count]:
-                    raise SwarmError(f"{count} sessions together decode other tokens than each alone")
-                rates[count].append(rate)
-                cpu[count].append((cpu_seconds(pids) - used) / count)
-                progress.advance(bar)
-    one = statistics.median(rates[1])
-    for count in counts:
-        rate = statistics.median(rates[count])
+        clients = [stack.enter_context(Child(__name__, "a client process")) for _ in range(max(counts))]
+        for shift, client in enumerate(clients):
+            client.send(Job(str(directory), tuple(swarm.initial_peers), shift))
+        alone = [_together([client], new_tokens)[1][0] for client in clients]  # warms up, too
+        pids = (*(server.pid for server in swarm.servers), *(client.process.pid for client in clients))
+
+        def seconds_per_token(count: int) -> float:
+            seconds, tokens = _together(clients[:count], new_tokens)
+            if tokens != alone[:count]:
+                raise SwarmError(f"{count} sessions together decode other tokens than each alone")
+            return seconds
+
+        arms = {count: Arm(partial(seconds_per_token, count), pids) for count in counts}
+        bar = progress.add_task("sessions", total=rounds)
+        interleave(arms.values(), rounds=rounds, warm_up=0, on_round=partial(progress.advance, bar))
+    for count, arm in arms.items():
+        cpu_ratio = arm.cpu_ratio(arms[1])
         report.figures.append(
             Figure(
                 name=f"{count} session{'s' if count > 1 else ''} together",
                 unit="tokens/s",
                 local=local[count],
-                swarm=rate,
-                ratio=rate / one,
+                swarm=1 / arm.median_s,
+                ratio=arms[1].median_s / arm.median_s,
                 goal=GOALS.get(count),
-                cpu_ratio=sum(cpu[count]) / sum(cpu[1]) if sum(cpu[1]) > 0 else None,
+                cpu_ratio=None if cpu_ratio is None else cpu_ratio / count,
                 rounds=rounds,
             )
         )
     report.notes.append(
         "ratio: over one session through the swarm; local: one process, rows as one plain batch (ratios "
         + ", ".join(f"{local[count] / local[1]:.2f}" for count in counts)
-        + "); CPU: of a session's share, over that of one session alone"
+        + "); CPU: per session, over one session alone"
     )
+    return report
 
 
-def _together(workers: Sequence[Worker], new_tokens: int) -> tuple[float, list[list[int]]]:
-    """Lets workers decode at the same time: tokens per second while all are at it, and their tokens."""
-    for worker in workers:
-        worker.ask(new_tokens)
-    answers = [worker.answer() for worker in workers]
-    start = max(answer.times[0] for answer in answers)
-    end = min(answer.times[-1] for answer in answers)
-    counted = sum(start < at <= end for answer in answers for at in answer.times)
+def _prompt(directory: Path, model: PreTrainedModel, shift: int) -> Tensor:
+    return prompt_tokens(directory, length=PREFIX_TOKENS, vocab_size=model.config.vocab_size, shift=shift)
+
+
+def _together(clients: Sequence[Child], new_tokens: int) -> tuple[float, list[list[int]]]:
+    """Lets clients decode at the same time: seconds per token while all of them decode, and their tokens."""
+    for client in clients:
+        client.send(new_tokens)
+    answers = [client.receive(Done) for client in clients]
+    start = max(done.times[0] for done in answers)
+    end = min(done.times[-1] for done in answers)
+    counted = sum(start < at <= end for done in answers for at in done.times)
     if end <= start:
         raise SwarmError(f"the sessions did not overlap: decode more than {new_tokens} tokens")
-    return counted / (end - start), [answer.tokens for answer in answers]
+    return (end - start) / counted, [done.tokens for done in answers]
 
 
 def _local_rates(
     directory: Path, counts: Sequence[int], *, new_tokens: int, rounds: int, progress: Progress
 ) -> dict[int, float]:
     model = local_model(directory)
-    rows = [
-        prompt_tokens(directory, length=PREFIX_TOKENS, vocab_size=model.config.vocab_size, shift=row)
-        for row in range(max(counts))
-    ]
-    bar = progress.add_task("plain batches, local", total=(rounds + 1) * len(counts))
-    times: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(rounds + 1):
-        for count in counts:
-            times[count].append(_batch_seconds(model, torch.cat(rows[:count]), new_tokens))
-            progress.advance(bar)
-    return {count: count / statistics.median(times[count][1:]) for count in counts}
+    rows = [_prompt(directory, model, row) for row in range(max(counts))]
+    arms = {count: Arm(partial(_batch_seconds, model, torch.cat(rows[:count]), new_tokens), ()) for count in counts}
+    bar = progress.add_task("plain batches, local", total=rounds + 1)
+    interleave(arms.values(), rounds=rounds, on_round=partial(progress.advance, bar))
+    return {count: count / arm.median_s for count, arm in arms.items()}
 
 
-def _batch_seconds(model: PreTrainedModel, prompts: torch.Tensor, new_tokens: int) -> float:
-    """Seconds of one step of a whole batch, the prompts' own forward apart."""
+def _batch_seconds(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> float:
+    """Returns the seconds of one step of a whole batch, without the forward of the prompts."""
     if len(prompts) == 1:
         return decode(model, prompts, new_tokens).seconds_per_token
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The ``swarm`` command. Its commands import what they need when they run, so that help answers at once."""
+"""The ``swarm`` command, one file for each command or two; they import their machinery when they run."""
 
 from __future__ import annotations
 

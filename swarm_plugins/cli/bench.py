@@ -1,4 +1,4 @@
-"""`swarm bench`: how fast the swarm is against the same model run by transformers here, in one run."""
+"""``swarm bench``: speed of a swarm, or of offloading, against the same model run by transformers, in one run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.arguments import Revision
+from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.noise import quiet_command, quiet_loading
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+_COLUMNS = 140
+
 Model = Annotated[
     Path, typer.Option(help="Directory of the model: config.json and safetensors files.", exists=True, file_okay=False)
 ]
@@ -37,52 +40,50 @@ NewTokens = Annotated[int, typer.Option(help="Tokens decoded in each round.", mi
 @app.command()
 def decode(
     model: Model,
-    servers: Annotated[list[int] | None, typer.Option(help="Servers in the chain; may be given several times.")] = None,
+    servers: Annotated[list[int] | None, typer.Option(help="Servers in the chain; repeatable.")] = None,
     new_tokens: NewTokens = 32,
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Time per token of one sequence after a prefix of 128 tokens, through chains of 1 and of 3 servers."""
+    """Measure the time per token of one sequence after a prefix of 128 tokens, through chains of 1 and 3 servers."""
 
-    def run(report: Report, progress: Progress) -> None:
+    def run(progress: Progress) -> Report:
         from swarm_plugins.bench.decode import bench_decode
 
-        chains = servers or [1, 3]
-        bench_decode(report, model, servers=chains, new_tokens=new_tokens, rounds=rounds, progress=progress)
+        return bench_decode(model, servers=servers or [1, 3], new_tokens=new_tokens, rounds=rounds, progress=progress)
 
-    _measure("decode", model, json, run)
+    _measure("decode", run, json)
 
 
 @app.command()
 def train(model: Model, servers: Servers = 1, rounds: Rounds = 7, json: Json = None) -> None:
-    """Time of forward, and of forward with backward of a soft prompt, for 1 x 64 and 8 x 64 tokens."""
+    """Measure forward, and forward with backward of a soft prompt, for 1 x 64 and 8 x 64 tokens."""
 
-    def run(report: Report, progress: Progress) -> None:
+    def run(progress: Progress) -> Report:
         from swarm_plugins.bench.train import bench_train
 
-        bench_train(report, model, num_servers=servers, rounds=rounds, progress=progress)
+        return bench_train(model, num_servers=servers, rounds=rounds, progress=progress)
 
-    _measure("train", model, json, run)
+    _measure("train", run, json)
 
 
 @app.command()
 def sessions(
     model: Model,
     sessions: Annotated[
-        list[int] | None, typer.Option(help="Client processes that decode together; may be given several times.")
+        list[int] | None, typer.Option(help="Client processes that decode at the same time; repeatable.")
     ] = None,
     servers: Servers = 1,
     new_tokens: NewTokens = 32,
     rounds: Rounds = 5,
     json: Json = None,
 ) -> None:
-    """Tokens per second of 4 and of 8 client processes together, against one alone."""
+    """Measure the tokens per second of 4 and of 8 client processes together, against one alone."""
 
-    def run(report: Report, progress: Progress) -> None:
+    def run(progress: Progress) -> Report:
         from swarm_plugins.bench.sessions import bench_sessions
 
-        bench_sessions(
-            report,
+        return bench_sessions(
             model,
             sessions=sessions or [4, 8],
             num_servers=servers,
@@ -91,7 +92,7 @@ def sessions(
             progress=progress,
         )
 
-    _measure("sessions", model, json, run)
+    _measure("sessions", run, json)
 
 
 @app.command()
@@ -103,12 +104,12 @@ def offload(
         float | None,
         typer.Option(
             metavar="SCALE",
-            help="Instead of --model, one of OLMoE-1B-7B's shape with random weights: 1 for all 16 layers (13.8 GB).",
+            help="Instead of --model, use OLMoE-1B-7B's shape with random weights: 1 for all 16 layers (13.8 GB).",
         ),
     ] = None,
     fast: Annotated[str, typer.Option(help="Share of the bytes of all experts that may be in memory.")] = "25%",
     without: Annotated[
-        list[str] | None, typer.Option(help="Arm to leave out: resident or accelerate; may be given several times.")
+        list[str] | None, typer.Option(help="Arm to leave out: resident or accelerate; repeatable.")
     ] = None,
     new_tokens: NewTokens = 32,
     rounds: Rounds = 5,
@@ -117,12 +118,12 @@ def offload(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Tokens per second with offloaded experts, against all in memory and accelerate's disk offload, under a limit."""
-    _quiet_start()
-    with one_sentence_errors("bench offload"):
-        from swarm_plugins.bench.offload.command import run_offload
+    """Measure offloaded experts under a memory limit, against all in memory and accelerate's disk offload."""
 
-        run_offload(
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.offload.run import bench_offload
+
+        return bench_offload(
             model,
             random_scale=random_model,
             fast=fast,
@@ -130,66 +131,69 @@ def offload(
             new_tokens=new_tokens,
             rounds=rounds,
             plot=plot,
-            json=json,
+            progress=progress,
         )
+
+    _measure("offload", run, json)
 
 
 @app.command()
 def quality(
     model: Annotated[str, typer.Option(help="Mixture of experts: a directory, or its id on the Hub.")],
-    experts: Annotated[
-        list[str] | None, typer.Option(metavar="BITS", help="Width of experts; may be given several times.")
-    ] = None,
+    experts: Annotated[list[str] | None, typer.Option(metavar="BITS", help="Width of experts; repeatable.")] = None,
     attention: Annotated[
-        list[str] | None, typer.Option(metavar="BITS", help="Width of all other layers; may be given several times.")
+        list[str] | None, typer.Option(metavar="BITS", help="Width of all other layers; repeatable.")
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text to predict. Default: presidential addresses.", exists=True, dir_okay=False)
     ] = None,
     pieces: Annotated[int, typer.Option(help="Pieces of text.", min=2, max=100_000)] = 16,
     length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 256,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
+    revision: Revision = None,
     json: Json = None,
 ) -> None:
-    """Perplexity and size for each pair of widths of experts and of all other layers."""
+    """Measure perplexity and size for each pair of widths of experts and of all other layers."""
     quiet_command()
     with one_sentence_errors("bench quality"):
-        from swarm_plugins.bench.quality.command import run_quality
+        from swarm_plugins.cli.support.options import parse_width
+        from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS
 
-        run_quality(
-            model,
-            experts=experts or ["16", "8", "4", "3", "2"],
-            attention=attention or ["16", "8", "4"],
-            text=text,
-            num_pieces=pieces,
-            length=length,
-            revision=revision,
-            json=json,
-        )
+        expert_bits = [parse_width("--experts", bits, EXPERT_BITS) for bits in experts or ("16", "8", "4", "3", "2")]
+        other_bits = [parse_width("--attention", bits, OTHER_BITS) for bits in attention or ("16", "8", "4")]
+        # What takes seconds to import comes after what may be wrong at once.
+        from swarm_plugins.bench.quality import bench_quality
+
+        with quiet_loading():
+            report = bench_quality(
+                model,
+                experts=expert_bits,
+                attention=other_bits,
+                text=text,
+                num_pieces=pieces,
+                length=length,
+                revision=revision,
+            )
+        _show(report, json)
 
 
-def _quiet_start() -> None:
-    # Read when torch is loaded, so before that; one thread a side keeps the two from competing for cores.
+def _measure(what: str, run: Callable[[Progress], Report], json: Path | None) -> None:
+    # Read when torch is imported; one thread a side keeps the two from competing for cores.
     os.environ["OMP_NUM_THREADS"] = "1"
     quiet_command()
-
-
-def _measure(what: str, model: Path, json: Path | None, run: Callable[[Report, Progress], None]) -> None:
-    _quiet_start()
     from rich.console import Console
     from rich.progress import Progress
 
-    from swarm_plugins.bench.figures import Report
     from swarm_plugins.bench.measure import Bystanders
 
     bystanders = Bystanders()
-    report = Report(command=f"swarm bench {what}", model=model.resolve().name)
     with one_sentence_errors(f"bench {what}"):
         with quiet_loading(), Progress(console=Console(stderr=True), transient=True) as progress:
-            run(report, progress)
+            report = run(progress)
         report.notes.append(f"other processes kept {bystanders.cores():.2f} cores busy meanwhile")
-        if json is not None:
-            report.write_json(json)
-    console = Console()
-    # A pipe has no width of its own; 80 columns would fold the table.
-    report.print_table(console if console.is_terminal else Console(width=120))
+        _show(report, json)
+
+
+def _show(report: Report, json: Path | None) -> None:
+    if json is not None:
+        report.write_json(json)
+    report.print_tables(wide_console(_COLUMNS))

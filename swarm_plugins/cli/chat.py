@@ -1,4 +1,4 @@
-"""``swarm chat``: talks with a model whose blocks run on a swarm."""
+"""``swarm chat`` and ``swarm run``: conversations with a model on a swarm, or offloaded on this machine."""
 
 from __future__ import annotations
 
@@ -6,35 +6,83 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.arguments import (
+    Adapter,
+    Model,
+    NewTokens,
+    Peers,
+    Revision,
+    System,
+    Temperature,
+    require_addresses,
+)
+from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.noise import quiet_command
 
-__all__ = ["chat"]
+__all__ = ["chat", "run"]
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="Model: a directory, or its id on the Hub.")],
-    initial_peers: Annotated[
-        list[str] | None,
-        typer.Option(help="Address to reach the swarm by; repeatable.", envvar="SWARM_INITIAL_PEERS"),
-    ] = None,
-    adapter: Annotated[
-        str | None, typer.Option(metavar="DIR|REPO[@TAG]", help="Adapter to talk with, from a folder or the Hub.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told at the start.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest word.")] = 0.7,
+    model: Model,
+    initial_peers: Peers = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
+    system: System = None,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.7,
     endpoint: Annotated[str | None, typer.Option(help="Address of the adapter's Hub. Default: HF_ENDPOINT.")] = None,
 ) -> None:
     """Talk with a model on the swarm. /exit leaves, /new starts afresh; Ctrl-C ends the answer, then the program."""
     quiet_command()
     with one_sentence_errors("chat"):
+        peers = require_addresses(initial_peers)
         from swarm_plugins.talk.loading import load_for_chat
         from swarm_plugins.talk.loop import talk
         from swarm_plugins.talk.turns import Conversation
 
-        peers = [address for entry in initial_peers or [] for address in entry.replace(",", " ").split()]
         loaded = load_for_chat(model, peers, adapter=adapter, revision=revision, endpoint=endpoint)
+        talk(Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature))
+
+
+def run(
+    model: Model,
+    offload: Annotated[
+        str,
+        typer.Option(
+            metavar="fast=SIZE,...",
+            help="Where to keep experts: fast=SIZE, ram=SIZE, bits=8|4|3|2|nf4, other-bits=8|4|nf4, "
+            "prefetch=auto|on|off, pinned=SHARE, readers=N, each optional. `swarm plan` finds good values. "
+            "Default: use the memory that is free.",
+        ),
+    ] = "",
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Answer this and leave; repeatable, for turns of one conversation.")
+    ] = None,
+    adapter: Adapter = None,
+    revision: Revision = None,
+    device: Annotated[str | None, typer.Option(help="Where the model runs. Default: a CUDA device if any.")] = None,
+    system: System = None,
+    max_new_tokens: NewTokens = 256,
+    temperature: Temperature = 0.7,
+) -> None:
+    """Talk with a model whose experts stay on disk but for a bounded set. /exit leaves, /new starts afresh."""
+    quiet_command()
+    with one_sentence_errors("run", OFFLOAD_WORDS):
+        from swarm_plugins.cli.support.options import parse_offload
+
+        config = parse_offload(offload)
+        # What takes seconds to import comes after what may be wrong at once.
+        from swarm_plugins.talk.loading import load_for_run
+        from swarm_plugins.talk.loop import answer_all, describe, talk
+        from swarm_plugins.talk.turns import Conversation
+
+        loaded = load_for_run(model, config, adapter=adapter, revision=revision, device=device)
         conversation = Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature)
-        talk(conversation)
+        try:
+            if prompt:
+                answer_all(conversation, prompt)
+            else:
+                talk(conversation, "run")
+        finally:
+            if loaded.stats is not None:
+                typer.echo(describe(loaded.stats()), err=True)

@@ -1,38 +1,39 @@
-"""``swarm demo``: the whole way on this machine, on a real model and real text."""
+"""``swarm demo`` and ``swarm demo-model``: every step on this machine, on a real model and real text."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_command
 
-__all__ = ["demo"]
+__all__ = ["demo", "demo_model"]
 
 
 class Method(StrEnum):
-    """What is tuned."""
+    """Kind of adapter."""
 
     lora = "lora"
     prompt = "prompt"
 
 
 def demo(
-    method: Annotated[Method, typer.Option(help="What is tuned: low-rank updates or a soft prompt.")] = Method.lora,
+    method: Annotated[Method, typer.Option(help="Adapter to tune: low-rank updates or a soft prompt.")] = Method.lora,
     steps: Annotated[int | None, typer.Option(help="Steps of training.", min=1, max=10_000)] = None,
-    short: Annotated[bool, typer.Option("--short", help="A few steps and little text: shows that it works.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Take a few steps on little text.")] = False,
     folder: Annotated[
         Path, typer.Option("--dir", help="Folder for the Hub and the adapter; made if needed.", file_okay=False)
     ] = Path("swarm-demo"),
     model: Annotated[
-        Path | None, typer.Option(help="Model to use. Default: that of `swarm demo-model`.", exists=True)
+        Path | None,
+        typer.Option(help="Another model, a directory. Default: the one of `swarm demo-model`.", exists=True),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each process. Default: the cores.", min=1)] = None,
 ) -> None:
@@ -45,12 +46,27 @@ def demo(
     with one_sentence_errors("demo"):
         from swarm_plugins.demo.tour import Tour, TourSettings
 
-        # A service manager or CI ends commands with this one: the servers then end as on Ctrl-C.
+        # A service manager or CI ends commands with this signal: the servers then end as on Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         settings = TourSettings.make(method=method.value, steps=steps, is_short=short, threads=cores, model=model)
-        Tour(settings, folder, write=_write).run()
+        Tour(settings, folder, write=partial(typer.echo, nl=False)).run()
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def demo_model(
+    variant: Annotated[str, typer.Option(help="Experts x neurons: 4x1536 (exact) or 8x1152.")] = "4x1536",
+    out: Annotated[Path | None, typer.Option(help="Folder to write to. Default: the cache.", file_okay=False)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the routers.", min=0)] = 0,
+) -> None:
+    """Make a real mixture-of-experts model from SmolLM2-135M-Instruct: an ordinary checkpoint in Mixtral's format."""
+    quiet_command()
+    with one_sentence_errors("demo-model"):
+        from swarm_plugins.demo.model import default_folder, find_variant
+        from swarm_plugins.demo.model import demo_model as make
+
+        chosen = find_variant(variant)
+        folder = default_folder(chosen) if out is None else out
+        built = make(chosen, folder, seed=seed)
+        typer.echo(
+            f"{folder}: {built.variant}, loss {built.loss:.4f} (dense model {built.dense_loss:.4f}), logits differ by "
+            f"at most {built.logit_difference:.1e}, use of the experts even to {built.load_entropy:.2f} of 1"
+        )

@@ -1,4 +1,4 @@
-"""``swarm fit``: trains what a recipe says."""
+"""``swarm fit``: training by a recipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_recipe
 
 __all__ = ["fit"]
@@ -28,14 +28,22 @@ def fit(
     ckpt_path: Annotated[Path | None, typer.Option(help="Checkpoint of an earlier run to go on from.")] = None,
     threads: Annotated[int, typer.Option(help="Threads of each server of --local-swarm.", min=1)] = 1,
 ) -> None:
-    """Trains by a recipe, through Lightning.
+    """Train by a recipe, through Lightning.
 
     Any key of the recipe can be given as an option after the others, such as --trainer.max_epochs 2 or --model.base
-    DIR; --print_config shows all of them. The swarm is that of the recipe (strategy.init_args.initial_peers), else of
-    the environment variable SWARM_INITIAL_PEERS, else of --local-swarm.
+    DIR; --print_config shows all of them. The swarm is the recipe's (strategy.init_args.initial_peers), else the one
+    of the environment variable SWARM_INITIAL_PEERS, else --local-swarm.
     """
     quiet_recipe()
-    from swarm_plugins.cli._fit.run import run_recipe
+    from swarm_plugins.recipes.fitting import run_recipe
 
     with one_sentence_errors("fit"):
-        run_recipe(config, context.args, num_servers=local_swarm, threads=threads, ckpt_path=ckpt_path)
+        metrics = run_recipe(
+            config,
+            context.args,
+            num_servers=local_swarm,
+            threads=threads,
+            ckpt_path=ckpt_path,
+            warn=lambda text: typer.echo(f"swarm fit: {text}", err=True),
+        )
+        typer.echo(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()) or "done")

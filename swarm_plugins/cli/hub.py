@@ -1,4 +1,4 @@
-"""``swarm hub``: a Hub on this machine, for trying things out without an account."""
+"""``swarm hub`` and ``swarm push``: a Hub on this machine, and publishing an adapter to a Hub."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.output import one_sentence_errors
 
-__all__ = ["hub"]
+__all__ = ["hub", "push"]
 
 
 def hub(
     folder: Annotated[Path, typer.Option("--dir", help="Folder that keeps what is pushed; made if needed.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for a free one.")] = 0,
 ) -> None:
-    """Serve a Hub from a folder until stopped; prints what to export for the libraries of Hugging Face to use it."""
+    """Serve a Hub from a folder until stopped; print what to export for the libraries of Hugging Face to use it."""
     with one_sentence_errors("hub"):
         from swarm_plugins.local_hub.local_hub import LocalHub
 
@@ -29,3 +29,36 @@ def hub(
             # Any token will do, but the libraries do not push without one. Xet is the real Hub's own protocol.
             typer.echo(f"export HF_ENDPOINT={running.endpoint} HF_TOKEN=local HF_HUB_DISABLE_XET=1")
             stopped.wait()
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of the adapter, as the callbacks or PEFT wrote it.")],
+    repo: Annotated[
+        str | None, typer.Option(help="Repository, such as me/my-adapter. Default: what the folder was written for.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option(help="Tag of the version. Default: the next of v1, v2 ...")] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Visibility of a repository that is made.")
+    ] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Address of the Hub. Default: HF_ENDPOINT.")] = None,
+    attempts: Annotated[int, typer.Option(min=1, help="How often to try.")] = 5,
+) -> None:
+    """Publish an adapter: one commit, then its tag. The token is the one of `hf auth login`, or HF_TOKEN."""
+    with one_sentence_errors("push"):
+        import msgspec
+
+        from swarm_plugins.errors import ConfigError
+        from swarm_plugins.hub import PushTarget, RetryPlan, push_folder
+        from swarm_plugins.hub.folder import files_to_push
+
+        files_to_push(folder)
+        target = PushTarget.read(folder)
+        if target is None:
+            if repo is None:
+                raise ConfigError(f"{folder} does not name a repository to publish to: give --repo USER/NAME")
+            target = PushTarget(repo_id=repo)
+        given = {"repo_id": repo, "tag": tag, "private": private, "endpoint": endpoint}
+        target = msgspec.structs.replace(target, **{key: value for key, value in given.items() if value is not None})
+        typer.echo(f"Publishing {folder} to {target.repo_id} ...")
+        pushed = push_folder(folder, target, retries=RetryPlan(attempts=attempts))
+        typer.echo(f"Published as {pushed.repo_id}@{pushed.tag} (commit {pushed.commit[:12]}).")

@@ -8,15 +8,12 @@ import typer
 
 from swarm_plugins import __version__
 from swarm_plugins.cli import bench
-from swarm_plugins.cli.chat import chat
-from swarm_plugins.cli.demo import demo
-from swarm_plugins.cli.demo_model import demo_model
+from swarm_plugins.cli.chat import chat, run
+from swarm_plugins.cli.demo import demo, demo_model
 from swarm_plugins.cli.fit import fit
-from swarm_plugins.cli.hub import hub
+from swarm_plugins.cli.hub import hub, push
 from swarm_plugins.cli.plan import plan
-from swarm_plugins.cli.push import push
 from swarm_plugins.cli.quantize import quantize
-from swarm_plugins.cli.run import run
 from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.status import status
 
@@ -42,15 +39,8 @@ def _options(
 
 app.command()(serve)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
-app.command()(push)
-app.command()(hub)
-app.command()(status)
-app.command()(chat)
-app.command()(plan)
-app.command()(run)
-app.command()(quantize)
-app.command()(demo)
-app.command("demo-model")(demo_model)
+for _command in (push, hub, status, chat, plan, run, quantize, demo, demo_model):
+    app.command()(_command)
 app.add_typer(bench.app, name="bench")
 
 

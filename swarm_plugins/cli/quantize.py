@@ -1,4 +1,4 @@
-"""``swarm quantize``: writes a model with experts in few bits, once, to be loaded many times."""
+"""``swarm quantize``: a model with experts in few bits, written once and loaded many times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.errors import one_sentence_errors
+from swarm_plugins.cli.support.arguments import Revision
+from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_command
 
 __all__ = ["quantize"]
@@ -21,12 +22,12 @@ def quantize(
         str,
         typer.Option(metavar="BITS", help="Width of all other linear layers but the output head: 16, 8, 4 or nf4."),
     ] = "16",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model.")] = None,
+    revision: Revision = None,
 ) -> None:
     """Write a model with experts in few bits to a directory: smaller on disk, and faster to read."""
     quiet_command()
     with one_sentence_errors("quantize"):
-        from swarm_plugins.cli.support.widths import parse_width
+        from swarm_plugins.cli.support.options import parse_width
         from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, width_text
         from swarm_plugins.sizes import format_bytes
 

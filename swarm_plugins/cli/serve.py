@@ -1,4 +1,4 @@
-"""``swarm serve``: hosts a span of a model's blocks."""
+"""``swarm serve``: hosting a span of a model's blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.errors import one_sentence_errors
-from swarm_plugins.cli.support.wording import SERVE_WORDS
+from swarm_plugins.cli.support.arguments import split_addresses
+from swarm_plugins.cli.support.output import SERVE_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.sizes import parse_bytes
 
@@ -26,12 +26,13 @@ def serve(
         str | None, typer.Option(metavar="A:B", help="Blocks A to B-1; or K/N, the K-th of N equal parts.")
     ] = None,
     num_blocks: Annotated[
-        int | None, typer.Option(help="This many blocks, those the swarm lacks most.  [default: what memory holds]")
+        int | None,
+        typer.Option(help="Serve this many blocks, those the swarm lacks most.  [default: what memory holds]"),
     ] = None,
     initial_peers: Annotated[
         list[str] | None,
         typer.Option(
-            help="Address to join the swarm by; repeat for several. None: a new swarm.",
+            help="Address to join the swarm by; repeatable.  [default: start a new swarm]",
             envvar="SWARM_INITIAL_PEERS",
         ),
     ] = None,
@@ -54,7 +55,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="fast=SIZE,...",
-            help="Experts stay on disk, at most SIZE of them in memory; ram=SIZE, bits=8|4|3|2, prefetch=on|off too.",
+            help="Keep experts on disk, at most SIZE of them in memory; also ram=SIZE, bits=8|4|3|2, prefetch=on|off.",
         ),
     ] = None,
     kv_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the sessions' keys and values.")] = "1GiB",
@@ -66,7 +67,7 @@ def serve(
     ] = "512MiB",
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="REPO[@TAG]", help="Published adapter to hold and announce, or a directory; repeatable."),
+        typer.Option(metavar="REPO[@TAG]", help="Adapter to preload, published or in a directory; repeatable."),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's]")] = None,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Largest batch of one request, in tokens.")] = 16_384,
@@ -79,28 +80,27 @@ def serve(
     Only the tensors of these blocks are read or downloaded. Ends cleanly on Ctrl-C.
     """
     with one_sentence_errors("serve", SERVE_WORDS):
-        # Imported before anything heavy: an embedded server must notice early that its parent is gone.
-        from swarm_plugins.cli._serve.embedding import Embedding
+        # Before anything heavy is imported: an embedded server must notice early that its parent is gone.
+        from swarm_plugins.server.embedding import Embedding
 
         embedding = Embedding.take_over() if embedded else None
-        from swarm_plugins.cli.support.offload_option import parse_offload
+        from swarm_plugins.cli.support.options import parse_blocks, parse_offload
         from swarm_plugins.server.config import DEFAULT_HOST_MADDRS, ServeConfig
         from swarm_plugins.server.service_limits import ServiceLimits
 
         if log_level.lower() not in _LEVELS:
-            raise ConfigError(f"unknown log level {log_level!r}; known: {', '.join(_LEVELS)}")
+            raise ConfigError(f"invalid --log-level {log_level!r}: expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}")
         span, part = parse_blocks(blocks)
         if blocks is not None and num_blocks is not None:
             raise ConfigError(f"--blocks {blocks} and --num-blocks {num_blocks} exclude each other: give one")
-        peers = [address for entry in initial_peers or () for address in entry.replace(",", " ").split()]
         config = ServeConfig(
             model=model,
             revision=revision,
             blocks=span,
             part=part,
             num_blocks=num_blocks,
-            # The swarm of an embedded server is its parent's, whatever the environment says.
-            initial_peers=tuple(peers) if embedding is None else (),
+            # An embedded server joins its parent's swarm, whatever the environment says.
+            initial_peers=tuple(split_addresses(initial_peers)) if embedding is None else (),
             identity=identity,
             announce_maddrs=tuple(announce_maddrs or ()),
             device=device,
@@ -116,26 +116,9 @@ def serve(
             host_maddrs=tuple(host_maddrs or DEFAULT_HOST_MADDRS),
         )
         # What takes seconds to import comes after what may be wrong at once.
-        from swarm_plugins.cli._serve.process import prepare_process, run_server
+        from swarm_plugins.server.process import prepare_process, run_server
 
         prepare_process(log_level, threads)
         if embedding is not None:
             config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
         run_server(config, embedding)
-
-
-def parse_blocks(text: str | None) -> tuple[range | None, tuple[int, int] | None]:
-    """Returns the span ``A:B``, or the part ``K/N``, that an option names.
-
-    Raises:
-        ConfigError: If it is neither.
-    """
-    if text is None:
-        return None, None
-    for sign in (":", "/"):
-        first, found, second = text.partition(sign)
-        if found and first.strip().isdecimal() and second.strip().isdecimal():
-            if sign == "/":
-                return None, (int(first), int(second))
-            return range(int(first), int(second)), None
-    raise ConfigError(f"blocks {text!r} are no span: A:B such as 0:10, or K/N such as 1/2, is allowed")

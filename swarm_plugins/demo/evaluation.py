@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
+
+from swarm_plugins.demo.progress import Progress
 
 __all__ = ["Figure", "change", "losses_of"]
 
@@ -45,19 +46,19 @@ def losses_of(model: nn.Module, pieces: Tensor, what: str) -> Tensor:
     Args:
         model: A causal language model.
         pieces: Tokens, ``[pieces, length]``.
-        what: Said on the progress bar.
+        what: Label of the progress bar.
     """
     was_training = model.training
     model.eval()
     found = []
     try:
-        with torch.no_grad(), tqdm(total=len(pieces), desc=what, unit="piece", leave=False) as bar:
+        with torch.no_grad(), Progress(what, len(pieces), "pieces") as bar:
             for batch in pieces.split(_ROWS_AT_ONCE):
                 output: Any = model(input_ids=batch, use_cache=False)
                 # Soft prompts stand in front of the text.
                 logits = output.logits[:, -batch.shape[1] :].float()  # [B, S, V]
                 found.append(_of_each(logits, batch))
-                bar.update(len(batch))
+                bar.advance(len(batch))
     finally:
         model.train(was_training)
     return torch.cat(found)

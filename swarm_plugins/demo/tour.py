@@ -28,7 +28,7 @@ from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.local_hub.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.noise import quiet_loading
-from swarm_plugins.talk.streaming import WordStreamer
+from swarm_plugins.talk.turns import WordStreamer
 
 __all__ = ["Tour", "TourSettings"]
 

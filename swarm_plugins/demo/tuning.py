@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
 from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
 from swarm_plugins.demo.evaluation import losses_of
+from swarm_plugins.demo.progress import Progress
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes import AdapterTuner
 
@@ -84,23 +84,23 @@ class _Measure(Callback):
 
 
 class _Bar(Callback):
-    """One line that says how far the training is."""
+    """Shows how far the training is."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._bar: Any = None
+        self._progress: Progress | None = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(total=self._steps, desc="training", unit="step", leave=False)
+        # Not before the loss has been measured, which shows its own progress.
+        self._progress = self._progress or Progress("training", self._steps, "steps")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._bar.set_postfix(loss=f"{float(outputs['loss']):.3f}", refresh=False)
-        self._bar.update()
+        if self._progress is not None:
+            self._progress.advance(note=f"loss {float(outputs['loss']):.3f}")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        if self._progress is not None:
+            self._progress.close()
 
 
 def fit(tuner: DemoTuner, train: Tensor, *, steps: int, publish: HubAdapterCallback, folder: Path) -> None:

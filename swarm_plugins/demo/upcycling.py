@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 
 from swarm_plugins.demo.clusters import load_entropy, router_of, uses
 from swarm_plugins.demo.experts import GatedMLP, cut_expert, moments
+from swarm_plugins.demo.progress import Progress
 
 __all__ = ["TOP_K", "Seen", "Variant", "calibrate", "cut_experts", "mixtral_config", "write_weights"]
 
@@ -105,10 +105,10 @@ def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Seen]:
 
         hooks.append(layer.get_submodule("mlp").register_forward_pre_hook(keep))
     try:
-        with torch.inference_mode(), tqdm(total=len(pieces), desc="reading text", unit="piece", leave=False) as bar:
+        with torch.inference_mode(), Progress("reading text", len(pieces), "pieces") as bar:
             for batch in pieces.split(_ROWS_AT_ONCE):
                 model.get_submodule("model")(input_ids=batch, use_cache=False)
-                bar.update(len(batch))
+                bar.advance(len(batch))
     finally:
         for hook in hooks:
             hook.remove()
@@ -145,8 +145,8 @@ def write_weights(model: PreTrainedModel, seen: list[Seen], variant: Variant, fo
 
     write(1, dict(_outside_layers(model)))
     chunk: dict[str, Tensor] = {}
-    with torch.inference_mode():
-        for index, layer in enumerate(tqdm(layers, desc="making experts", unit="layer", leave=False)):
+    with torch.inference_mode(), Progress("making experts", len(layers), "layers") as bar:
+        for index, layer in enumerate(layers):
             inputs, seen[index] = seen[index], Seen(torch.empty(0), torch.empty(0))
             router = router_of(inputs.states, variant.num_experts, top_k=TOP_K, generator=generator)
             entropy = min(entropy, load_entropy(uses(inputs.states, router, TOP_K)))
@@ -154,6 +154,7 @@ def write_weights(model: PreTrainedModel, seen: list[Seen], variant: Variant, fo
             if (index + 1) % _LAYERS_PER_FILE == 0 or index + 1 == len(layers):
                 write(2 + index // _LAYERS_PER_FILE, chunk)
                 chunk = {}
+            bar.advance()
     index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
     return entropy

@@ -1,7 +1,8 @@
-"""The model of a conversation: blocks on the swarm, and perhaps an adapter."""
+"""The model of a conversation: its blocks on the swarm or its experts on disk, and perhaps an adapter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,44 +11,67 @@ from transformers import PreTrainedTokenizerBase
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.talk.tokenizer import load_tokenizer
+from swarm_plugins.offload import OffloadConfig, load_offloaded
+from swarm_plugins.offload.stats import OffloadStats
+from swarm_plugins.talk.turns import load_tokenizer
 
-__all__ = ["LoadedModel", "load_for_chat", "split_tag"]
+__all__ = ["LoadedModel", "load_for_chat", "load_for_run", "split_tag"]
 
 
 class LoadedModel(NamedTuple):
-    """What is needed to talk."""
+    """A model ready to talk with."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
+    stats: Callable[[], OffloadStats] | None = None
+    """Counters of offloaded experts, if there are any."""
 
 
 def load_for_chat(
     name: str, peers: list[str], *, adapter: str | None, revision: str | None, endpoint: str | None
 ) -> LoadedModel:
-    """Loads model, adapter and tokenizer.
+    """Loads a model whose blocks run on the swarm, with adapter and tokenizer.
 
     Args:
         name: Directory of the model, or its id on the Hub.
         peers: Addresses to join the swarm by.
         adapter: Folder, or ``REPO[@TAG]``.
-        revision: Of the model.
+        revision: Branch, tag or commit of the model.
         endpoint: Address of the adapter's Hub.
 
     Raises:
-        ConfigError: If there are no peers, or model or tokenizer do not exist.
+        ConfigError: If model, tokenizer or adapter do not exist.
     """
-    if not peers:
-        raise ConfigError(
-            "no address of the swarm: give --initial-peers ADDRESS as `swarm serve` prints it, "
-            "or set SWARM_INITIAL_PEERS"
-        )
     model: Any = AutoSwarmModelForCausalLM.from_pretrained(name, revision=revision, initial_peers=peers)
     tokenizer = load_tokenizer(name, revision)
+    return LoadedModel(_with_adapter(model, adapter, endpoint), tokenizer)
+
+
+def load_for_run(
+    name: str, config: OffloadConfig, *, adapter: str | None, revision: str | None, device: str | None
+) -> LoadedModel:
+    """Loads a model with offloaded experts, with adapter and tokenizer.
+
+    Args:
+        name: Directory of the model, or its id on the Hub.
+        config: Where its experts are kept.
+        adapter: Folder, or ``REPO[@TAG]``.
+        revision: Branch, tag or commit of the model.
+        device: Device of the model. None: a CUDA device if there is one.
+
+    Raises:
+        ConfigError: If model, tokenizer or adapter do not exist.
+    """
+    tokenizer = load_tokenizer(name, revision)
+    model: Any = load_offloaded(name, config, revision=revision, device=device)
+    return LoadedModel(_with_adapter(model, adapter), tokenizer, model.offload_stats)
+
+
+def _with_adapter(model: Any, adapter: str | None, endpoint: str | None = None) -> Any:
     if adapter is not None:
         repo, tag = split_tag(adapter)
         model = load_adapter(model, repo, tag, endpoint=endpoint)
-    return LoadedModel(model.eval(), tokenizer)
+    return model.eval()
 
 
 def split_tag(adapter: str) -> tuple[str | Path, str]:
@@ -61,5 +85,5 @@ def split_tag(adapter: str) -> tuple[str | Path, str]:
         return folder, "latest"
     repo, at, tag = adapter.partition("@")
     if not repo or (at and not tag):
-        raise ConfigError(f"--adapter {adapter!r} must be a folder, USER/NAME or USER/NAME@TAG")
+        raise ConfigError(f"invalid --adapter {adapter!r}: expected a folder, USER/NAME or USER/NAME@TAG")
     return repo, tag or "latest"

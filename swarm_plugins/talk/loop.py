@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.stats import OffloadStats
+from swarm_plugins.sizes import format_bytes
 from swarm_plugins.talk.turns import Conversation
 
-__all__ = ["talk"]
+__all__ = ["answer_all", "describe", "talk"]
 
 
 def talk(conversation: Conversation, command: str = "chat") -> None:
-    """Talks until /exit, the end of the input, or Ctrl-C while nothing is being answered.
+    """Talks until /exit, the end of the input, or Ctrl-C between answers.
 
     Args:
-        conversation: Who is talked with.
+        conversation: The conversation.
         command: Name for messages.
     """
     is_terminal = sys.stdin.isatty()
@@ -54,5 +57,35 @@ def _answer(conversation: Conversation, line: str, command: str) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    typer.echo(text, nl=False)
+
+
+def answer_all(conversation: Conversation, prompts: Sequence[str]) -> None:
+    """Answers prompts one after the other, as turns of one conversation.
+
+    Raises:
+        ConfigError: If a prompt is longer than the model can read.
+    """
+    for prompt in prompts:
+        conversation.answer(prompt, _write)
+        typer.echo()
+
+
+def describe(stats: OffloadStats) -> str:
+    """Returns lines about hits, guesses, bytes read and time spent waiting for the disk."""
+    if not stats.passes:
+        return "no token went through the experts"
+    rate = stats.tokens / stats.seconds if stats.seconds > 0 else 0.0
+    stalled = stats.stall_s / stats.seconds if stats.seconds > 0 else 0.0
+    lines = [
+        f"{stats.tokens} tokens in {stats.seconds:.1f} s ({rate:.3g} tokens/s, prompts included)",
+        f"experts: {stats.hits + stats.misses} requested, {stats.hit_ratio:.0%} in memory; "
+        f"{format_bytes(stats.bytes_read)} read, {format_bytes(stats.bytes_read / stats.passes)} a step; "
+        f"{stats.stall_s:.1f} s ({stalled:.0%}) waited",
+    ]
+    if stats.guesses:
+        lines.append(
+            f"guesses: {stats.recall:.0%} of the experts that came after one were guessed, "
+            f"{stats.guesses_late} late, {stats.waste:.0%} of the reads were wasted"
+        )
+    return "\n".join(lines)

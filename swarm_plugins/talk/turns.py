@@ -1,20 +1,66 @@
-"""A conversation: what was said, in the model's own format, within what it can read."""
+"""A conversation in the model's own format, within the number of tokens that it can read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.talk.streaming import WordStreamer
 
-__all__ = ["Conversation"]
+__all__ = ["Conversation", "WordStreamer", "load_tokenizer"]
 
 _DEFAULT_CONTEXT_TOKENS = 2048
+_MAX_CHARS = 200
+
+
+def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a model.
+
+    Args:
+        name: Directory of the model, or its id on the Hub.
+        revision: Branch, tag or commit of the model.
+
+    Raises:
+        ConfigError: If there is no model, or no tokenizer that can be loaded.
+        CheckpointError: If the directory or repository holds something else.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        # A fault of the model itself comes first.
+        Checkpoint.open(name, revision=None if Path(name).is_dir() else revision)
+        reason = str(error).partition("\n")[0][:_MAX_CHARS]
+        raise ConfigError(
+            f"{name!r} has no tokenizer that can be loaded ({reason}): without one, text cannot become tokens"
+        ) from error
+    return tokenizer
+
+
+class WordStreamer(TextStreamer):  # type: ignore[no-untyped-call, misc, unused-ignore]  # has no annotations
+    """Hands finished words on, in the thread that generates: Ctrl-C ends the answer, and no thread is left behind.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        write: Takes a piece of text; nothing is added to it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write = write
+        self.text = ""
+        """All words so far."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Takes words that will not change any more."""
+        self.text += text
+        if text:
+            self.write(text)
 
 
 class Conversation:
@@ -22,13 +68,13 @@ class Conversation:
 
     Args:
         model: A causal language model.
-        tokenizer: Its tokenizer; without a chat template what is typed is continued as it stands.
-        system: What the model is told at the start.
+        tokenizer: Its tokenizer; without a chat template the model continues the text as typed.
+        system: Instructions to the model at the start.
         max_new_tokens: Longest answer.
         temperature: 0 for the likeliest words.
 
     Raises:
-        ConfigError: If no prompt would fit beside the longest answer.
+        ConfigError: If the longest answer leaves no room for a prompt.
     """
 
     def __init__(
@@ -53,17 +99,17 @@ class Conversation:
         self._max_new_tokens = max_new_tokens
         self._temperature = temperature
         self.turns: list[dict[str, str]] = []
-        """What was said so far."""
+        """What has been said so far."""
 
     def forget(self) -> None:
         """Starts afresh."""
         self.turns = []
 
     def answer(self, text: str, write: Callable[[str], Any]) -> None:
-        """Answers, word by word; what came before an interruption is remembered as said.
+        """Answers, word by word; words before an interruption count as said.
 
         Args:
-            text: What the user says.
+            text: The user's turn.
             write: Takes words as they come.
 
         Raises:
@@ -91,14 +137,14 @@ class Conversation:
             self.turns.append({"role": "assistant", "content": streamer.text})
 
     def _fitting(self) -> Tensor:
-        """Forgets the oldest turns until the rest fits."""
+        """Returns the tokens of all turns, after forgetting the oldest ones until the rest fits."""
         while True:
             tokens = self._tokens()
             if tokens.shape[1] <= self._room:
                 return tokens
             if len(self.turns) == 1:
                 raise ConfigError(
-                    f"that is {tokens.shape[1]} tokens long, at most {self._room} fit beside an answer: say less"
+                    f"prompt is {tokens.shape[1]} tokens long, at most {self._room} leave room for an answer: say less"
                 )
             del self.turns[:2]
 
@@ -110,7 +156,7 @@ class Conversation:
             [*self._system, *self.turns],
             add_generation_prompt=True,
             return_dict=False,
-            # What is too long is told here, and not by the tokenizer.
+            # Length is checked here, not by the tokenizer.
             tokenizer_kwargs={"verbose": False},
         )
         return torch.tensor([tokens])

@@ -65,7 +65,7 @@ def test_servers_serve_their_spans_and_status_names_what_is_missing(model: Path)
 
         unknown = status("other-model", "--initial-peers", swarm.initial_peers[0])
         assert unknown.returncode == 1
-        assert "nobody in this swarm serves 'other-model'" in unknown.stderr
+        assert "no server of this swarm serves 'other-model'" in unknown.stderr
     assert psutil.wait_procs(processes, GONE_S)[1] == []
     swarm.close()
 

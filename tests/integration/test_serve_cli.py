@@ -106,7 +106,7 @@ WRONG = {
     "revision-of-directory": ("--revision v2", r"revision='v2' was given for the directory"),
     "dtype": ("--dtype float8", r"unknown dtype 'float8'; known: float32, bfloat16, float16"),
     "quantization": ("--quantization int3", r"unknown quantization 'int3'; known: none"),
-    "size": ("--kv-bytes lots", r"'lots' is no size"),
+    "size": ("--kv-bytes lots", r"invalid size 'lots'"),
     "device": ("--device tpu9", r"unknown device 'tpu9'; cpu, cuda"),
     "log-level": ("--log-level loud", r"unknown log level 'loud'; known: debug"),
     "peer": ("--initial-peers 1.2.3.4:5", r"'1.2.3.4:5' is not a libp2p address"),

@@ -17,7 +17,7 @@ import torch
 from typer.testing import Result
 
 from swarm_plugins import LocalSwarm
-from swarm_plugins.cli._fit.keeping import KeepTrained
+from swarm_plugins.recipes.fitting import KeepTrained
 from tests.recipes.conftest import RECIPES
 
 START_S, END_S = 120.0, 60.0

@@ -1,4 +1,4 @@
-"""The ways to run one model that are compared: everything in memory, offloaded in three ways, and by accelerate."""
+"""The ways to run one model that are compared: all in memory, offloaded in three ways, and offloaded by accelerate."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from swarm_plugins.bench.arms import frozen
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload import OffloadConfig, load_offloaded
@@ -24,7 +25,7 @@ __all__ = ["ArmName", "LoadedArm", "load_arm"]
 
 
 class ArmName(StrEnum):
-    """What is compared."""
+    """One way to run the model, in the words of the tables."""
 
     RESIDENT = "all resident (transformers)"
     FULL = "offloaded"
@@ -36,8 +37,8 @@ class ArmName(StrEnum):
     def is_ours(self) -> bool:
         """Whether experts are offloaded by this package.
 
-        Where no control group can be made, only these run under a limit, of private memory: accelerate maps the files
-        that it reads, which such a limit counts as memory though it is page cache. So that is dropped between tokens.
+        Without a control group only these run under a limit, on private memory: accelerate maps the files that it
+        reads, and such a limit counts the maps although they are page cache. Its cache is dropped between tokens.
         """
         return self in (ArmName.FULL, ArmName.NO_GUESSES, ArmName.BARE)
 
@@ -58,35 +59,25 @@ def load_arm(
     """Loads the model in one of the ways.
 
     Args:
-        arm: Which.
-        directory: Of the model.
+        arm: The way.
+        directory: Directory of the model.
         fast_bytes: Memory for experts.
-        smallest_bytes: The least that experts can do with: no cache to speak of.
+        smallest_bytes: Least memory that experts need: next to no cache.
         has_bounded_cache: Whether a limit on memory counts the page cache too.
     """
     if arm is ArmName.RESIDENT:
-        yield LoadedArm(_quiet(_load_all(directory, {})), _nothing)
+        yield LoadedArm(frozen(_load_all(directory, {})), lambda: None)
     elif arm is ArmName.ACCELERATE:
         with TemporaryDirectory(prefix=".accelerate-", dir=directory.parent) as folder:
             model = _load_all(directory, {"device_map": _experts_on_disk(directory), "offload_folder": folder})
             files = [*directory.glob("*.safetensors"), *(path for path in Path(folder).rglob("*") if path.is_file())]
-            yield LoadedArm(_quiet(model), _nothing if has_bounded_cache else lambda: _drop_page_cache(files))
+            yield LoadedArm(frozen(model), (lambda: None) if has_bounded_cache else (lambda: _drop_page_cache(files)))
     else:
         config = OffloadConfig(
             fast_bytes=smallest_bytes if arm is ArmName.BARE else fast_bytes,
             prefetch="auto" if arm is ArmName.FULL else False,
         )
-        yield LoadedArm(_quiet(load_offloaded(directory, config, device="cpu")), _nothing)
-
-
-def _quiet(model: PreTrainedModel) -> PreTrainedModel:
-    model.eval()
-    model.requires_grad_(False)
-    return model
-
-
-def _nothing() -> None:
-    pass
+        yield LoadedArm(frozen(load_offloaded(directory, config, device="cpu")), lambda: None)
 
 
 def _load_all(directory: Path, options: dict[str, Any]) -> PreTrainedModel:
@@ -97,7 +88,7 @@ def _load_all(directory: Path, options: dict[str, Any]) -> PreTrainedModel:
 
 
 def _experts_on_disk(directory: Path) -> dict[str, str]:
-    """Returns a map that leaves everything in memory but the experts."""
+    """Returns a device map that keeps all but the experts in memory."""
     checkpoint = Checkpoint.open(directory)
     places: dict[str, str] = {}
     _place(meta_model(checkpoint.config, stored_dtype(checkpoint)), "", places)
@@ -117,7 +108,7 @@ def _place(module: nn.Module, name: str, places: dict[str, str]) -> None:
 
 
 def _drop_page_cache(files: list[Path]) -> None:
-    """Makes the next read of the files a read from the disk: a limit on memory has no room for their pages."""
+    """Makes the next read of the files a read from the disk, as under a limit that has no room for their pages."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:

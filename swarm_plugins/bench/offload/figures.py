@@ -1,17 +1,15 @@
-"""The figures of offloading beside their goals, as a table for people and as JSON for programs."""
+"""The figures of offloading, and their goals."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from swarm_plugins.bench.figures import machine
+from swarm_plugins.bench.figures import Report, goal_cells
 from swarm_plugins.bench.offload.arms import ArmName
-from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds
 from swarm_plugins.sizes import format_bytes
 
@@ -23,8 +21,7 @@ _ACCELERATE_GOAL = 8.0
 _DISK_GOAL = 0.9
 _SPECULATION_GOALS = (0.98, 1.2)
 _FEW_HITS = 0.4
-# When a file was first read is a block that the file system writes, and counts as this process's: that is no copy of
-# weights.
+# The file system writes a block when a file is first read and counts it as this process's; a copy of weights is larger.
 _WRITE_GOAL = 1 << 20
 _LOAD_GOAL_S = 3.0
 _PEAK_GOAL = 1.1
@@ -33,28 +30,28 @@ _FORECAST_GOAL = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class ArmFigures:
-    """What one way of running the model does; medians of the rounds."""
+    """Figures of one way to run the model; medians of the rounds."""
 
     arm: ArmName
     tokens_per_s: float
     spread: tuple[float, float]
     """The slowest and the fastest round."""
     read_bytes: float
-    """From the disk, a token."""
+    """Read from the disk for a token."""
     cpu_s: float
-    """A token."""
+    """CPU time of a token."""
     hit_ratio: float | None
     recall: float | None
     stall_s: float | None
     peak_bytes: int
-    """Of memory, beside what the libraries take."""
+    """Peak memory, without what the libraries take."""
     load_s: float
     written_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A figure that something is asked of."""
+    """A figure and the bound it is held against."""
 
     name: str
     value: float
@@ -68,113 +65,79 @@ class Goal:
 
 
 @dataclass(kw_only=True)
-class OffloadReport:
+class OffloadReport(Report):
     """All figures of one run."""
 
-    command: str
-    model: str
     share: float
     expert_bytes: int = 0
     fast_bytes: int = 0
     budget_bytes: int = 0
-    """Of weights outside experts and of the experts in memory."""
+    """Bytes of the weights outside experts and of the experts in memory."""
     limit_bytes: int = 0
     has_group: bool = False
-    """Whether the limit is one of all memory with page cache, for all arms but the resident one."""
+    """Whether the limit holds for all memory with page cache, for all arms but the resident one."""
     rounds: int = 0
     new_tokens: int = 0
     speeds: Speeds | None = None
     forecast: Forecast | None = None
     arms: list[ArmFigures] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     def find(self, arm: ArmName) -> ArmFigures | None:
         """Returns the figures of an arm; None if it did not run."""
         return next((one for one in self.arms if one.arm is arm), None)
 
-    def print_table(self, console: Console) -> None:
-        """Prints the figures, the goals, and the machine they were measured on."""
-        console.print(_arms_table(self))
-        console.print(_goals_table(self.goals))
-        if self.speeds is not None:
-            rates = [format_bytes(rate) for rate in (self.speeds.disk_bytes_per_s, self.speeds.expert_bytes_per_s)]
-            console.print(
-                f"  experts {format_bytes(self.expert_bytes)}, of which {format_bytes(self.fast_bytes)} may be in "
-                f"memory; limit {format_bytes(self.limit_bytes)} beside the libraries; disk {rates[0]}/s, experts "
-                f"one after the other {rates[1]}/s; medians of {self.rounds} rounds of {self.new_tokens} tokens"
-            )
-        for note in self.notes:
-            console.print(f"  {note}")
-        console.print("  " + ", ".join(f"{key} {value}" for key, value in machine().items()))
+    def tables(self) -> Iterator[Table]:
+        """Yields the tables of arms and of goals."""
+        yield _arms_table(self)
+        yield _goals_table(self.goals)
 
-    def write_json(self, path: Path) -> None:
-        """Writes the figures to a file.
-
-        Raises:
-            ConfigError: If the file cannot be written.
-        """
-        goals = [{**asdict(one), "reached": one.reached} for one in self.goals]
-        content = {**asdict(self), "goals": goals, "machine": machine()}
-        try:
-            path.write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as exc:
-            raise ConfigError(f"cannot write the figures to {path}: {exc.strerror}; name another file") from exc
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything in types that JSON has."""
+        return {**asdict(self), "goals": [{**asdict(one), "reached": one.reached} for one in self.goals]}
 
 
 def add_goals(report: OffloadReport) -> None:
-    """Compares the figures of a report with what is asked of them."""
+    """Holds the figures of a report against their goals."""
     full = report.find(ArmName.FULL)
     if full is None:
         return
-    goals = report.goals
+    blind = report.find(ArmName.NO_GUESSES)
+    accelerate = report.find(ArmName.ACCELERATE)
     resident = report.find(ArmName.RESIDENT)
     if resident is not None:
-        _speed_goals(report, full, resident)
-    accelerate = report.find(ArmName.ACCELERATE)
+        _speed_goals(report, full, blind or full, resident)
     if accelerate is not None and report.share == 0.5:
-        goals.append(
-            Goal(name="over accelerate", value=full.tokens_per_s / accelerate.tokens_per_s, goal=_ACCELERATE_GOAL)
-        )
-    blind = report.find(ArmName.NO_GUESSES)
+        _at_least(report, "over accelerate", full.tokens_per_s / accelerate.tokens_per_s, _ACCELERATE_GOAL)
     if blind is not None:
         few = blind.hit_ratio is not None and blind.hit_ratio <= _FEW_HITS
-        goals.append(
-            Goal(
-                name="over no speculation",
-                value=full.tokens_per_s / blind.tokens_per_s,
-                goal=_SPECULATION_GOALS[few],
-            )
-        )
-    goals.append(
-        Goal(
-            name="peak memory over budget",
-            value=full.peak_bytes / report.budget_bytes,
-            goal=_PEAK_GOAL,
-            is_upper_bound=True,
-        )
-    )
-    goals.append(Goal(name="load, s", value=full.load_s, goal=_LOAD_GOAL_S, is_upper_bound=True))
-    written = Goal(name="written while loading, bytes", value=full.written_bytes, goal=_WRITE_GOAL, is_upper_bound=True)
-    goals.append(written)
+        _at_least(report, "over no speculation", full.tokens_per_s / blind.tokens_per_s, _SPECULATION_GOALS[few])
+    _at_most(report, "peak memory over budget", full.peak_bytes / report.budget_bytes, _PEAK_GOAL)
+    _at_most(report, "load, s", full.load_s, _LOAD_GOAL_S)
+    _at_most(report, "written while loading, bytes", full.written_bytes, _WRITE_GOAL)
     if report.forecast is not None:
         off = abs(report.forecast.tokens_per_s / full.tokens_per_s - 1)
-        goals.append(Goal(name="forecast is off by", value=off, goal=_FORECAST_GOAL, is_upper_bound=True))
+        _at_most(report, "forecast is off by", off, _FORECAST_GOAL)
 
 
-def _speed_goals(report: OffloadReport, full: ArmFigures, resident: ArmFigures) -> None:
+def _speed_goals(report: OffloadReport, full: ArmFigures, blind: ArmFigures, resident: ArmFigures) -> None:
     goal = _RESIDENT_GOALS.get(report.share)
     if goal is not None:
-        report.goals.append(Goal(name="over all resident", value=full.tokens_per_s / resident.tokens_per_s, goal=goal))
+        _at_least(report, "over all resident", full.tokens_per_s / resident.tokens_per_s, goal)
     if report.speeds is not None:
         ceiling = resident.tokens_per_s
-        # What has to be read: guesses read more.
-        blind = report.find(ArmName.NO_GUESSES) or full
+        # The reads that are needed: guesses read more.
         if blind.read_bytes > 0:
             ceiling = min(ceiling, report.speeds.disk_bytes_per_s / blind.read_bytes)
-        report.goals.append(
-            Goal(name="over what disk and memory allow", value=full.tokens_per_s / ceiling, goal=_DISK_GOAL)
-        )
+        _at_least(report, "over what disk and memory allow", full.tokens_per_s / ceiling, _DISK_GOAL)
+
+
+def _at_least(report: OffloadReport, name: str, value: float, goal: float) -> None:
+    report.goals.append(Goal(name=name, value=value, goal=goal))
+
+
+def _at_most(report: OffloadReport, name: str, value: float, goal: float) -> None:
+    report.goals.append(Goal(name=name, value=value, goal=goal, is_upper_bound=True))
 
 
 def _arms_table(report: OffloadReport) -> Table:
@@ -217,7 +180,6 @@ def _goals_table(goals: list[Goal]) -> Table:
     for heading in ("value", "goal", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in goals:
-        sign = "<=" if one.is_upper_bound else ">="
-        verdict = "[green]reached[/green]" if one.reached else "[yellow]missed[/yellow]"
-        table.add_row(one.name, f"{one.value:.2f}", f"{sign} {one.goal:g}", verdict)
+        cells = goal_cells(f"{one.goal:g}", one.reached, is_upper_bound=one.is_upper_bound)
+        table.add_row(one.name, f"{one.value:.2f}", *cells)
     return table

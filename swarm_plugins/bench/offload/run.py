@@ -10,16 +10,20 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from swarm_plugins.bench.arms import prompt_tokens
+from swarm_plugins.bench.arms import check_directory, decode, prompt_tokens
 from swarm_plugins.bench.offload.arms import ArmName
 from swarm_plugins.bench.offload.figures import ArmFigures, OffloadReport, add_goals
+from swarm_plugins.bench.offload.model import default_folder, olmoe_config, write_random_moe
+from swarm_plugins.bench.offload.plot import draw_expert_use, recorded_use
 from swarm_plugins.bench.offload.worker import ArmProcess, Job
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.offload import OffloadConfig, load_offloaded
+from swarm_plugins.offload.model.outline import experts_modules
 from swarm_plugins.offload.plan.forecast import Speeds, forecast
 from swarm_plugins.offload.plan.measure import step_seconds
 from swarm_plugins.offload.plan.planning import measured_disk
-from swarm_plugins.offload.plan.sizes import meta_model, model_sizes
+from swarm_plugins.offload.plan.sizes import ModelSizes, meta_model, model_sizes
 
 __all__ = ["bench_offload", "parse_share"]
 
@@ -27,105 +31,158 @@ PROMPT_TOKENS = 48
 NUM_READERS = 2
 # Thread stacks and fragments of the heap.
 _SPARE_BYTES = 64 << 20
+_LEAVE_OUT = {"resident": ArmName.RESIDENT, "accelerate": ArmName.ACCELERATE}
 
 
 def parse_share(text: str) -> float:
     """Returns the share that ``25%`` means.
 
     Raises:
-        ConfigError: If it is no share above 0 % and at most 100 %.
+        ConfigError: If it is not above 0 % and at most 100 %.
     """
     try:
         share = float(text.removesuffix("%")) / 100 if text.endswith("%") else -1.0
     except ValueError:
         share = -1.0
     if not 0 < share <= 1:
-        raise ConfigError(f"--fast {text!r} is no share of the experts: give more than 0% and at most 100%, as in 25%")
+        raise ConfigError(f"invalid --fast {text!r}: expected more than 0% and at most 100%, such as 25%")
     return share
 
 
 def bench_offload(
-    report: OffloadReport,
-    directory: Path,
+    model: Path | None,
     *,
-    share: float,
-    arms: Sequence[ArmName],
+    random_scale: float | None,
+    fast: str,
+    without: Sequence[str],
     new_tokens: int,
     rounds: int,
+    plot: Path | None,
     progress: Progress,
-) -> None:
+) -> OffloadReport:
     """Compares the arms, each in a process of its own, in interleaved rounds, with another piece of text in each.
 
     Args:
-        report: Where the figures go.
-        directory: Of the model.
-        share: Of the bytes of all experts, what may be in memory.
-        arms: What is compared.
-        new_tokens: Decoded in each round.
+        model: Directory of the model.
+        random_scale: Scale of a random model to use instead; it is written if it does not exist yet.
+        fast: Share of the experts in memory, such as ``25%``.
+        without: Names of arms to leave out.
+        new_tokens: Tokens decoded in each round.
         rounds: After one to warm up.
+        plot: File for a picture of the experts that the tokens use.
         progress: Shows how far it is.
 
     Raises:
+        ConfigError: If an argument is wrong.
         SwarmError: If the arms decode different tokens, or the process of one ends.
     """
+    share, arms = parse_share(fast), _arms(without)
     torch.set_num_threads(1)
+    directory = _directory(model, random_scale, progress)
+    report = OffloadReport(command="swarm bench offload", model=directory.resolve().name, share=share)
+    report.rounds, report.new_tokens = rounds, new_tokens
+    _measure(report, directory, arms, progress)
+    if random_scale is not None:
+        report.notes.append("weights and routers are random: routers that are not trained flatter caches")
+    report.notes.append(
+        "the limit counts the page cache too (a control group), and holds for all but the resident model"
+        if report.has_group
+        else "the limit is one of private memory, for the three offloaded arms; accelerate has none (it maps files), "
+        "its page cache is dropped between tokens; offloaded experts are read past the page cache"
+    )
+    if plot is not None:
+        _plot(directory, plot, fast_bytes=report.fast_bytes, new_tokens=new_tokens)
+    return report
+
+
+def _arms(without: Sequence[str]) -> list[ArmName]:
+    unknown = [name for name in without if name not in _LEAVE_OUT]
+    if unknown:
+        raise ConfigError(f"invalid --without {unknown[0]!r}: expected {' or '.join(_LEAVE_OUT)}")
+    left_out = {_LEAVE_OUT[name] for name in without}
+    return [arm for arm in ArmName if arm not in left_out]
+
+
+def _directory(model: Path | None, random_scale: float | None, progress: Progress) -> Path:
+    if model is not None and random_scale is None:
+        return check_directory(model)
+    if model is not None or random_scale is None:
+        raise ConfigError("give either --model DIR or --random-model SCALE")
+    config = olmoe_config(random_scale)
+    bar = progress.add_task("writing the random model", total=None)
+    folder = write_random_moe(
+        config, default_folder(config), progress=lambda done, total: progress.update(bar, completed=done, total=total)
+    )
+    progress.remove_task(bar)
+    return folder
+
+
+def _plot(directory: Path, file: Path, *, fast_bytes: int, new_tokens: int) -> None:
+    model = load_offloaded(directory, OffloadConfig(fast_bytes=fast_bytes), device="cpu")
+    prompt = prompt_tokens(directory, length=PROMPT_TOKENS, vocab_size=model.config.vocab_size)
+    with recorded_use(model) as use:
+        decode(model, prompt, new_tokens)
+    num_experts = next(next(iter(module.parameters())).shape[0] for module in experts_modules(model).values())
+    draw_expert_use(use, num_experts, file)
+
+
+def _measure(report: OffloadReport, directory: Path, arms: Sequence[ArmName], progress: Progress) -> None:
     checkpoint = Checkpoint.open(directory)
-    sizes = model_sizes(checkpoint, context_tokens=PROMPT_TOKENS + new_tokens)
+    sizes = model_sizes(checkpoint, context_tokens=PROMPT_TOKENS + report.new_tokens)
     smallest = _padded((NUM_READERS + 1) * sizes.largest_expert_bytes)
-    fast = max(smallest, _padded(int(share * sizes.expert_bytes)))
-    budget = sizes.other_bytes + fast
-    limit = int(1.1 * budget) + sizes.cache_bytes + sizes.activation_bytes + _SPARE_BYTES
-    bar = progress.add_task("measuring the disk, loading", total=2 + len(arms) * (rounds + 2))
-    rates = [measured_disk(checkpoint, sizes.largest_expert_bytes)]
-    progress.advance(bar)
+    report.expert_bytes = sizes.expert_bytes
+    report.fast_bytes = max(smallest, _padded(int(report.share * sizes.expert_bytes)))
+    report.budget_bytes = sizes.other_bytes + report.fast_bytes
+    report.limit_bytes = int(1.1 * report.budget_bytes) + sizes.cache_bytes + sizes.activation_bytes + _SPARE_BYTES
+    bar = progress.add_task("measuring the disk, loading", total=2 + len(arms) * (report.rounds + 2))
     # Before and after: other processes come and go.
-    steps = [_step_seconds(checkpoint, sizes.dtype)]
+    before = _speeds(checkpoint, sizes)
+    progress.advance(bar)
     with ExitStack() as stack:
         running: dict[ArmName, ArmProcess] = {}
         for arm in arms:
             job = Job(
                 arm=arm.value,
                 directory=str(directory),
-                fast_bytes=fast,
+                fast_bytes=report.fast_bytes,
                 smallest_bytes=smallest,
-                limit_bytes=0 if arm is ArmName.RESIDENT else limit,
+                limit_bytes=0 if arm is ArmName.RESIDENT else report.limit_bytes,
             )
             running[arm] = stack.enter_context(ArmProcess(job))
             running[arm].wait_until_ready()
             report.has_group = report.has_group or bool(running[arm].job.group)
             progress.advance(bar)
         progress.update(bar, description="decoding")
-        for index in range(rounds + 1):
-            vocab_size = checkpoint.config.get_text_config(decoder=True).vocab_size
+        vocab_size = checkpoint.config.get_text_config(decoder=True).vocab_size
+        for index in range(report.rounds + 1):
             prompt = prompt_tokens(directory, length=PROMPT_TOKENS, vocab_size=vocab_size, shift=index)
-            _round(running, index, prompt[0].tolist(), new_tokens)
+            _round(running, index, prompt[0].tolist(), report.new_tokens)
             progress.advance(bar, len(arms))
-        rates.append(measured_disk(checkpoint, sizes.largest_expert_bytes))
-        steps.append(_step_seconds(checkpoint, sizes.dtype))
+        after = _speeds(checkpoint, sizes)
     progress.advance(bar)
-    disk, experts = (statistics.mean(rate[index] for rate in rates) for index in range(2))
-    speeds = Speeds(disk_bytes_per_s=disk, expert_bytes_per_s=experts, step_s=statistics.mean(steps))
-    report.expert_bytes, report.fast_bytes, report.limit_bytes = sizes.expert_bytes, fast, limit
-    report.budget_bytes, report.speeds = budget, speeds
-    report.forecast = forecast(sizes, speeds, fast_bytes=fast)
+    disk, experts, step = map(statistics.mean, zip(before, after, strict=True))
+    report.speeds = Speeds(disk_bytes_per_s=disk, expert_bytes_per_s=experts, step_s=step)
+    report.forecast = forecast(sizes, report.speeds, fast_bytes=report.fast_bytes)
     report.arms = [_figures(arm, process) for arm, process in running.items()]
-    report.rounds, report.new_tokens = rounds, new_tokens
     add_goals(report)
 
 
-def _step_seconds(checkpoint: Checkpoint, dtype: torch.dtype) -> float:
-    return step_seconds(meta_model(checkpoint.config, dtype), device=torch.device("cpu"))
+def _speeds(checkpoint: Checkpoint, sizes: ModelSizes) -> tuple[float, float, float]:
+    """Returns bytes per second of the disk and of experts read one by one, and the seconds of a token's products."""
+    disk, experts = measured_disk(checkpoint, sizes.largest_expert_bytes)
+    step_s = step_seconds(meta_model(checkpoint.config, sizes.dtype), device=torch.device("cpu"))
+    return disk, experts, step_s
 
 
 def _padded(num_bytes: int) -> int:
-    """A buffer of an expert is padded to whole cache lines and pages: room for that."""
+    # A buffer of an expert is padded to whole cache lines and pages.
     return int(num_bytes * 1.002)
 
 
 def _round(running: dict[ArmName, ArmProcess], index: int, prompt: list[int], new_tokens: int) -> None:
     order = list(running.items())
     expected: list[int] | None = None
-    # Reversed every other round: none is always the one after a pause.
+    # Reversed every other round, so that no arm is always the one after a pause.
     for arm, process in order if index % 2 == 0 else reversed(order):
         done = process.decode(prompt, new_tokens)
         expected = expected or done.tokens
@@ -144,13 +201,11 @@ def _figures(arm: ArmName, process: ArmProcess) -> ArmFigures:
         values = [value for done in rounds if (value := getattr(done, name)) is not None]
         return statistics.median(values) if values else None
 
+    seconds = [done.seconds_per_token for done in rounds]
     return ArmFigures(
         arm=arm,
-        tokens_per_s=1 / statistics.median(done.seconds_per_token for done in rounds),
-        spread=(
-            1 / max(done.seconds_per_token for done in rounds),
-            1 / min(done.seconds_per_token for done in rounds),
-        ),
+        tokens_per_s=1 / statistics.median(seconds),
+        spread=(1 / max(seconds), 1 / min(seconds)),
         read_bytes=statistics.median(done.read_bytes for done in rounds),
         cpu_s=statistics.median(done.cpu_s for done in rounds),
         hit_ratio=median("hit_ratio"),

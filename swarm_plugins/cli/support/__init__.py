@@ -1,3 +1,3 @@
-"""What commands share: errors as one sentence, options, wording."""
+"""Shared by commands: arguments, output, tables."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan to read, and the same plan for programs."""
+"""A memory plan as tables for people and as numbers for programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from swarm_plugins.cli.support.offload_option import format_offload
+from swarm_plugins.cli.support.options import format_offload
 from swarm_plugins.offload.plan.plan import RUNTIME_BYTES
 from swarm_plugins.offload.plan.planning import Planned
 from swarm_plugins.sizes import format_bytes
@@ -17,7 +17,7 @@ __all__ = ["as_dict", "print_plan"]
 
 
 def print_plan(console: Console, planned: Planned) -> None:
-    """Prints what goes where, what to expect, and the command to use."""
+    """Prints the memory layout, the expected speed, and the command to use."""
     plan, sizes, speeds = planned.plan, planned.plan.sizes, planned.plan.speeds
     name = str(sizes.dtype).removeprefix("torch.")
     console.print(_memory_table(planned))
@@ -86,7 +86,7 @@ def _forecast_table(planned: Planned) -> Table:
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
-    """Returns everything as numbers, in bytes and seconds."""
+    """Returns the plan as numbers, in bytes and seconds."""
     plan = planned.plan
     sizes = asdict(plan.sizes) | {
         "dtype": str(plan.sizes.dtype).removeprefix("torch."),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from swarm_plugins.bench.figures import Figure, Report
+from swarm_plugins.bench.figures import Figure, SwarmReport
 from swarm_plugins.errors import ConfigError
 
 
@@ -34,9 +34,9 @@ def test_a_figure_knows_whether_its_goal_is_reached(
 
 
 def test_the_table_shows_figure_goal_and_machine() -> None:
-    report = Report(command="swarm bench decode", model="toy", figures=[figure(0.94, 0.95)], notes=["a note"])
+    report = SwarmReport(command="swarm bench decode", model="toy", figures=[figure(0.94, 0.95)], notes=["a note"])
     output = io.StringIO()
-    report.print_table(Console(file=output, width=200))
+    report.print_tables(Console(file=output, width=200))
     text = output.getvalue()
     for word in ("swarm bench decode: toy", "0.94", ">= 0.95", "missed", "a note", "torch 2."):
         assert word in text
@@ -44,7 +44,7 @@ def test_the_table_shows_figure_goal_and_machine() -> None:
 
 def test_json_carries_every_figure(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    Report(command="swarm bench decode", model="toy", figures=[figure(0.96, 0.95)]).write_json(path)
+    SwarmReport(command="swarm bench decode", model="toy", figures=[figure(0.96, 0.95)]).write_json(path)
     content = json.loads(path.read_text())
     assert content["figures"][0]["ratio"] == 0.96
     assert content["figures"][0]["reached"] is True
@@ -54,4 +54,4 @@ def test_json_carries_every_figure(tmp_path: Path) -> None:
 def test_an_unwritable_json_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "figures.json"
     with pytest.raises(ConfigError, match=r"cannot write the figures to .*missing/figures\.json"):
-        Report(command="swarm bench decode", model="toy").write_json(path)
+        SwarmReport(command="swarm bench decode", model="toy").write_json(path)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from swarm_plugins.bench.offload.arms import ArmName, load_arm
-from swarm_plugins.bench.offload.command import run_offload
 from swarm_plugins.bench.offload.figures import ArmFigures, OffloadReport, add_goals
 from swarm_plugins.bench.offload.plot import draw_expert_use, recorded_use, shown_layers
-from swarm_plugins.bench.offload.run import parse_share
+from swarm_plugins.bench.offload.run import bench_offload, parse_share
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds
 from swarm_plugins.testing.models import save_tiny, tiny_model
@@ -43,7 +43,7 @@ def test_shares_are_read(text: str, share: float) -> None:
 
 @pytest.mark.parametrize("text", ["25", "0%", "101%", "half", "%", "-5%", "nan%"])
 def test_other_shares_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no share of the experts"):
+    with pytest.raises(ConfigError, match=r"invalid --fast .*: expected more than 0% and at most 100%"):
         parse_share(text)
 
 
@@ -111,7 +111,7 @@ def test_few_hits_ask_more_of_speculation_and_other_shares_of_nothing_else() -> 
 def test_table_and_file_have_every_arm_and_goal(tmp_path: Path) -> None:
     output = io.StringIO()
     found = report()
-    found.print_table(Console(file=output, width=200))
+    found.print_tables(Console(file=output, width=200))
     assert all(arm.value in output.getvalue() for arm in ArmName)
     assert "missed" in output.getvalue()
     found.write_json(tmp_path / "figures.json")
@@ -147,8 +147,8 @@ def test_of_many_layers_a_few_are_shown() -> None:
     [
         pytest.param({}, "give either --model DIR or --random-model", id="no-model"),
         pytest.param({"model": Path("absent")}, "there is no model in absent", id="absent"),
-        pytest.param({"without": ["cache"]}, "'cache' is no arm that can be left out", id="arm"),
-        pytest.param({"fast": "much"}, "is no share", id="share"),
+        pytest.param({"without": ["cache"]}, "invalid --without 'cache': expected resident or accelerate", id="arm"),
+        pytest.param({"fast": "much"}, "invalid --fast 'much'", id="share"),
     ],
 )
 def test_wrong_arguments_are_told_at_once(changes: dict[str, Any], message: str) -> None:
@@ -159,7 +159,7 @@ def test_wrong_arguments_are_told_at_once(changes: dict[str, Any], message: str)
         "new_tokens": 4,
         "rounds": 1,
         "plot": None,
-        "json": None,
+        "progress": Progress(disable=True),
     }
     with pytest.raises(ConfigError, match=message):
-        run_offload(changes.pop("model", None), **{**arguments, **changes})
+        bench_offload(changes.pop("model", None), **{**arguments, **changes})

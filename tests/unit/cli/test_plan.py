@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.support.offload_option import parse_offload
+from swarm_plugins.cli.support.options import parse_offload
 from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.offload.plan.plan import RUNTIME_BYTES
 from swarm_plugins.testing.models import save_tiny
@@ -67,9 +67,9 @@ def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(["--memory", "lots"], "'lots' is no size", id="size"),
+        pytest.param(["--memory", "lots"], "invalid size 'lots'", id="size"),
         pytest.param(["--memory", "1MB"], "1000000 bytes are too few", id="too-little"),
-        pytest.param(["--disk-rate", "0"], "--disk-rate 0 is no speed", id="disk"),
+        pytest.param(["--disk-rate", "0"], "invalid --disk-rate 0: expected bytes per second", id="disk"),
         pytest.param(["--device", "toaster"], "device is 'toaster'; allowed are 'cpu', 'cuda'", id="device"),
         pytest.param(["--device", "mps"], "device is 'mps'; experts are offloaded for 'cpu', 'cuda'", id="kind"),
         pytest.param(["--revision", "main"], "has no revisions", id="revision"),

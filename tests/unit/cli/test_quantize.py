@@ -47,8 +47,8 @@ def test_quantize_writes_nf4(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["--experts", 5], "--experts is 5; allowed are 2, 3, 4, 8, 16", id="experts"),
-        pytest.param(["--attention", 3], "--attention is 3; allowed are 4, 8, 16", id="attention"),
+        pytest.param(["--experts", 5], "invalid --experts '5': expected 2, 3, 4, 8, 16", id="experts"),
+        pytest.param(["--attention", 3], "invalid --attention '3': expected 4, 8, 16", id="attention"),
         pytest.param(["--revision", "v1"], "revision='v1' was given for the directory", id="revision"),
     ],
 )
@@ -100,7 +100,7 @@ def test_quality_compares_each_pair_of_widths_with_the_widest(model: Path, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["--experts", 7], "--experts is 7; allowed are 2, 3, 4, 8, 16, nf4", id="experts"),
+        pytest.param(["--experts", 7], "invalid --experts '7': expected 2, 3, 4, 8, 16 or nf4", id="experts"),
         pytest.param(["--length", 4000], "tokens, at least 8000 are needed: give a longer one", id="short"),
     ],
 )

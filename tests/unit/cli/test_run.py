@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.offload.stats import OffloadStats
-from swarm_plugins.talk.report import describe
+from swarm_plugins.talk.loop import describe
 from swarm_plugins.testing.models import save_tiny, tiny_model, tiny_tokenizer
 
 PROMPT = "what is it"
@@ -74,7 +74,7 @@ def test_an_adapter_changes_the_answer(mixtral: Path, tmp_path: Path) -> None:
     ("offload", "message"),
     [
         pytest.param("fast=1KB", "bytes are needed", id="too-little"),
-        pytest.param("slow=1KB", "known are fast, ram", id="unknown"),
+        pytest.param("slow=1KB", "'slow=1KB': expected NAME=VALUE with a name out of fast, ram", id="unknown"),
     ],
 )
 def test_wrong_settings_are_one_sentence(mixtral: Path, offload: str, message: str) -> None:
@@ -106,7 +106,7 @@ def test_the_report_gives_rates_of_a_step_and_a_second() -> None:
     )
     text = describe(stats)
     assert "20 tokens in 4.0 s (5 tokens/s" in text
-    assert "40 asked for, 75% in memory; 40 MB read, 4 MB a step; 1.0 s (25%) waited" in text
+    assert "40 requested, 75% in memory; 40 MB read, 4 MB a step; 1.0 s (25%) waited" in text
     assert "guesses" not in text
     assert describe(OffloadStats()) == "no token went through the experts"
 

@@ -26,10 +26,10 @@ class Parent:
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The addresses that each server would have joined by."""
     found: list[tuple[str, ...]] = []
-    process = "swarm_plugins.cli._serve.process"
+    process = "swarm_plugins.server.process"
     monkeypatch.setattr(f"{process}.prepare_process", lambda *_: None)
     monkeypatch.setattr(f"{process}.run_server", lambda config, _: found.append(config.initial_peers))
-    monkeypatch.setattr("swarm_plugins.cli._serve.embedding.Embedding.take_over", Parent)
+    monkeypatch.setattr("swarm_plugins.server.embedding.Embedding.take_over", Parent)
     return found
 
 

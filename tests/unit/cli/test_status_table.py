@@ -8,41 +8,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from swarm_plugins.cli import app
-from swarm_plugins.cli._status.survey import ModelStatus, ServerStatus, runs
-from swarm_plugins.cli._status.table import print_tables
-from swarm_plugins.transport.messages import ServerInfo
-
-
-def server(peer: str, start: int, end: int, *, is_reachable: bool = True, **fields: object) -> ServerStatus:
-    info = ServerInfo(
-        version="local-" + "0" * 40,
-        model="tiny",
-        num_blocks=8,
-        start=start,
-        end=end,
-        dtype="float32",
-        quantization="int8",
-        **fields,  # type: ignore[arg-type]
-    )
-    return ServerStatus(peer, info, is_reachable)
-
-
-STATUS = ModelStatus(
-    "local-" + "0" * 40,
-    "tiny",
-    8,
-    [
-        server("QmOne", 0, 4, load=0.5, free_kv_tokens=1_500_000, total_kv_tokens=2_000_000),
-        server("QmTwo", 2, 6),
-        server("QmGone", 6, 8, is_reachable=False),
-        server("QmNew", 7, 8, is_reachable=False, state="joining"),
-    ],
-)
-
-
-def test_only_servers_that_answer_count() -> None:
-    assert STATUS.coverage == [1, 1, 2, 2, 1, 1, 0, 0]
-    assert STATUS.missing == [6, 7]
+from swarm_plugins.cli.support.status_table import print_tables
+from swarm_plugins.survey import ModelStatus
+from tests.unit.test_survey import STATUS, server
 
 
 def test_table_names_peers_loads_and_missing_blocks() -> None:
@@ -73,15 +41,8 @@ def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
     for word in ("100:126", "online", "46.6 k of 46.6 k"):
         assert word in row
     assert any("wxyz5678" in line and "unreachable" in line for line in lines)
-    assert "\u2026abcd1234 has the adapters me/an-adapter@v12" in lines
+    assert "\u2026abcd1234 holds the adapters me/an-adapter@v12" in lines
     assert f"  swarm serve org/tiny --revision {'c' * 40} --blocks 0:100 --initial-peers {address}" in lines
-
-
-@pytest.mark.parametrize(
-    ("blocks", "expected"), [([], []), ([3], [(3, 4)]), ([0, 1, 2, 5, 7, 8], [(0, 3), (5, 6), (7, 9)])]
-)
-def test_indices_are_joined_to_ranges(blocks: list[int], expected: list[tuple[int, int]]) -> None:
-    assert runs(blocks) == expected
 
 
 def test_status_without_an_address_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from swarm_plugins.cli.main import app
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.talk import loop
-from swarm_plugins.talk.loading import load_for_chat, split_tag
+from swarm_plugins.talk.loading import split_tag
 from swarm_plugins.talk.turns import Conversation
 from swarm_plugins.testing.models import tiny_model, tiny_tokenizer
 
@@ -44,7 +46,7 @@ def test_oldest_turns_are_forgotten_when_the_model_cannot_read_more() -> None:
 
 def test_a_text_too_long_says_both_lengths_and_is_not_kept() -> None:
     talked = conversation(max_new_tokens=12)
-    with pytest.raises(ConfigError, match=r"that is 605 tokens long, at most 500 fit beside an answer: say less"):
+    with pytest.raises(ConfigError, match=r"prompt is 605 tokens long, at most 500 leave room for an answer: say less"):
         talked.answer("x" * 600, lambda _: None)
     assert talked.turns == []
 
@@ -111,10 +113,12 @@ def test_an_adapter_in_a_folder_has_none(tmp_path: Path) -> None:
 
 
 def test_a_tag_that_is_empty_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--adapter 'me/mine@' must be a folder, USER/NAME or USER/NAME@TAG"):
+    with pytest.raises(ConfigError, match=r"invalid --adapter 'me/mine@': expected a folder, USER/NAME or"):
         split_tag("me/mine@")
 
 
-def test_without_an_address_it_says_how_to_give_one() -> None:
-    with pytest.raises(ConfigError, match=r"no address of the swarm: give --initial-peers .* or set SWARM_INIT"):
-        load_for_chat("anything", [], adapter=None, revision=None, endpoint=None)
+def test_without_an_address_it_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
+    result = CliRunner().invoke(app, ["chat", "anything"])
+    assert result.exit_code == 1
+    assert "no address of the swarm: give --initial-peers ADDRESS" in " ".join(result.output.split())

@@ -12,27 +12,25 @@ import signal
 import sys
 import threading
 
-import typer
+import torch
 
-from swarm_plugins.cli._serve.embedding import Embedding
 from swarm_plugins.errors import TransportError
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.embedding import Embedding
 from swarm_plugins.server.server import SwarmServer
 
 __all__ = ["prepare_process", "run_server"]
 
 _M_ARENA_MAX = -8
 _LAST_RESORT_S = 40.0
-"""A server that has not ended so long after a signal ends at once: each part of leaving has a shorter deadline."""
+"""Time from a signal to the end of the process at the latest: each part of leaving has a shorter deadline."""
 
 
 def prepare_process(log_level: str, threads: int | None) -> None:
-    """Sets what belongs to the process: logging, threads, memory arenas."""
+    """Sets up the process: logging, threads, memory arenas."""
     logging.basicConfig(
         level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    import torch
-
     if threads is not None:
         torch.set_num_threads(threads)
     # By default glibc keeps freed memory in one arena per thread: a server with two busy threads would hold it twice.
@@ -49,7 +47,7 @@ def run_server(config: ServeConfig, embedding: Embedding | None) -> None:
     asyncio.run(_serve(config, embedding))
     sys.stdout.flush()
     sys.stderr.flush()
-    # A load that was interrupted still runs in its thread, and torch takes its time to unload: nothing is left to do.
+    # An interrupted load still runs in its thread, and torch takes its time to unload: there is nothing left to do.
     os._exit(0)
 
 
@@ -110,8 +108,8 @@ def _report(server: SwarmServer, addresses: tuple[str, ...], config: ServeConfig
         return
     peers = " ".join(f"--initial-peers {address}" for address in addresses)
     revision = f" --revision {shlex.quote(config.revision)}" if config.revision else ""
-    typer.echo(
+    sys.stdout.write(
         f"Serving blocks {info.start}:{info.end} of {info.num_blocks} of {info.model}@{info.version}; "
-        f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}"
+        f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}\n"
     )
     sys.stdout.flush()

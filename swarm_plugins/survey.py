@@ -1,12 +1,15 @@
-"""Asks the swarm what it serves: the DHT who, the servers themselves how they are."""
+"""Survey of a swarm: the DHT names the servers, the servers say how they are."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from swarm_plugins.errors import ProtocolError, TransportError
+import msgspec
+
+from swarm_plugins.errors import TransportError
 from swarm_plugins.transport.messages import InfoRequest, ServerInfo
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.records import check_server_info
@@ -47,12 +50,31 @@ class ModelStatus:
 
     @property
     def missing(self) -> list[int]:
-        """Blocks that nobody serves."""
+        """Blocks without a server."""
         return [block for block, count in enumerate(self.coverage) if count == 0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything in types that JSON has."""
+        return {
+            "version": self.version,
+            "model": self.model,
+            "num_blocks": self.num_blocks,
+            "coverage": self.coverage,
+            "missing_blocks": self.missing,
+            "servers": [
+                {"peer": server.peer, "is_reachable": server.is_reachable, **msgspec.structs.asdict(server.info)}
+                for server in self.servers
+            ],
+        }
 
 
 async def survey(initial_peers: tuple[str, ...], wanted: str | None, *, timeout_s: float) -> list[ModelStatus]:
     """Returns all model versions whose version or name contains ``wanted``, with their servers.
+
+    Args:
+        initial_peers: Addresses to join the swarm by.
+        wanted: Part of a version or of a model's name. None: all versions.
+        timeout_s: Longest wait for one server.
 
     Raises:
         TransportError: If the swarm cannot be reached.
@@ -75,23 +97,21 @@ async def survey(initial_peers: tuple[str, ...], wanted: str | None, *, timeout_
 async def _ask(
     node: SwarmNode, gate: asyncio.Semaphore, peer: str, announced: ServerInfo, timeout_s: float
 ) -> ServerStatus:
-    async with gate:
-        try:
+    unreachable = ServerStatus(peer, announced, is_reachable=False)
+    try:
+        async with gate:
             channel = await node.open(peer, "rpc_info", timeout_s=timeout_s)
             try:
                 await channel.send(InfoRequest())
                 answer = await channel.receive(timeout_s=timeout_s)
             finally:
                 await channel.close()
-        except TransportError:
-            answer = None
-    if not isinstance(answer, ServerInfo) or answer.num_blocks != announced.num_blocks:
-        # A server that still loads announces itself, but serves nothing yet: that is no fault.
-        return ServerStatus(peer, announced, is_reachable=False)
-    try:
+        # A server that still loads announces itself but serves nothing yet, which is not a fault.
+        if not isinstance(answer, ServerInfo) or answer.num_blocks != announced.num_blocks:
+            return unreachable
         check_server_info(answer)
-    except ProtocolError:
-        return ServerStatus(peer, announced, is_reachable=False)
+    except TransportError:
+        return unreachable
     return ServerStatus(peer, answer, is_reachable=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_plugins.cli.support.offload_option import format_offload, parse_offload
+from swarm_plugins.cli.support.options import format_offload, parse_offload
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig
 
@@ -38,15 +38,19 @@ def test_the_option_is_read(text: str, expected: OffloadConfig) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("fats=4GB", "'fats=4GB'; known are fast, ram, bits", id="unknown"),
-        pytest.param("4GB", "'4GB'; known are fast", id="no-name"),
-        pytest.param("fast=lots", "fast=lots: 'lots' is no size", id="size"),
+        pytest.param(
+            "fats=4GB",
+            "'fats=4GB': expected NAME=VALUE with a name out of fast, ram, bits",
+            id="unknown",
+        ),
+        pytest.param("4GB", "invalid --offload '4GB': expected NAME=VALUE with a name out of fast", id="no-name"),
+        pytest.param("fast=lots", "invalid --offload fast=lots: invalid size 'lots'", id="size"),
         pytest.param("fast=1GB,fast=2GB", "gives fast twice", id="twice"),
-        pytest.param("bits=four", "--offload bits is four; allowed are 2, 3, 4, 8, 16, nf4", id="no-width"),
-        pytest.param("bits=5", "--offload bits is 5; allowed are 2, 3, 4, 8, 16, nf4", id="width"),
-        pytest.param("other-bits=3", "--offload other-bits is 3; allowed are 4, 8, 16, nf4", id="other-width"),
-        pytest.param("prefetch=maybe", "prefetch=maybe; allowed are on, off, auto", id="prefetch"),
-        pytest.param("pinned=x", "pinned=x is no number", id="share"),
+        pytest.param("bits=four", "invalid --offload bits=four: expected 2, 3, 4, 8, 16 or nf4", id="no-width"),
+        pytest.param("bits=5", "invalid --offload bits=5: expected 2, 3, 4, 8, 16 or nf4", id="width"),
+        pytest.param("other-bits=3", "invalid --offload other-bits=3: expected 4, 8, 16 or nf4", id="other-width"),
+        pytest.param("prefetch=maybe", "invalid --offload prefetch=maybe: expected on, off or auto", id="prefetch"),
+        pytest.param("pinned=x", "invalid --offload pinned=x: expected a number from 0 to below 1", id="share"),
         pytest.param("pinned=1", "pinned_share is 1.0", id="all-pinned"),
         pytest.param("readers=0", "num_readers is 0", id="readers"),
     ],

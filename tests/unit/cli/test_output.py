@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.support.wording import OFFLOAD_WORDS, SERVE_WORDS, in_options
+from swarm_plugins.cli.support.output import OFFLOAD_WORDS, SERVE_WORDS, in_options
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_without_words_a_message_stays() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["run", "m", "--offload", "bits=5"], "swarm run: --offload bits is 5;", id="run"),
+        pytest.param(["run", "m", "--offload", "bits=5"], "swarm run: invalid --offload bits=5: expected", id="run"),
         pytest.param(["serve", "m", "--offload", "readers=0"], "swarm serve: --offload readers is 0;", id="offload"),
         pytest.param(["serve", "m", "--kv-bytes", "0"], "swarm serve: --kv-bytes must be above 0, got 0", id="serve"),
         pytest.param(
@@ -40,7 +40,14 @@ def test_without_words_a_message_stays() -> None:
             "swarm serve: --blocks 1/2 and --num-blocks 3 exclude each other",
             id="two-spans",
         ),
-        pytest.param(["quantize", "m", "--out", "o", "--experts", "5"], "swarm quantize: --experts is 5", id="experts"),
+        pytest.param(
+            ["quantize", "m", "--out", "o", "--experts", "5"],
+            "swarm quantize: invalid --experts '5': expected",
+            id="experts",
+        ),
+        pytest.param(
+            ["serve", "m", "--blocks", "all"], "swarm serve: invalid --blocks 'all': expected A:B such as", id="blocks"
+        ),
     ],
 )
 def test_commands_speak_of_their_options(

@@ -1,7 +1,9 @@
-"""A server as a child of ``LocalSwarm``: events go to the parent, addresses come from it, and it ends with it.
+"""A server as a child of ``LocalSwarm``: sends events to its parent, takes addresses from it, and ends with it.
 
 Parent and child speak JSON, one line each: stdin brings the list of peers to join by, stdout takes events. stdin
 stays open for as long as the parent lives.
+
+Imports nothing heavy: the child must notice early that its parent has gone.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Embedding:
         return peers
 
     def send(self, event: str, **values: object) -> None:
-        """Tells the parent what has happened."""
+        """Tells the parent about an event."""
         try:
             os.write(self._events_fd, json.dumps({"event": event, **values}).encode() + b"\n")
         except OSError:

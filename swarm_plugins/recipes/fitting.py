@@ -1,42 +1,87 @@
-"""Runs a recipe: LightningCLI reads it, a Trainer does the rest."""
+"""Runs a recipe: LightningCLI reads it, a Trainer trains, and what was trained survives a run that ends early."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 from swarm_plugins.backbone import SwarmSettings, active_swarm
-from swarm_plugins.cli._fit.keeping import KeepTrained
-from swarm_plugins.cli._fit.reading import read_recipe
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.recipes.reading import read_recipe
 
-__all__ = ["run_recipe"]
+__all__ = ["KeepTrained", "run_recipe"]
+
+
+class KeepTrained(Callback):
+    """Writes a checkpoint when a run fails or is interrupted: Lightning's own come at the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.kept: Path | None = None
+        """The checkpoint, if one was written."""
+        self.fault: str | None = None
+        """Why none could be written."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Writes the checkpoint; raises nothing, since what ended the run is what matters."""
+        if trainer.global_step == 0 or trainer.fast_dev_run:
+            return
+        # The disk of the run may be what is full.
+        for folder in (Path(trainer.log_dir or trainer.default_root_dir), Path(tempfile.gettempdir())):
+            path = _free(folder, f"interrupted-step={trainer.global_step}")
+            try:
+                trainer.save_checkpoint(path)
+            except (OSError, RuntimeError) as error:
+                # torch's writer reports a full disk as RuntimeError; half a file is of no use.
+                self.fault = f"cannot write the checkpoint {path} ({error}): free some space"
+                path.unlink(missing_ok=True)
+            else:
+                self.kept = path
+                return
+
+    @property
+    def advice(self) -> str | None:
+        """What to tell the user, if anything."""
+        if self.kept is not None:
+            return f"what was trained is in {self.kept}; go on with --ckpt-path '{self.kept}'"
+        return self.fault
+
+
+def _free(folder: Path, stem: str) -> Path:
+    path, number = folder / f"{stem}.ckpt", 2
+    while path.exists():
+        path, number = folder / f"{stem}-{number}.ckpt", number + 1
+    return path
 
 
 def run_recipe(
     recipes: Sequence[Path],
     options: Sequence[str],
     *,
+    warn: Callable[[str], object],
     num_servers: int = 0,
     threads: int = 1,
     ckpt_path: Path | None = None,
-) -> None:
-    """Trains by a recipe and prints the last metrics.
+) -> dict[str, float]:
+    """Trains by a recipe.
 
     Args:
         recipes: YAML files; later ones win.
         options: Keys of the recipe as command-line options; they win over the files.
+        warn: Told where the checkpoint of a run that ended early is.
         num_servers: Servers to start on this machine for the recipe's model. 0: none.
         threads: Threads of each of them.
         ckpt_path: Checkpoint to go on from.
+
+    Returns:
+        The last metrics, sorted by name.
 
     Raises:
         ConfigError: If a file is missing, a key or value is wrong, or the recipe cannot be run.
@@ -47,15 +92,14 @@ def run_recipe(
     if ckpt_path is not None and not ckpt_path.is_file():
         raise ConfigError(f"there is no checkpoint {str(ckpt_path)!r}; give the path of a .ckpt file")
     cli = read_recipe([*(f"--config={recipe}" for recipe in recipes), *options])
-    with _swarm_of(cli.model, num_servers, threads), _kept(cli.trainer), _lightning_errors():
+    with _swarm_of(cli.model, num_servers, threads), _kept(cli.trainer, warn), _lightning_errors():
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path and str(ckpt_path))
-    metrics = {name: float(value) for name, value in sorted(cli.trainer.callback_metrics.items())}
-    typer.echo(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()) or "done")
+    return {name: float(value) for name, value in sorted(cli.trainer.callback_metrics.items())}
 
 
 @contextlib.contextmanager
 def _swarm_of(model: Any, num_servers: int, threads: int) -> Iterator[None]:
-    """Serves the recipe's model for the length of a run, if that is wanted."""
+    """Serves the recipe's model for the length of a run, if servers are wanted."""
     if num_servers == 0:
         yield
         return
@@ -73,14 +117,14 @@ def _swarm_of(model: Any, num_servers: int, threads: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept(trainer: Trainer) -> Iterator[None]:
+def _kept(trainer: Trainer, warn: Callable[[str], object]) -> Iterator[None]:
     keeper = KeepTrained()
     trainer.callbacks.append(keeper)  # type: ignore[attr-defined]  # set by one of its connectors
     try:
         yield
     finally:
         if keeper.advice is not None:
-            typer.echo(f"swarm fit: {keeper.advice}", err=True)
+            warn(keeper.advice)
 
 
 @contextlib.contextmanager

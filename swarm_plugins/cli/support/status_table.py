@@ -1,4 +1,4 @@
-"""The survey as tables."""
+"""The survey of a swarm as tables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from swarm_plugins.cli._status.survey import ModelStatus, ServerStatus, runs
 from swarm_plugins.client.advice import serve_command
+from swarm_plugins.survey import ModelStatus, ServerStatus, runs
 
 __all__ = ["print_tables"]
 
@@ -20,19 +20,19 @@ _NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")
 _COLUMNS = (*_NARROW, "tokens/s a block")
 _WIDE_CHARS = 140
 _END_CHARS = 8
-"""Of a peer id in a narrow terminal: all ids start alike."""
+"""Characters of a peer id in a narrow terminal, from its end: all ids start alike."""
 
 
 def print_tables(
     found: Sequence[ModelStatus], console: Console | None = None, *, initial_peers: Sequence[str] = ()
 ) -> None:
-    """Prints one table for each model version, and what is missing.
+    """Prints one table for each model version, and the blocks that are missing.
 
-    A narrow terminal gets the ends of the peer ids, and no pace.
+    A narrow terminal gets the ends of the peer ids, and no throughput.
 
     Args:
         found: The versions.
-        console: Where to.
+        console: The terminal or file.
         initial_peers: Addresses that the swarm was joined by.
     """
     console = console or Console()
@@ -40,7 +40,7 @@ def print_tables(
     for one in found:
         table = Table(title=escape(f"{one.model}@{one.version}"), title_justify="left", title_style="bold")
         for name in _COLUMNS if is_wide else _NARROW:
-            # A narrow terminal folds this one: 80 columns hold the others.
+            # Only this column is folded: 80 characters hold the others.
             is_folded = name == "dtype"
             justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
             table.add_column(name, justify=justify, no_wrap=not is_folded, overflow="fold")
@@ -52,7 +52,7 @@ def print_tables(
             if server.info.adapters:
                 names = ", ".join(server.info.adapters)
                 console.print(
-                    escape(f"{_label(server.peer, is_wide=is_wide)} has the adapters {names}"), soft_wrap=True
+                    escape(f"{_label(server.peer, is_wide=is_wide)} holds the adapters {names}"), soft_wrap=True
                 )
         console.print(f"coverage: {_coverage(one.coverage)}")
         if one.missing:
@@ -83,7 +83,7 @@ def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
 
 
 def _short(number: float) -> str:
-    """Says a number in three digits: ``4.19 M``."""
+    """Returns a number in three digits: ``4.19 M``."""
     for unit in ("", " k", " M"):
         if number < 1000:
             return f"{number:.3g}{unit}"
@@ -92,7 +92,7 @@ def _short(number: float) -> str:
 
 
 def _coverage(counts: Sequence[int]) -> str:
-    """Says how many servers hold each range of blocks: ``0:10 x2, 10:30 x1``."""
+    """Returns how many servers hold each range of blocks: ``0:10 x2, 10:30 x1``."""
     parts = []
     block = 0
     for count, group in itertools.groupby(counts):

@@ -1,3 +1,0 @@
-"""What few bits cost in loss."""
-
-from __future__ import annotations

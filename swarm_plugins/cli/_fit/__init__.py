@@ -1,3 +1,0 @@
-"""Behind ``swarm fit``."""
-
-from __future__ import annotations

@@ -1,3 +1,0 @@
-"""What ``swarm serve`` is made of."""
-
-from __future__ import annotations

@@ -1,0 +1,54 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from swarm_plugins.errors import ConfigError
+
+__all__ = [
+    "Adapter",
+    "Model",
+    "NewTokens",
+    "Peers",
+    "Revision",
+    "System",
+    "Temperature",
+    "require_addresses",
+    "split_addresses",
+]
+
+Model = Annotated[str, typer.Argument(help="Model: a directory, or its id on the Hub.", show_default=False)]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")]
+Peers = Annotated[
+    list[str] | None, typer.Option(help="Address to reach the swarm by; repeatable.", envvar="SWARM_INITIAL_PEERS")
+]
+Adapter = Annotated[
+    str | None, typer.Option(metavar="DIR|REPO[@TAG]", help="Adapter to talk with, from a folder or the Hub.")
+]
+System = Annotated[str | None, typer.Option(help="Instructions to the model at the start.")]
+NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest word.")]
+
+
+def split_addresses(entries: Sequence[str] | None) -> list[str]:
+    """Returns addresses that are separated by commas or blanks."""
+    return [address for entry in entries or () for address in entry.replace(",", " ").split()]
+
+
+def require_addresses(entries: Sequence[str] | None) -> list[str]:
+    """Returns the addresses of the swarm.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    addresses = split_addresses(entries)
+    if not addresses:
+        raise ConfigError(
+            "no address of the swarm: give --initial-peers ADDRESS as `swarm serve` prints it, "
+            "or set SWARM_INITIAL_PEERS"
+        )
+    return addresses

@@ -1,0 +1,82 @@
+"""What a command prints: faults as one sentence, tables at full width."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarm_plugins.errors import SwarmError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["OFFLOAD_WORDS", "SERVE_WORDS", "in_options", "one_sentence_errors", "wide_console"]
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+OFFLOAD_WORDS = {
+    "fast_bytes": "--offload fast",
+    "ram_bytes": "--offload ram",
+    "expert_bits": "--offload bits",
+    "other_bits": "--offload other-bits",
+    "pinned_share": "--offload pinned",
+    "num_readers": "--offload readers",
+}
+"""The library's messages name fields of a config; people have typed options."""
+_SERVE_FIELDS = (
+    "num_blocks",
+    "initial_peers",
+    "host_maddrs",
+    "announce_maddrs",
+    "kv_bytes",
+    "activation_bytes",
+    "adapter_bytes",
+    "max_batch_tokens",
+    "max_session_tokens",
+)
+SERVE_WORDS = OFFLOAD_WORDS | {field: f"--{field.replace('_', '-')}" for field in _SERVE_FIELDS}
+
+
+@contextlib.contextmanager
+def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Turns an error of the package or the system into one sentence and exit code 1; Ctrl-C into code 130.
+
+    Args:
+        command: Name of the command.
+        words: Its options, by the fields that the package's messages name.
+    """
+    try:
+        yield
+    except SwarmError as error:
+        fault = in_options(str(error), words or {})
+    except OSError as error:
+        advice = ": free some space and try again" if error.errno in _DISK_FULL else ""
+        where = f" ({error.filename})" if error.filename else ""
+        fault = f"{error.strerror or error}{where}{advice}"
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    else:
+        return
+    typer.echo(f"swarm {command}: {fault}", err=True)
+    raise typer.Exit(1)
+
+
+def in_options(message: str, words: Mapping[str, str]) -> str:
+    """Returns a message with options in place of fields; parts of a path, a call or a longer name stay."""
+    if not words:
+        return message
+    fields = "|".join(map(re.escape, words))
+    return re.sub(rf"(?<![\w/.(-])(?:{fields})(?![\w/(-])", lambda match: words[match[0]], message)
+
+
+def wide_console(columns: int = 120) -> Console:
+    """Returns a console for tables: a pipe has no width of its own, and 80 columns would fold them."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=columns)

@@ -1,0 +1,60 @@
+"""Progress of a long step on standard error: a bar at a terminal, plain lines in a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm import tqdm
+
+__all__ = ["Progress"]
+
+_LINE_EVERY_S = 10.0
+
+
+class Progress:
+    """Shows how far a step is, for the length of a ``with`` block.
+
+    Args:
+        what: The step.
+        total: Its length.
+        unit: What is counted, in the plural.
+    """
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._done = 0
+        self._started, self._last_line = time.monotonic(), -_LINE_EVERY_S
+        # Cursor codes have no place in a file.
+        self._bar = tqdm(total=total, desc=what, unit=f" {unit}", leave=False) if sys.stderr.isatty() else None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """Counts; a file gets a line for the first and the last count, and every ten seconds between.
+
+        Args:
+            count: Units done since the last call.
+            note: Shown behind the count.
+        """
+        self._done += count
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(count)
+            return
+        passed = time.monotonic() - self._started
+        if self._done >= self._total or passed - self._last_line >= _LINE_EVERY_S:
+            self._last_line = passed
+            details = ", ".join(filter(None, (note, f"{passed:.0f} s")))
+            sys.stderr.write(f"{self._what}: {self._done} of {self._total} {self._unit} ({details})\n")
+            sys.stderr.flush()
