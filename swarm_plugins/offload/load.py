@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.ahead.prefetch import install_prefetch
+from swarm_plugins.offload.cache.budget import choose_device
 from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.devices import choose_device
 from swarm_plugins.offload.formats.experts import width_on
 from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of

@@ -1,3 +1,1 @@
 """Reading experts before they are needed."""
-
-from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much memory experts may take when the user does not say."""
+"""Default device and memory budgets for experts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from swarm_plugins.errors import CapacityError
+from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 
-__all__ = ["choose_fast_bytes", "choose_ram_bytes", "free_host_bytes", "least_bytes"]
+__all__ = ["choose_device", "choose_fast_bytes", "choose_ram_bytes", "free_host_bytes", "least_bytes"]
 
 # Kept for activations, KV caches and the rest of the machine.
 _RESERVE_BYTES = 512 << 20
@@ -20,38 +20,50 @@ _RESERVE_SHARE = 0.15
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def least_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int], num_readers: int) -> int:
-    """Returns the smallest budget: an expert for each reader to fill and one to compute with, at most all.
+def choose_device(wanted: str | torch.device | None) -> torch.device:
+    """Returns the device to compute on; None: a CUDA device if there is one, else the CPU.
 
-    Args:
-        expert_bytes: Size of an expert of each layer.
-        num_experts: Experts of each layer.
-        num_readers: Reads at the same time.
+    Raises:
+        ConfigError: If the device does not exist, or is neither a CPU nor a CUDA device.
     """
+    try:
+        found = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError) as exc:
+        raise ConfigError(f"device is {wanted!r}; allowed are 'cpu', 'cuda' and 'cuda:N'") from exc
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {str(found)!r}; experts are offloaded for 'cpu', 'cuda' and 'cuda:N'")
+    num_devices = torch.cuda.device_count() if found.type == "cuda" else 0
+    if found.type == "cuda" and (found.index or 0) >= num_devices:
+        raise ConfigError(
+            f"device is {str(found)!r}, but torch finds {num_devices} CUDA devices: take another one, or 'cpu'"
+        )
+    return found
+
+
+def least_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int], num_readers: int) -> int:
+    """Returns the smallest budget: one expert for each reader to fill and one to compute with, at most all."""
     largest = max(expert_bytes.values(), default=0)
-    return min((num_readers + 1) * largest, all_bytes(expert_bytes, num_experts))
+    return min((num_readers + 1) * largest, _all_bytes(expert_bytes, num_experts))
 
 
-def all_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
-    """Returns the bytes of all experts."""
+def _all_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
     return sum(size * num_experts[layer] for layer, size in expert_bytes.items())
 
 
 def choose_fast_bytes(
     config: OffloadConfig, expert_bytes: Mapping[int, int], num_experts: Mapping[int, int], device: torch.device
 ) -> int:
-    """Returns the budget of fast memory: what the user said or what is free, and no more than all experts need.
+    """Returns the budget of fast memory: as configured or what is free, and at most all experts.
 
     Args:
-        config: What the user said.
+        config: The settings.
         expert_bytes: Size of an expert of each layer, as computed with.
         num_experts: Experts of each layer.
-        device: Where they are computed with.
+        device: Where products run.
 
     Raises:
-        CapacityError: If it is less than is needed to compute at all.
+        CapacityError: If it is too small to compute with.
     """
-    total = all_bytes(expert_bytes, num_experts)
     least = least_bytes(expert_bytes, num_experts, config.num_readers)
     if config.fast_bytes is not None:
         budget, source = config.fast_bytes, f"fast_bytes is {config.fast_bytes}"
@@ -65,20 +77,20 @@ def choose_fast_bytes(
             f"{max(expert_bytes.values(), default=0)} bytes to compute with, and one for each of "
             f"{config.num_readers} readers; raise fast_bytes, lower num_readers, or take a lower expert_bits"
         )
-    return min(budget, total)
+    return min(budget, _all_bytes(expert_bytes, num_experts))
 
 
 def choose_ram_bytes(config: OffloadConfig, stored_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
-    """Returns the budget of pinned RAM for a CUDA device: what the user said or half of what is free.
+    """Returns the budget of pinned RAM for a CUDA device: as configured or half of what is free, at most all experts.
 
     Args:
-        config: What the user said.
+        config: The settings.
         stored_bytes: Size of an expert of each layer, as stored.
         num_experts: Experts of each layer.
     """
-    # Pages that cannot be swapped or dropped: half is for everything else that runs here.
+    # Pages that cannot be swapped or dropped: half is left for everything else that runs here.
     budget = config.ram_bytes if config.ram_bytes is not None else _less_reserve(free_host_bytes()) // 2
-    return min(budget, all_bytes(stored_bytes, num_experts))
+    return min(budget, _all_bytes(stored_bytes, num_experts))
 
 
 def free_host_bytes() -> int:
@@ -99,7 +111,7 @@ def _process_limits() -> Iterator[int]:
 
 
 def _group_limits(root: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """Yields what each enclosing control group leaves (both versions of them; page cache counts as free)."""
+    """Yields what each enclosing control group, of either version, leaves; page cache counts as free."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -131,5 +143,5 @@ def _file_pages(path: Path) -> int:
         pairs = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
     except (OSError, ValueError):
         return 0
-    # Only what can be dropped at once.
+    # Only pages that can be dropped at once.
     return int(pairs.get("total_inactive_file", pairs.get("inactive_file", "0")))

@@ -1,4 +1,4 @@
-"""The experts that are in fast memory: lent out layer by layer, read when missing, evicted by the policy."""
+"""The experts in fast memory: lent out layer by layer, read when missing, evicted by the policy."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def make_cache(
     """Returns a cache of a store's experts; nothing is read or allocated yet.
 
     Args:
-        store: Says where the bytes are.
-        formats: What they mean, for each layer of the store.
+        store: Locates the bytes.
+        formats: Their meaning, for each layer of the store.
         config: Budgets and habits.
-        device: Where the experts are computed with.
+        device: Where products run.
 
     Raises:
         CapacityError: If the budget is too small to compute with.
@@ -64,10 +64,10 @@ class BoundedCache:
     """Lends experts out of a bounded memory; an `ExpertCache`. Thread-safe.
 
     Args:
-        store: Says where the bytes are.
-        formats: What they mean, by layer.
+        store: Locates the bytes.
+        formats: Their meaning, by layer.
         config: Budgets and habits.
-        loader: Where an expert comes from that is not in fast memory.
+        loader: Brings missing experts to fast memory.
         pool: The fast memory.
         queue: The threads that load.
     """
@@ -92,24 +92,18 @@ class BoundedCache:
         self._changed = threading.Condition(self._lock)
         self._policy = Residency(self.num_experts, sizes, pool.limit_bytes, config.pinned_share)
         self._queue = queue
-        self._slots = Slots(self._policy, pool, layouts, loader, self._queue, self._changed)
-        self._guesses = Guesses(self._slots)
         self._counters = Counters(self.num_experts)
+        self._slots = Slots(self._policy, pool, layouts, loader, queue, self._counters, self._changed)
+        self._guesses = Guesses(self._slots, self._counters)
         self._loans: list[_Loan] = []
         self._is_closed = False
         self._is_forked = False
         _alive.add(self)
         self.on_asked: Callable[[int], bool] | None = None
-        """Called with a layer when its experts have been asked of the disk: the time to guess. Says whether it has."""
+        """Called with a layer once its experts have been asked of the disk; returns whether it made a guess."""
 
     def borrow(self, layer: int, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]], None, None]:
-        """Yields each of the experts once, those at hand first, the others as they arrive.
-
-        What is yielded stays untouched until the next one is asked for or the iterator is closed.
-
-        Args:
-            layer: Index of the layer.
-            experts: Distinct indices.
+        """Yields each of the experts once, see `ExpertCache.borrow`.
 
         Raises:
             CheckpointError: If an expert cannot be read, or not in time: names file and tensor.
@@ -142,47 +136,42 @@ class BoundedCache:
             self._end(loan, ended_well=ended_well)
 
     def guess(self, layer: int, experts: Sequence[int]) -> None:
-        """Says which experts a later layer will probably need, best guess first; returns at once.
+        """Announces which experts a later layer will probably need, best guess first; returns at once.
 
         Reading starts when the next layer that asks has everything on its way.
-
-        Args:
-            layer: Index of the later layer.
-            experts: Distinct indices.
         """
         with self._lock:
             if not self._is_closed:
                 self._guesses.plan(layer, experts)
 
     def is_complete(self, layer: int) -> bool:
-        """Says whether all experts of a layer are in fast memory or on their way there."""
+        """Returns whether all experts of a layer are in fast memory or on their way there."""
         return len(self._slots.of(layer)) == self.num_experts[layer]
 
     def stats(self) -> OffloadStats:
         """Returns what happened since the last reset."""
         with self._lock:
-            return self._counters.stats(self._slots.bytes_read)
+            return self._counters.stats()
 
     def reset_stats(self) -> None:
-        """Counts from zero again; what is in memory stays."""
+        """Counts from zero again; experts in memory stay."""
         with self._lock:
             self._counters.reset()
-            self._slots.bytes_read = 0
 
     def keep_trace(self, max_rows: int) -> None:
-        """Keeps which experts each pass used in each layer, the last rows; 0 (the start): none."""
+        """Keeps the last rows of which experts each pass used in each layer; 0, the default: none."""
         with self._lock:
             self._counters.keep_trace(max_rows)
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Notes how many rows go through the first layer with experts."""
+        """Counts rows that go through the first layer with experts."""
         with self._lock:
             self._counters.tokens += num_tokens
 
     def close(self) -> None:
-        """Ends the reader threads and frees the memory; may be called again. What is lent stays readable."""
+        """Ends the reader threads and frees the memory; may be called again. Lent experts stay readable."""
         if self._queue.is_own_thread():
-            # The collector of a model that is gone runs here, in the middle of a read.
+            # The collector of a dropped model runs here, in the middle of a read.
             self._is_closed = True
             self._queue.stop()
             return
@@ -197,9 +186,9 @@ class BoundedCache:
         self._loader.close()
 
     def close_in_child(self) -> None:
-        """Closes the cache of a process that was just forked: none of the reader threads is there, and any lock held.
+        """Closes the cache in a forked process, which has no reader threads and perhaps a locked lock.
 
-        What it held in memory is wiped there, but for small experts.
+        Its memory is wiped there, except small experts.
         """
         self._is_closed = self._is_forked = True
         self._lock = threading.RLock()
@@ -220,7 +209,7 @@ class BoundedCache:
             if any(other.is_over for other in self._loans):
                 self._heal()
             self._loans.append(loan)
-            self._guesses.settle(loan.layer, experts, self._counters)
+            self._guesses.settle(loan.layer, experts)
             slots = self._slots.of(loan.layer)
             for expert in experts:
                 slot = slots.get(expert)
@@ -247,13 +236,13 @@ class BoundedCache:
             self._counters.last_s = time.perf_counter()
 
     def _heal(self) -> None:
-        """Makes the books agree after an exception, which with Ctrl-C may come in the middle of any change."""
+        """Rebuilds bookkeeping after an exception: Ctrl-C may interrupt any update."""
         living = [loan for loan in self._loans if not loan.is_over]
         self._slots.heal([*self._guesses.held(), *(slot for loan in living for slot in loan.held())])
         self._loans = living
 
     def _ask(self, loan: _Loan) -> None:
-        """Starts reading what is missing, a few at a time: more would evict early what could still be used."""
+        """Starts reading missing experts, a few at a time: more would evict early what could still be used."""
         while loan.missing and len(loan.waiting) < 2 * self.config.num_readers:
             slot = self._slots.fetch(ExpertKey(loan.layer, loan.missing[0]), is_guess=False)
             if slot is None:
@@ -271,7 +260,7 @@ class BoundedCache:
             self._ask(loan)
 
     def _await(self, loan: _Loan) -> None:
-        """Waits until one more of the experts is there."""
+        """Waits until one more of the experts has arrived."""
         begin_s = time.perf_counter()
         deadline = begin_s + self.config.read_timeout_s
         with self._lock:
@@ -283,7 +272,7 @@ class BoundedCache:
                 if loan.ready:
                     break
                 if not loan.waiting and self._guesses.drop():
-                    # There was no room because of what was guessed.
+                    # Guesses took the room.
                     continue
                 if loan.waiting and not had_room:
                     # The time until now was not the disk's.
@@ -315,7 +304,7 @@ class _Loan:
     layer: int
     ready: deque[Slot] = field(default_factory=deque)
     missing: deque[int] = field(default_factory=deque)
-    """Experts that nobody reads yet."""
+    """Experts whose read has not started."""
     waiting: list[Slot] = field(default_factory=list)
     used: list[Slot] = field(default_factory=list)
     """Yielded, still held."""
@@ -326,11 +315,7 @@ class _Loan:
         return [*self.used, *self.ready, *self.waiting]
 
     def collect(self) -> None:
-        """Moves what has arrived.
-
-        Raises:
-            Exception: What a read ended with.
-        """
+        """Moves arrived experts from `waiting` to `ready`; raises the error of a failed read."""
         for slot in self.waiting:
             if slot.error is not None:
                 raise slot.error

@@ -11,7 +11,7 @@ __all__ = ["Counters"]
 
 
 class Counters:
-    """Running counts; its owner locks.
+    """Running counts, named as in `OffloadStats`; its owner locks.
 
     Args:
         num_experts: Experts of each layer.
@@ -24,8 +24,8 @@ class Counters:
         self.reset()
 
     def reset(self) -> None:
-        """Starts from zero; what was traced is dropped, tracing stays on or off."""
-        self.hits = self.misses = self.passes = self.tokens = 0
+        """Starts from zero and drops the trace; tracing stays on or off."""
+        self.hits = self.misses = self.bytes_read = self.passes = self.tokens = 0
         self.guesses = self.guesses_used = self.guesses_late = 0
         self.guessed_loads = self.guessed_loads_used = self.asked_after_guess = 0
         self.stall_s = 0.0
@@ -53,22 +53,12 @@ class Counters:
         if self._trace is not None:
             self._trace.append((self.passes - 1, layer, tuple(experts)))
 
-    def stats(self, bytes_read: int) -> OffloadStats:
+    def stats(self) -> OffloadStats:
         """Returns what was counted since the last reset."""
+        counts = {name: value for name, value in vars(self).items() if name in OffloadStats.__slots__}
         return OffloadStats(
-            hits=self.hits,
-            misses=self.misses,
-            bytes_read=bytes_read,
-            guesses=self.guesses,
-            guesses_used=self.guesses_used,
-            guesses_late=self.guesses_late,
-            guessed_loads=self.guessed_loads,
-            guessed_loads_used=self.guessed_loads_used,
-            asked_after_guess=self.asked_after_guess,
-            stall_s=self.stall_s,
+            **counts,
             seconds=max(0.0, self.last_s - self.first_s) if self.first_s is not None else 0.0,
-            tokens=self.tokens,
-            passes=self.passes,
             uses={layer: tuple(counts) for layer, counts in self._uses.items()},
             trace=tuple(self._trace or ()),
         )

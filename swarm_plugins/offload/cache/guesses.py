@@ -1,4 +1,4 @@
-"""Experts read ahead: which layers they are for, and what became of them."""
+"""Experts read ahead: which layers they are for, and whether they were used."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ class _Guess:
     layer: int
     experts: Sequence[int] = ()
     held: list[Slot] = field(default_factory=list)
-    """What is kept from eviction until the layer has said what it needs."""
+    """Kept from eviction until the layer has asked for what it needs."""
     loads: set[int] = field(default_factory=set)
-    """Those that had to be read, also of what was guessed at first."""
+    """Experts that had to be read, earlier guesses for the layer included."""
 
 
 class Guesses:
     """The guesses for the layers that come next; their owner locks.
 
-    A layer is guessed again as it comes nearer: what the better guess no longer has is no longer read.
+    A layer is guessed again as it comes nearer: experts that the better guess dropped are no longer read.
 
     Args:
         slots: The fast memory.
+        counters: Counts guesses and their use.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, counters: Counters) -> None:
         self._slots = slots
+        self._counters = counters
         self._planned: dict[int, Sequence[int]] = {}
         self._active: dict[int, _Guess] = {}
 
     def plan(self, layer: int, experts: Sequence[int]) -> None:
-        """Remembers a guess until what is needed before it has been asked of the disk.
+        """Remembers a guess until everything needed before it has been asked of the disk.
 
         Several layers' guesses are read in the order of the calls.
         """
@@ -46,7 +48,7 @@ class Guesses:
         self._planned[layer] = experts
 
     def start(self) -> None:
-        """Starts reading what was planned, as far as there is room beside what is in use."""
+        """Starts reading planned guesses, as far as experts in use leave room."""
         planned, self._planned = self._planned, {}
         for layer, experts in planned.items():
             guess = self._active.setdefault(layer, _Guess(layer))
@@ -59,19 +61,16 @@ class Guesses:
                 return
 
     def held(self) -> list[Slot]:
-        """Returns what the guesses that are being read keep from eviction."""
+        """Returns the slots that active guesses keep from eviction."""
         return [slot for guess in self._active.values() for slot in guess.held]
 
-    def settle(self, layer: int, experts: Sequence[int], counters: Counters) -> None:
-        """Compares the guess for a layer with what it needs; what was guessed wrongly is no longer read.
+    def settle(self, layer: int, experts: Sequence[int]) -> None:
+        """Compares the guess for a layer with what it asks for; wrongly guessed experts are no longer read.
 
-        Args:
-            layer: The layer that asks now; if it is none of those guessed, all guesses are given up.
-            experts: What it asks for.
-            counters: Where to count.
+        If the layer was not guessed, all guesses are given up.
         """
         self._planned.pop(layer, None)
-        guess = self._active.get(layer)
+        counters, guess = self._counters, self._active.get(layer)
         if guess is None:
             for other in self._active.values():
                 counters.guesses += len(other.experts)
@@ -86,7 +85,7 @@ class Guesses:
         counters.guesses_late += sum(expert in slots and not slots[expert].is_ready for expert in used)
         counters.guessed_loads += len(guess.loads)
         counters.guessed_loads_used += len(guess.loads & needed)
-        # Of a layer that is all in memory nothing is guessed.
+        # A layer that is all in memory is not guessed.
         counters.asked_after_guess += len(experts) if guess.experts else 0
         del self._active[layer]
         self._let_go(guess, keep=needed)
@@ -94,25 +93,17 @@ class Guesses:
             self._slots.release(slot)
 
     def drop(self) -> bool:
-        """Gives all guesses up.
-
-        Returns:
-            Whether there was one, so that there may be room now.
-        """
+        """Gives up all guesses; returns whether there was one, so that there may be room now."""
         dropped, self._active = self._active, {}
         for guess in dropped.values():
             self._let_go(guess, keep=())
         return bool(dropped)
 
     def _fetch(self, guess: _Guess) -> bool:
-        """Holds what is guessed, and starts reading what is not there.
-
-        Returns:
-            Whether there was room for all.
-        """
+        """Holds the guessed experts and starts reading missing ones; returns whether there was room for all."""
         present = self._slots.of(guess.layer)
         held = {slot.key.expert for slot in guess.held}
-        # First what is there already: reading the others must not evict it.
+        # First those that are there already: reading the others must not evict them.
         for expert in sorted(guess.experts, key=lambda expert: expert not in present):
             if expert in held:
                 continue
@@ -121,7 +112,7 @@ class Guesses:
             try:
                 slot = self._slots.fetch(ExpertKey(guess.layer, expert), is_guess=True)
             except CapacityError:
-                # Whoever needs the expert will say so.
+                # A layer that needs the expert will raise it.
                 slot = None
             if slot is None:
                 return False
@@ -129,7 +120,7 @@ class Guesses:
         return True
 
     def _let_go(self, guess: _Guess, keep: Collection[int]) -> None:
-        """Gives back what a guess holds, but for some experts; what nobody has come to need is no longer read."""
+        """Gives back what a guess holds, except some experts, and stops reads that have not become needed."""
         for slot in [slot for slot in guess.held if slot.key.expert not in keep]:
             guess.held.remove(slot)
             self._slots.release(slot)

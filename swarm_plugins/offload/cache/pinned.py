@@ -11,11 +11,8 @@ from torch import Tensor
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache.policy import Residency
 from swarm_plugins.offload.disk.buffers import BufferPool
-from swarm_plugins.offload.disk.in_place import fitted
-from swarm_plugins.offload.disk.loaders import Arrival
+from swarm_plugins.offload.disk.loaders import Arrival, ExpertReader
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
-from swarm_plugins.offload.disk.reader import RangeReader
-from swarm_plugins.offload.formats.experts import check_scales
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
 __all__ = ["Copies", "Copy", "PinnedLoader"]
@@ -37,7 +34,7 @@ class Copies(Protocol):
         ...
 
     def follow(self) -> None:
-        """Keeps later copies from overwriting what is computed with now."""
+        """Keeps later copies from overwriting tensors in use."""
         ...
 
     def start(self, source: Tensor, into: Tensor, convert: Callable[[Tensor, Tensor], None] | None) -> Copy:
@@ -49,16 +46,16 @@ class _Kept(NamedTuple):
     buffer: Tensor
     """As the pool gave it."""
     expert: Tensor
-    """What of its memory the expert fills."""
+    """The part of its memory that the expert fills."""
 
 
 class PinnedLoader:
-    """Copies from RAM what is there, and reads into RAM what is not; a `Loader`.
+    """Copies experts from RAM, after reading missing ones into it; a `Loader`.
 
     Args:
-        store: Says where the bytes are.
-        formats: What they mean, by layer.
-        copies: How they get to the device.
+        store: Locates the bytes.
+        formats: Their meaning, by layer.
+        copies: Brings them to the device.
         ram_bytes: Bytes for experts in RAM. An expert that does not fit passes through a buffer of its reader.
         queue: The threads that load.
     """
@@ -71,17 +68,15 @@ class PinnedLoader:
         ram_bytes: int,
         queue: ReadQueue,
     ) -> None:
-        self._store = store
         self._formats = formats
         self._copies = copies
-        self._reader = RangeReader(queue)
+        self._reader = ExpertReader(store, formats, queue)
         self._lock = threading.Lock()
         stored = {layer: formats[layer].stored.num_bytes for layer in store.num_experts}
         self._policy = Residency(store.num_experts, stored, ram_bytes)
         self._pool = BufferPool(ram_bytes, copies.allocate, "ram_bytes")
         self._kept: dict[ExpertKey, _Kept] = {}
-        # The last copy out of each buffer, by the address of its memory: it must have ended before that is filled
-        # again.
+        # The last copy out of each buffer, by the address of its memory: it must end before that is filled again.
         self._last: dict[int, Copy] = {}
         self._spare: list[Tensor] = []
         self._largest = max(stored.values(), default=0)
@@ -93,7 +88,7 @@ class PinnedLoader:
     def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
         """Starts a copy from RAM if the expert is there."""
         with self._lock:
-            # Also for what a reader thread copies later: all copies run in order.
+            # Also for copies that a reader thread starts later: all copies run in order.
             self._copies.follow()
             self._policy.use(key.layer, [key.expert])
             kept = self._kept.get(key)
@@ -103,10 +98,8 @@ class PinnedLoader:
         """Reads an expert from disk into RAM and starts the copy, see `Loader.load`."""
         buffer, is_kept = self._buffer(key)
         try:
-            layout, ranges = self._formats[key.layer].stored, self._store.ranges(key)
-            expert = fitted(buffer[: layout.num_bytes], ranges, layout.alignment)
-            num_bytes = self._reader.read(ranges, expert.numpy(), job)
-            check_scales(layout, expert, key)
+            expert = self._reader.fit(key, buffer[: self._formats[key.layer].stored.num_bytes])
+            num_bytes = self._reader.read(key, expert, job)
             with self._lock:
                 arrival = self._start(key, expert, into)
         except BaseException:

@@ -1,13 +1,11 @@
-"""The buffers of fast memory with what is in them or on its way there.
+"""The buffers of fast memory with the experts that are in them or on their way there.
 
-All methods are called with the owner's lock held, but for `Slots._run`, which a reader thread calls.
+All methods are called with the owner's lock held, except `Slots._run`, which a reader thread calls.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
+from swarm_plugins.offload.cache.counters import Counters
 from swarm_plugins.offload.cache.policy import Residency
 from swarm_plugins.offload.disk.buffers import BufferPool
 from swarm_plugins.offload.disk.loaders import Arrival, Loader
@@ -24,20 +23,18 @@ from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
 
 __all__ = ["Slot", "Slots"]
 
-log = logging.getLogger(__name__)
-
 
 class Slot:
     """One expert in fast memory, or on its way there."""
 
-    __slots__ = ("arrival", "buffer", "error", "is_ready", "job", "key", "place", "started_s", "views")
+    __slots__ = ("arrival", "buffer", "error", "is_ready", "job", "key", "place", "views")
 
     def __init__(self, key: ExpertKey, buffer: Tensor, place: Tensor, views: Mapping[str, Tensor]) -> None:
         self.key = key
         self.buffer = buffer
         """As the pool gave it."""
         self.place = place
-        """What of its memory the expert fills."""
+        """The part of its memory that the expert fills."""
         self.views = views
         self.is_ready = False
         self.job: Job | None = None
@@ -45,19 +42,18 @@ class Slot:
         self.error: Exception | None = None
         self.arrival: Arrival | None = None
         """The copy to the device, if it may still be under way."""
-        self.started_s = 0.0
-        """When the read began; 0 while it waits."""
 
 
 class Slots:
-    """Fills and empties slots as the policy says.
+    """Fills and empties slots as the policy decides.
 
     Args:
-        policy: Who stays.
+        policy: Decides which experts stay.
         pool: The memory.
-        layouts: What an expert of each layer looks like in its buffer.
-        loader: Where experts come from.
+        layouts: How an expert of each layer lies in its buffer.
+        loader: Fills buffers.
         queue: The reader threads.
+        counters: Counts bytes read.
         changed: Notified when a read has ended or a hold was given back; its lock is the owner's.
     """
 
@@ -68,16 +64,15 @@ class Slots:
         layouts: Mapping[int, BufferLayout],
         loader: Loader,
         queue: ReadQueue,
+        counters: Counters,
         changed: threading.Condition,
     ) -> None:
-        self.policy = policy
-        self.bytes_read = 0
-        self.read_s = 0.0
-        """Seconds of all reads together."""
+        self._policy = policy
         self._pool = pool
         self._layouts = layouts
         self._loader = loader
         self._queue = queue
+        self._counters = counters
         self._changed = changed
         self._slots: dict[int, dict[int, Slot]] = {layer: {} for layer in layouts}
 
@@ -86,7 +81,7 @@ class Slots:
         return self._slots[layer]
 
     def fetch(self, key: ExpertKey, *, is_guess: bool) -> Slot | None:
-        """Returns the slot of an expert, after starting to fill one if there was none; it is held for the caller.
+        """Returns the slot of an expert, held for the caller, after starting to fill one if there was none.
 
         Returns:
             None if everything is held, so that there is no room now.
@@ -105,27 +100,25 @@ class Slots:
             slot.job.is_cancelled = False
             if not is_guess:
                 self._queue.need(slot.job)
-        self.policy.hold(key)
+        self._policy.hold(key)
         return slot
 
     def release(self, slot: Slot) -> None:
         """Ends the hold of `fetch`."""
-        self.policy.release(slot.key)
-        # Somebody may wait for room; what only a guess still holds is room, too.
+        self._policy.release(slot.key)
+        # A thread may wait for room; a slot that only a guess still holds is room, too.
         self._changed.notify_all()
 
     def cancel_guess(self, slot: Slot) -> None:
-        """Stops a read unless somebody has come to need it."""
+        """Stops a read unless it has become needed."""
         if slot.job is not None and slot.job.is_guess and self._queue.cancel(slot.job):
             self._end(slot, ReadCancelled())
 
     def heal(self, held: Sequence[Slot]) -> None:
-        """Makes the books agree after an exception that may have come in the middle of any change.
-
-        The slots say what is in memory; all else is counted anew from them.
+        """Rebuilds bookkeeping from the slots after an exception that may have interrupted any update.
 
         Args:
-            held: What callers hold, once for each hold.
+            held: The slots that callers hold, once per hold.
         """
         lost = []
         for slot in [slot for slots in self._slots.values() for slot in slots.values()]:
@@ -139,7 +132,7 @@ class Slots:
                 del self._slots[slot.key.layer][slot.key.expert]
         living = [slot for slots in self._slots.values() for slot in slots.values()]
         reading = [slot for slot in living if slot.job is not None]
-        self.policy.restore([slot.key for slot in living], [slot.key for slot in (*held, *reading)])
+        self._policy.restore([slot.key for slot in living], [slot.key for slot in (*held, *reading)])
         self._pool.recount(sum(slot.buffer.numel() for slot in living))
         for slot in lost:
             # Another thread waits for it, and finds the error there if there is one.
@@ -157,18 +150,18 @@ class Slots:
         self._pool.clear()
 
     def _admit(self, key: ExpertKey) -> Slot | None:
-        victims = self.policy.admit(key)
+        victims = self._policy.admit(key)
         if victims is None:
             return None
         for victim in victims:
             self._pool.give(self._slots[victim.layer].pop(victim.expert).buffer)
         layout = self._layouts[key.layer]
-        # Whoever asks first: an expert that came in inference mode must be of use to a backward pass too.
+        # Allocates outside inference mode; a backward pass may reuse this buffer.
         with torch.inference_mode(False):
             try:
                 buffer = self._pool.take(layout.num_bytes)
             except BaseException:
-                self.policy.drop(key)
+                self._policy.drop(key)
                 raise
             place = self._loader.place(key, buffer)
             slot = self._slots[key.layer][key.expert] = Slot(key, buffer, place, layout.views(place))
@@ -180,8 +173,8 @@ class Slots:
             if slot.arrival is not None:
                 slot.is_ready = True
                 return
-            # The reader writes to the buffer: nobody else may get it.
-            self.policy.hold(slot.key)
+            # The reader writes to the buffer: it must not be given away.
+            self._policy.hold(slot.key)
             slot.job = Job(lambda job: self._run(slot, job), is_guess=is_guess)
             self._queue.submit(slot.job)
         except Exception as error:
@@ -193,18 +186,16 @@ class Slots:
             raise
 
     def _run(self, slot: Slot, job: Job) -> None:
-        slot.started_s = time.perf_counter()
         num_bytes, arrival, error = 0, None, None
         try:
             num_bytes, arrival = self._loader.load(slot.key, slot.place, job)
         except (SwarmError, ReadCancelled) as caught:
             error = caught
-        except Exception as caught:  # noqa: BLE001 - a reader that died would leave everybody waiting
+        except Exception as caught:  # noqa: BLE001 - borrowers would wait forever for a dead reader
             error = CheckpointError(f"expert {slot.key.expert} of layer {slot.key.layer} cannot be loaded: {caught!r}")
             error.__cause__ = caught
         with self._changed:
-            self.bytes_read += num_bytes
-            self.read_s += time.perf_counter() - slot.started_s
+            self._counters.bytes_read += num_bytes
             slot.arrival = arrival
             self._end(slot, error)
 
@@ -213,12 +204,12 @@ class Slots:
         if job is None:
             return
         if isinstance(error, ReadCancelled) and not job.is_cancelled:
-            # Somebody asked for it after all, between the cancellation and now.
+            # It became needed after all, between the cancellation and now.
             slot.job = Job(job.run, is_guess=job.is_guess)
             self._queue.submit(slot.job)
             return
         slot.job = None
-        self.policy.release(slot.key)
+        self._policy.release(slot.key)
         slot.error = error
         slot.is_ready = error is None
         if error is not None and self._slots[slot.key.layer].get(slot.key.expert) is slot:
@@ -227,5 +218,5 @@ class Slots:
 
     def _forget(self, slot: Slot) -> None:
         del self._slots[slot.key.layer][slot.key.expert]
-        self.policy.drop(slot.key)
+        self._policy.drop(slot.key)
         self._pool.give(slot.buffer)

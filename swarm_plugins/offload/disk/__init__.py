@@ -1,3 +1,1 @@
 """How bytes travel: disk to RAM, RAM to device."""
-
-from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies from page-locked RAM to a CUDA device, on a stream of their own, beside what is computed."""
+"""Copies from page-locked RAM to a CUDA device, on a stream of their own while the model computes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ __all__ = ["CudaCopies", "CudaCopy"]
 
 
 class CudaCopy:
-    """One copy that has been started; an `Arrival`.
-
-    Args:
-        event: Recorded behind it.
-        device: Where it goes.
-    """
+    """One started copy, an `Arrival`; ``event`` is recorded behind it."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
@@ -38,11 +33,7 @@ class CudaCopy:
 
 
 class CudaCopies:
-    """Starts copies on one stream, in order.
-
-    Args:
-        device: Where they go.
-    """
+    """Starts copies to a device on one stream, in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +49,7 @@ class CudaCopies:
         # torch's own pinned memory comes in powers of two, up to twice what the budget says.
         # A page can be locked once: no two buffers may share one.
         buffer = host_buffer(max(num_bytes, MIN_MAPPED_BYTES))[:num_bytes]
-        # With the room behind it, into which what is read may reach.
+        # Including the room behind it, into which a read may reach.
         memory = buffer.untyped_storage()
         runtime = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes(), 0))
@@ -68,7 +59,7 @@ class CudaCopies:
         return buffer
 
     def follow(self) -> None:
-        """Keeps later copies from overwriting what the current stream still reads."""
+        """Keeps later copies from overwriting tensors that the current stream still reads."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._own_stream().wait_event(event)
@@ -79,16 +70,16 @@ class CudaCopies:
         Args:
             source: ``[num_bytes]`` of uint8 in page-locked RAM.
             into: Buffer on the device.
-            convert: Makes the buffer's bytes from the source's, on the device; None if they are the same.
+            convert: Makes the buffer's bytes from the source's, on the device; None: copies them as they are.
         """
         stream = self._own_stream()
-        # Whoever asks first: the staging buffer must be of use outside of inference mode, too.
+        # Allocates outside inference mode: later calls outside of it reuse the staging buffer.
         with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():
             into.record_stream(stream)
             if convert is None:
                 into.copy_(source, non_blocking=True)
             else:
-                # One is enough: what is on a stream runs in order.
+                # One buffer is enough: a stream runs in order.
                 staging = self._staging_of(source.numel())
                 staging.copy_(source, non_blocking=True)
                 convert(staging, into)

@@ -1,58 +1,29 @@
-"""Reads bytes of a file past the page cache, or as nearly so as the file system allows.
+"""Reads a file past the page cache, or as nearly so as the file system allows.
 
-A file that is larger than memory must not fill the page cache with bytes that are used once. With ``O_DIRECT`` the
-disk writes straight into the process. Addresses, offsets and sizes have to be multiples of a block for that (see
-`in_place`). Measured on an SSD, one 12.6 MB expert: mapped file 74 ms and 46 MB read (read-ahead); past the page cache
-12.6 MB, and 15.5 ms even with a copy.
+A file larger than memory must not fill the page cache with bytes that are used once. With ``O_DIRECT`` the disk writes
+straight into the process; addresses, offsets and sizes have to be multiples of a block. Measured on an SSD, one expert
+of 12.6 MB: mapped file 74 ms and 46 MB read (read-ahead); past the page cache 12.6 MB, and 15.5 ms even with a copy.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.interfaces import FileIdentity
 
-__all__ = ["BLOCK_BYTES", "CHUNK_BYTES", "Bounce", "Bytes", "DirectFile", "file_identity"]
-
-Bytes = npt.NDArray[np.uint8]
-
-CHUNK_BYTES = 4 << 20
-"""Bytes asked for at once: enough for the disk's full speed, and a read that is cancelled stops soon."""
+__all__ = ["BLOCK_BYTES", "DirectFile", "file_identity"]
 
 BLOCK_BYTES = 4096
-"""What addresses and offsets are multiples of: block devices ask for their logical block (512 or 4096), file systems
+"""Addresses and offsets are multiples of this: block devices ask for their logical block (512 or 4096), file systems
 for at most a page."""
 
-# A file system that does not know O_DIRECT, or wants another alignment.
+# The file system does not know O_DIRECT, or wants another alignment.
 _NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
-
-
-class Bounce:
-    """An aligned buffer of one thread, for what is not read in place."""
-
-    def __init__(self) -> None:
-        """Takes memory when it is first used."""
-        self._map: mmap.mmap | None = None
-
-    def view(self, start: int, num_bytes: int) -> Bytes:
-        """Returns bytes of the buffer.
-
-        Args:
-            start: First of them, a multiple of a block.
-            num_bytes: At most a chunk in all.
-        """
-        if self._map is None:
-            self._map = mmap.mmap(-1, CHUNK_BYTES)
-        return np.frombuffer(self._map, np.uint8, num_bytes, start)
 
 
 class DirectFile:
@@ -78,7 +49,7 @@ class DirectFile:
             into: Where they go, one after the other; addresses and sizes are multiples of a block.
 
         Returns:
-            How many bytes there were: fewer than asked for if the disk gave fewer, none at the end of the file.
+            The number of bytes read: fewer than asked for if the disk gave fewer, none at the end of the file.
 
         Raises:
             OSError: If the disk fails.
@@ -89,7 +60,8 @@ class DirectFile:
             except OSError as error:
                 if error.errno not in _NOT_SUPPORTED:
                     raise
-                _stop_direct(self._fd)
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                _advise(self._fd, 0, 0, "POSIX_FADV_RANDOM")
                 self.is_direct = False
         count = os.preadv(self._fd, into, start)
         _advise(self._fd, start, count, "POSIX_FADV_DONTNEED")
@@ -142,11 +114,6 @@ def _open(path: Path) -> tuple[int, bool]:
     fd = os.open(path, flags)
     _advise(fd, 0, 0, "POSIX_FADV_RANDOM")
     return fd, False
-
-
-def _stop_direct(fd: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-    _advise(fd, 0, 0, "POSIX_FADV_RANDOM")
 
 
 def _advise(fd: int, start: int, num_bytes: int, advice: str) -> None:

@@ -1,4 +1,4 @@
-"""Where an expert comes from when it is not in fast memory: the disk, or RAM in front of it."""
+"""Fills buffers of fast memory: from the disk, or from RAM in front of it (`cache.pinned`)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ from typing import Protocol
 
 from torch import Tensor
 
-from swarm_plugins.offload.disk.buffers import host_buffer
-from swarm_plugins.offload.disk.in_place import fitted
+from swarm_plugins.offload.disk.buffers import fitted, host_buffer
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
 from swarm_plugins.offload.formats.experts import check_scales
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
-__all__ = ["Arrival", "DiskLoader", "Loader"]
+__all__ = ["Arrival", "DiskLoader", "ExpertReader", "Loader"]
 
 
 class Arrival(Protocol):
     """A copy to a device that has been started."""
 
     def before_use(self) -> bool:
-        """Makes the stream that computes wait for the copy.
-
-        Returns:
-            Whether the copy has ended, so that nobody has to ask again.
-        """
+        """Makes the stream that computes wait for the copy; returns whether the copy has ended."""
         ...
 
 
@@ -38,7 +33,7 @@ class Loader(Protocol):
         ...
 
     def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
-        """Starts filling the buffer without any waiting, if that is possible; called by whoever borrows.
+        """Starts filling the buffer without waiting, if possible; called by the borrower.
 
         Returns:
             The copy that fills it; None if `load` has to be called, on a reader thread.
@@ -49,7 +44,7 @@ class Loader(Protocol):
         """Fills the buffer; called on reader threads.
 
         Returns:
-            Bytes read from disk, and the copy that fills the buffer, if it has not been filled yet.
+            Bytes read from disk, and the copy that fills the buffer, if it is not filled yet.
 
         Raises:
             CheckpointError: If the disk fails: names file and tensor.
@@ -58,31 +53,57 @@ class Loader(Protocol):
         ...
 
     def close(self) -> None:
-        """Drops its memory and closes its files, those that a load still reads from when it has ended."""
+        """Drops its memory and closes its files; a file that a load still reads from is closed when that has ended."""
         ...
 
 
-class DiskLoader:
-    """Reads into RAM, and converts there where the format computes with other bytes than are stored.
+class ExpertReader:
+    """Reads experts as they are stored.
 
     Args:
-        store: Says where the bytes are.
-        formats: What they mean, by layer.
-        queue: The threads that load.
+        store: Locates the bytes.
+        formats: Their meaning, by layer.
+        queue: The threads that read.
     """
 
     def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], queue: ReadQueue) -> None:
         self._store = store
         self._formats = formats
         self._reader = RangeReader(queue)
+
+    def fit(self, key: ExpertKey, buffer: Tensor) -> Tensor:
+        """Returns the part of a buffer's memory that the disk can write an expert to without a copy."""
+        return fitted(buffer, self._store.ranges(key), self._formats[key.layer].stored.alignment)
+
+    def read(self, key: ExpertKey, into: Tensor, job: Job) -> int:
+        """Reads an expert and returns the bytes taken from disk; raises what `Loader.load` does."""
+        num_bytes = self._reader.read(self._store.ranges(key), into.numpy(), job)
+        check_scales(self._formats[key.layer].stored, into, key)
+        return num_bytes
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._reader.close()
+
+
+class DiskLoader:
+    """Reads into RAM, and converts there if the format computes with other bytes than are stored.
+
+    Args:
+        store: Locates the bytes.
+        formats: Their meaning, by layer.
+        queue: The threads that load.
+    """
+
+    def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], queue: ReadQueue) -> None:
+        self._formats = formats
+        self._reader = ExpertReader(store, formats, queue)
         self._own = threading.local()
 
     def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
         """Returns where the disk can write without a copy."""
-        expert_format = self._formats[key.layer]
-        if expert_format.stored is not expert_format.computed:
-            return buffer
-        return fitted(buffer, self._store.ranges(key), expert_format.stored.alignment)
+        form = self._formats[key.layer]
+        return self._reader.fit(key, buffer) if form.stored is form.computed else buffer
 
     def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
         """Returns None: a disk has to be waited for."""
@@ -90,16 +111,12 @@ class DiskLoader:
 
     def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, None]:
         """Reads an expert from disk, see `Loader.load`."""
-        expert_format = self._formats[key.layer]
-        ranges = self._store.ranges(key)
-        if expert_format.stored is expert_format.computed:
-            num_bytes = self._reader.read(ranges, into.numpy(), job)
-            check_scales(expert_format.stored, into, key)
-            return num_bytes, None
-        stored = fitted(self._staging(expert_format.stored.num_bytes), ranges, expert_format.stored.alignment)
-        num_bytes = self._reader.read(ranges, stored.numpy(), job)
-        check_scales(expert_format.stored, stored, key)
-        expert_format.convert(stored, into)
+        form = self._formats[key.layer]
+        if form.stored is form.computed:
+            return self._reader.read(key, into, job), None
+        stored = self._reader.fit(key, self._staging(form.stored.num_bytes))
+        num_bytes = self._reader.read(key, stored, job)
+        form.convert(stored, into)
         return num_bytes, None
 
     def close(self) -> None:

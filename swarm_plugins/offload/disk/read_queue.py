@@ -1,4 +1,4 @@
-"""Threads that read experts: what is needed now before what is guessed, and guesses only while nothing is needed."""
+"""Threads that read experts: needed ones first, and guesses only while nothing is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Job", "ReadQueue"]
 
 log = logging.getLogger(__name__)
 
-# A reader without work ends, so that nobody has to stop it: not a user who forgets, not the interpreter at its exit.
+# A reader without work ends by itself, so that neither users nor the interpreter at its exit have to stop it.
 _IDLE_S = 0.25
 _JOIN_S = 5.0
 
@@ -23,8 +23,8 @@ class Job:
     """Something to read.
 
     Args:
-        run: Reads it; is called once with the job itself, and must not raise.
-        is_guess: Whether nobody needs it yet.
+        run: Reads it; called once with the job itself, must not raise.
+        is_guess: Whether it is not needed yet.
     """
 
     __slots__ = ("has_begun", "is_cancelled", "is_guess", "run")
@@ -33,7 +33,7 @@ class Job:
         self.run = run
         self.is_guess = is_guess
         self.is_cancelled = False
-        """Set by `ReadQueue.cancel`, looked at by whoever runs the job."""
+        """Set by `ReadQueue.cancel`, checked by the thread that runs the job."""
         self.has_begun = False
 
 
@@ -46,7 +46,7 @@ class ReadQueue:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        # Entered itself, not through the condition: Ctrl-C in the condition's method would leave it locked.
+        # Entered directly, not through the condition: Ctrl-C in the condition's method would leave it locked.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._needed: deque[Job] = deque()
@@ -60,7 +60,7 @@ class ReadQueue:
         """Queues a job; the queue must not be closed.
 
         Raises:
-            CapacityError: If there is no thread to run it, and none can be started.
+            CapacityError: If there is no thread to run it and none can be started.
         """
         with self._lock:
             queue = self._guesses if job.is_guess else self._needed
@@ -85,26 +85,22 @@ class ReadQueue:
                 self._needed_running.add(job)
 
     def has(self, job: Job) -> bool:
-        """Says whether a job waits here or has begun."""
+        """Returns whether a job waits here or has begun."""
         with self._lock:
             return job.has_begun or job in self._needed or job in self._guesses
 
     def wake(self) -> None:
-        """Sees to it that somebody runs what waits.
+        """Ensures a thread is running if jobs are queued.
 
         Raises:
-            CapacityError: If there is no thread, and none can be started.
+            CapacityError: If there is no thread and none can be started.
         """
         with self._lock:
             if self._needed or self._guesses:
                 self._wake()
 
     def cancel(self, job: Job) -> bool:
-        """Takes a job back.
-
-        Returns:
-            Whether it had not started, and now never will. If it runs, it is told to stop.
-        """
+        """Takes a job back, or tells it to stop if it runs; returns whether it had not started and never will."""
         with self._lock:
             job.is_cancelled = True
             for queue in (self._guesses, self._needed):
@@ -113,15 +109,15 @@ class ReadQueue:
             return not job.has_begun
 
     def is_own_thread(self) -> bool:
-        """Says whether the caller is one of the readers."""
+        """Returns whether the caller is a reader thread."""
         return threading.current_thread() in self._threads
 
     def stop(self) -> None:
-        """Lets the threads end when they have done what they are doing; takes no lock and waits for nobody."""
+        """Lets the threads end after their current job; takes no lock and does not wait."""
         self._is_closed = True
 
     def close(self) -> None:
-        """Drops what waits and ends the threads; may be called again."""
+        """Drops queued jobs and ends the threads; may be called again."""
         with self._lock:
             self._is_closed = True
             self._needed.clear()
@@ -143,7 +139,7 @@ class ReadQueue:
                 thread.start()
             except (RuntimeError, MemoryError) as error:
                 if self._threads:
-                    # Those there are do it, more slowly.
+                    # The running threads do it, more slowly.
                     return
                 raise CapacityError(
                     f"no thread could be started to read experts ({error}); end other work of this machine, or raise "
@@ -153,7 +149,7 @@ class ReadQueue:
 
     def _work(self) -> None:
         with self._lock:
-            # Once more: Ctrl-C may have come before whoever started this thread could note it.
+            # Once more: Ctrl-C may have interrupted the starting thread before it noted this one.
             self._threads.add(threading.current_thread())
         while (job := self._next()) is not None:
             job.run(job)
@@ -162,7 +158,7 @@ class ReadQueue:
                     self._needed_running.discard(job)
                     if self._guesses and not self._needed_running:
                         self._changed.notify_all()
-            # A thread that waits must not keep the last expert's owner alive.
+            # A waiting thread must not keep the last expert's owner alive.
             del job
 
     def _next(self) -> Job | None:

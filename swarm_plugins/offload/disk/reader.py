@@ -1,20 +1,28 @@
-"""Reads experts: the byte ranges that a store names, into a buffer, with errors that name file and tensor."""
+"""Reads the byte ranges of an expert into a buffer, with errors that name file and tensor."""
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES, CHUNK_BYTES, Bounce, Bytes, DirectFile
-from swarm_plugins.offload.disk.in_place import parts_of, scatter
+from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES, DirectFile
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.interfaces import FileRange
 
-__all__ = ["RangeReader", "ReadCancelled"]
+__all__ = ["CHUNK_BYTES", "RangeReader", "ReadCancelled", "Target", "targets_of"]
 
+Bytes = npt.NDArray[np.uint8]
+
+CHUNK_BYTES = 4 << 20
+"""Bytes asked for at once: enough for the disk's full speed, and few enough that a cancelled read stops soon."""
 # Of half an expert: with less, another thread costs more than it saves.
 _LEAST_SHARED_BYTES = 2 << 20
 # Bytes between two ranges that are cheaper to read than to start another read for.
@@ -22,15 +30,15 @@ _MAX_GAP_BYTES = 64 * 1024
 
 
 class ReadCancelled(Exception):
-    """Nobody wants the bytes any more."""
+    """The bytes are no longer wanted."""
 
 
 class RangeReader:
     """Fills buffers from files. Thread-safe; files are opened when first needed and stay open.
 
     Args:
-        queue: The threads that call `read`: one that has nothing to do takes half of an expert that is needed now,
-            so that the disk has two requests at a time.
+        queue: The threads that call `read`: an idle one takes half of an expert that is needed now, so that the disk
+            has two requests at a time.
     """
 
     def __init__(self, queue: ReadQueue | None = None) -> None:
@@ -47,7 +55,7 @@ class RangeReader:
         Args:
             ranges: Its bytes.
             into: ``[num_bytes]`` of uint8, writable.
-            job: What it is read for; whether it is cancelled is looked at between chunks.
+            job: What it is read for; checked for cancellation between chunks.
 
         Returns:
             Bytes taken from disk.
@@ -67,13 +75,13 @@ class RangeReader:
                 self._close_unused()
 
     def close(self) -> None:
-        """Closes all files, as soon as no read is running; a read that goes on or comes later is refused."""
+        """Closes all files as soon as no read is running; a read that goes on or comes later is refused."""
         with self._lock:
             self._is_closed = True
             self._close_unused()
 
     def _close_unused(self) -> None:
-        # A number that is closed under a read may by then be another file's, whose bytes would be taken for weights.
+        # A descriptor closed under a read may by then belong to another file, whose bytes would be taken for weights.
         if self._is_closed and not self._num_reading:
             for file in self._files.values():
                 file.close()
@@ -101,34 +109,34 @@ class RangeReader:
         return sum(self._read_run(run, into, job) for run in _runs(ranges))
 
     def _read_run(self, run: Sequence[FileRange], into: Bytes, job: Job) -> int:
-        position, end = run[0].start, _end(run[-1])
+        path, position, end = run[0].path, run[0].start, _end(run[-1])
         while position < end:
             if job.is_cancelled:
                 raise ReadCancelled
+            tensor = next((item.tensor for item in run if position < _end(item)), run[-1].tensor)
             try:
-                file = self._file(run[0].path)
+                file = self._file(path)
                 num_bytes = self._read_chunk(file, position, end, run, into)
                 # After the bytes, so that these are covered, too.
                 is_changed = run[0].identity not in (None, file.identity())
             except OSError as error:
                 raise CheckpointError(
-                    f"{run[0].path}: tensor {_tensor_at(run, position)!r} cannot be read: {error.strerror or error}; "
+                    f"{path}: tensor {tensor!r} cannot be read: {error.strerror or error}; "
                     "is the disk there, and the checkpoint where it was?"
                 ) from error
             if is_changed:
                 raise CheckpointError(
-                    f"{run[0].path}: the file was replaced or written to since the model was loaded, the bytes of "
-                    f"tensor {_tensor_at(run, position)!r} may be others now: load the model again"
+                    f"{path}: the file was replaced or written to since the model was loaded, the bytes of tensor "
+                    f"{tensor!r} may be others now: load the model again"
                 )
             if num_bytes <= 0 and position < file.identity().num_bytes:
                 raise CheckpointError(
-                    f"{run[0].path}: the disk gave nothing at byte {position}, within tensor "
-                    f"{_tensor_at(run, position)!r}; does it fail?"
+                    f"{path}: the disk gave nothing at byte {position}, within tensor {tensor!r}; does it fail?"
                 )
             if num_bytes <= 0:
                 raise CheckpointError(
-                    f"{run[0].path}: the file ends at byte {position}, within tensor {_tensor_at(run, position)!r} "
-                    f"(bytes {run[0].start} to {end} are needed); the file is truncated: download it again"
+                    f"{path}: the file ends at byte {position}, within tensor {tensor!r} (bytes {run[0].start} to "
+                    f"{end} are needed); the file is truncated: download it again"
                 )
             position += num_bytes
         return end - run[0].start
@@ -138,24 +146,24 @@ class RangeReader:
         first = position // BLOCK_BYTES * BLOCK_BYTES
         stop = min(first + CHUNK_BYTES, end)
         bounce, num_bounced = self._bounce(), 0
-        targets: list[memoryview] = []
+        places: list[memoryview] = []
         copied: list[tuple[int, Bytes]] = []
-        for part in parts_of(first, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, run, into):
-            target = part.target
-            if target is None:
-                target = bounce.view(num_bounced, part.num_bytes)
-                num_bounced += part.num_bytes
-                copied.append((part.start, target))
-            targets.append(target.data)
-        reached = first + file.read(first, targets)
+        for start, num_bytes, place in targets_of(first, -(-stop // BLOCK_BYTES) * BLOCK_BYTES, run, into):
+            if place is None:
+                place = np.frombuffer(bounce, np.uint8, num_bytes, num_bounced)
+                num_bounced += num_bytes
+                copied.append((start, place))
+            places.append(place.data)
+        reached = first + file.read(first, places)
         for start, chunk in copied:
-            scatter(chunk[: max(0, reached - start)], start, run, into)
+            _scatter(chunk[: max(0, reached - start)], start, run, into)
         return min(reached, stop) - position
 
-    def _bounce(self) -> Bounce:
-        bounce: Bounce | None = getattr(self._own, "bounce", None)
+    def _bounce(self) -> mmap.mmap:
+        """Returns this thread's aligned buffer, for bytes that cannot be read in place."""
+        bounce: mmap.mmap | None = getattr(self._own, "bounce", None)
         if bounce is None:
-            bounce = self._own.bounce = Bounce()
+            bounce = self._own.bounce = mmap.mmap(-1, CHUNK_BYTES)
         return bounce
 
     def _file(self, path: Path) -> DirectFile:
@@ -169,7 +177,7 @@ class RangeReader:
 
 
 class _Half:
-    """Half of a read, on whichever thread gets to it."""
+    """Half of a read, on whichever thread gets to it first."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
@@ -194,8 +202,54 @@ class _Half:
             self._done.set()
 
 
+class Target(NamedTuple):
+    """Blocks of a file that are read to one place."""
+
+    start: int
+    """First byte in the file."""
+    num_bytes: int
+    place: Bytes | None
+    """Where they belong; None: their bytes belong to several places, or to none."""
+
+
+def targets_of(first: int, last: int, run: Sequence[FileRange], into: Bytes) -> Iterator[Target]:
+    """Cuts bytes ``first`` to ``last`` of a file, multiples of a block, into what is read in place and what is not.
+
+    Args:
+        first: First byte in the file.
+        last: The byte behind it.
+        run: Ranges in the order of the file.
+        into: The buffer that their offsets count from.
+    """
+    address = into.ctypes.data
+    position = first
+    for item in run:
+        if (address + item.offset - item.start) % BLOCK_BYTES:
+            continue
+        begin = -(-max(item.start, position) // BLOCK_BYTES) * BLOCK_BYTES
+        end = min(_end(item), last) // BLOCK_BYTES * BLOCK_BYTES
+        if begin < end:
+            if position < begin:
+                yield Target(position, begin - position, None)
+            offset = item.offset + begin - item.start
+            yield Target(begin, end - begin, into[offset : offset + end - begin])
+            position = end
+    if position < last:
+        yield Target(position, last - position, None)
+
+
+def _scatter(chunk: Bytes, position: int, run: Sequence[FileRange], into: Bytes) -> None:
+    """Copies bytes, the first of them at a position of the file, to where they belong."""
+    for item in run:
+        first, last = max(item.start, position), min(_end(item), position + len(chunk))
+        if first < last:
+            offset = item.offset + first - item.start
+            # numpy releases the interpreter while it copies; torch would start threads, a memoryview hold the lock.
+            np.copyto(into[offset : offset + last - first], chunk[first - position : last - position])
+
+
 def _split(ranges: Sequence[FileRange], num_bytes: int) -> tuple[list[FileRange], list[FileRange]]:
-    """Returns the first so many bytes and the rest."""
+    """Returns the ranges of the first bytes, and of the rest."""
     first: list[FileRange] = []
     second: list[FileRange] = []
     for item in ranges:
@@ -210,7 +264,7 @@ def _split(ranges: Sequence[FileRange], num_bytes: int) -> tuple[list[FileRange]
 
 
 def _runs(ranges: Sequence[FileRange]) -> Iterator[list[FileRange]]:
-    """Yields ranges that are read in one go, as they lie next to each other in one file."""
+    """Groups ranges that lie next to each other in one file, so that they are read in one go."""
     run: list[FileRange] = []
     for item in sorted(ranges, key=lambda each: (str(each.path), each.start)):
         if run and not (item.path == run[-1].path and 0 <= item.start - _end(run[-1]) <= _MAX_GAP_BYTES):
@@ -219,10 +273,6 @@ def _runs(ranges: Sequence[FileRange]) -> Iterator[list[FileRange]]:
         run.append(item)
     if run:
         yield run
-
-
-def _tensor_at(run: Sequence[FileRange], position: int) -> str:
-    return next((item.tensor for item in run if position < _end(item)), run[-1].tensor)
 
 
 def _end(item: FileRange) -> int:

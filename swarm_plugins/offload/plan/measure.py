@@ -19,8 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, host_buffer
-from swarm_plugins.offload.disk.in_place import fitted
+from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, fitted, host_buffer
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
 from swarm_plugins.offload.interfaces import FileRange

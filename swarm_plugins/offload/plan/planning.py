@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.offload.devices import choose_device
+from swarm_plugins.offload.cache.budget import choose_device
 from swarm_plugins.offload.plan.forecast import Speeds
 from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
 from swarm_plugins.offload.plan.plan import OffloadPlan, make_plan

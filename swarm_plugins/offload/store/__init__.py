@@ -1,3 +1,1 @@
 """Where experts lie on disk: in the original checkpoint, or in a quantized store."""
-
-from __future__ import annotations

@@ -13,7 +13,7 @@ from offload_models import save_toy
 
 from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
-from swarm_plugins.offload.devices import choose_device
+from swarm_plugins.offload.cache.budget import choose_device
 from swarm_plugins.offload.model.parts import find_parts
 
 

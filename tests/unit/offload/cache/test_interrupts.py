@@ -14,7 +14,7 @@ from cache_kit import FakeStore, borrowed, wait_for
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache.cache import BoundedCache
 
-_BOOKS = frozenset(("slots.py", "policy.py", "needs.py", "buffers.py", "guesses.py"))
+_BOOKS = frozenset(("slots.py", "policy.py", "buffers.py", "guesses.py"))
 # Before each call only: lines have an end of a with block among them, where Python never looks for signals.
 _LOCKING = frozenset(("cache.py", "read_queue.py"))
 
@@ -50,7 +50,7 @@ def check_books(cache: BoundedCache) -> None:
     policy, pool = cache._policy, cache._slots._pool
     guessed = [slot.key for slot in cache._guesses.held()]
     slots = [slot for layer in cache.num_experts for slot in cache._slots.of(layer).values()]
-    assert {layer: policy.residents(layer) for layer in cache.num_experts} == {
+    assert {layer: policy.residents[layer] for layer in cache.num_experts} == {
         layer: set(cache._slots.of(layer)) for layer in cache.num_experts
     }
     assert sum(map(sum, policy._holds.values())) == len(guessed)

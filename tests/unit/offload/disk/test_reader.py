@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.disk.direct_file import CHUNK_BYTES
+from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, fitted, host_buffer
+from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
-from swarm_plugins.offload.disk.reader import RangeReader, ReadCancelled
+from swarm_plugins.offload.disk.reader import CHUNK_BYTES, RangeReader, ReadCancelled, targets_of
 from swarm_plugins.offload.interfaces import FileRange
 
 SIZE = 3 * CHUNK_BYTES + 777
@@ -39,14 +41,15 @@ def job() -> Job:
     return Job(lambda job: None, is_guess=False)
 
 
-def read(ranges: Sequence[FileRange], num_bytes: int, queue: ReadQueue | None = None) -> np.ndarray:
+def read(ranges: Sequence[FileRange], into: int | np.ndarray, queue: ReadQueue | None = None) -> np.ndarray:
+    """Reads into an array, or into a new one of so many bytes."""
     reader = RangeReader(queue)
-    into = np.zeros(num_bytes, np.uint8)
+    place = np.zeros(into, np.uint8) if isinstance(into, int) else into
     try:
-        reader.read(ranges, into, job())
+        reader.read(ranges, place, job())
     finally:
         reader.close()
-    return into
+    return place
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +273,64 @@ def test_a_file_stays_open_until_the_disk_has_answered(path: Path, monkeypatch: 
     thread.join(10)
     assert "the model was unloaded" in str(errors)
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), is_shared=st.booleans())
+def test_whatever_fits_in_place_every_byte_arrives_and_no_other(
+    path: Path, content: np.ndarray, data: st.DataObject, is_shared: bool
+) -> None:
+    # Neighbours in the file, which are read in one go, in any order in the buffer and with gaps there.
+    cuts = sorted(data.draw(st.lists(st.integers(0, SIZE // 512), min_size=2, max_size=5, unique=True)))
+    unit = data.draw(st.sampled_from([512, 511]))
+    pieces = [(unit * a, unit * (b - a)) for a, b in pairwise(cuts)]
+    ranges, end = [], 0
+    for start, size in data.draw(st.permutations(pieces)):
+        end += data.draw(st.sampled_from([0, 64, 512, BLOCK_BYTES]))
+        ranges.append(FileRange(path, start, size, end, f"tensor at {start}"))
+        end += size
+    buffer = host_buffer(max(end, MIN_MAPPED_BYTES))[:end]
+    place = fitted(buffer, ranges, 1)
+    place.fill_(7)
+    expected = np.full(end, 7, np.uint8)
+    for item in ranges:
+        expected[item.offset : item.offset + item.num_bytes] = content[item.start : item.start + item.num_bytes]
+    queue = ReadQueue(2) if is_shared else None
+    read(ranges, place.numpy(), queue)
+    if queue is not None:
+        queue.close()
+    assert np.array_equal(place.numpy(), expected)
+
+
+def test_an_expert_that_fits_is_copied_at_its_ends_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    views: list[Any] = []
+    real = os.preadv
+
+    def note(fd: int, into: Sequence[Any], start: int) -> int:
+        views.extend(into)
+        return real(fd, into, start)
+
+    monkeypatch.setattr(os, "preadv", note)
+    third = 40 * BLOCK_BYTES
+    # In the file: first, second, third; in the buffer the second comes last, as a down projection does.
+    ranges = [
+        FileRange(path, 1000, third, 0, "w1"),
+        FileRange(path, 1000 + third, third, 2 * third, "w2"),
+        FileRange(path, 1000 + 2 * third, third, third, "w3"),
+    ]
+    place = fitted(host_buffer(3 * third), ranges, 4)
+    read(ranges, place.numpy())
+    first, last = place.data_ptr(), place.data_ptr() + place.numel()
+    in_place = [len(view) for view in views if first <= np.frombuffer(view, np.uint8).ctypes.data < last]
+    assert in_place == [third - BLOCK_BYTES] * 3
+    assert sum(len(view) for view in views) - sum(in_place) == 4 * BLOCK_BYTES
+
+
+def test_targets_follow_each_other() -> None:
+    into = fitted(host_buffer(1 << 20), [FileRange(Path("weights"), 5000, 1 << 20, 0, "w")], 1).numpy()
+    targets = list(targets_of(4096, 4096 + 16 * BLOCK_BYTES, [FileRange(Path("weights"), 5000, 30_000, 0, "w")], into))
+    assert [(one.start // BLOCK_BYTES, one.num_bytes // BLOCK_BYTES, one.place is None) for one in targets] == [
+        (1, 1, True),
+        (2, 6, False),
+        (8, 9, True),
+    ]

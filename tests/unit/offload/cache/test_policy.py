@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_plugins.offload.cache.needs import LayerNeed, busiest, share_budget
-from swarm_plugins.offload.cache.policy import Residency
+from swarm_plugins.offload.cache.policy import LayerNeed, Residency, busiest, share_budget
 from swarm_plugins.offload.interfaces import ExpertKey
 
 COUNTS = {0: 4, 3: 3, 7: 5}
@@ -103,7 +102,7 @@ def test_admission_does_what_the_slow_model_does(budget: int, steps: list[tuple[
         if action == "use":
             policy.use(layer, experts)
             model.use(layer, experts)
-        assert {ExpertKey(one, expert) for one in COUNTS for expert in policy.residents(one)} == model.resident
+        assert {ExpertKey(one, expert) for one in COUNTS for expert in policy.residents[one]} == model.resident
         assert policy.used_bytes == sum(SIZES[key.layer] for key in model.resident) <= budget
 
 
@@ -113,7 +112,7 @@ def test_what_is_held_stays_and_a_full_memory_says_so() -> None:
         assert policy.admit(ExpertKey(0, expert)) == []
         policy.hold(ExpertKey(0, expert))
     assert policy.admit(ExpertKey(0, 2)) is None
-    assert policy.residents(0) == {0, 1}
+    assert policy.residents[0] == {0, 1}
     policy.release(ExpertKey(0, 1))
     assert policy.admit(ExpertKey(0, 2)) == [ExpertKey(0, 1)]
 
@@ -178,12 +177,12 @@ def test_the_busiest_are_pinned_and_go_only_if_nothing_else_can() -> None:
     policy.admit(ExpertKey(0, 5))
     for _ in range(20):
         policy.use(0, [5])
-    assert policy.pinned(0) == {5}
+    assert policy.pinned[0] == {5}
     for expert in range(4):
         policy.admit(ExpertKey(0, expert))
         policy.use(0, [expert])
-        assert policy.is_resident(ExpertKey(0, 5))
-    for expert in policy.residents(0) - {5}:
+        assert 5 in policy.residents[0]
+    for expert in policy.residents[0] - {5}:
         policy.hold(ExpertKey(0, expert))
     assert policy.admit(ExpertKey(0, 4)) == [ExpertKey(0, 5)]
 
