@@ -1,17 +1,14 @@
-"""Makes a quantized store of a checkpoint: one expert at a time, all of it or nothing."""
+"""Quantizes a checkpoint into a store, one expert at a time."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -34,20 +31,20 @@ from swarm_plugins.offload.store.manifest import (
     TensorShape,
     expert_tensor,
 )
-from swarm_plugins.offload.store.writing import padded_bytes, write_buffers
+from swarm_plugins.offload.store.writing import check_space, padded_bytes, work_directory, write_buffers, write_json
 from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
 
 __all__ = ["QuantizedSize", "other_tensors", "quantize_checkpoint"]
 
 _CPU = torch.device("cpu")
 _OTHERS_FILE = "others.safetensors"
-# Tokenizer, chat template, defaults for generation: what is small and no weights.
+# Tokenizer, chat template, generation defaults: small files without weights.
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _COPIED_BYTES = 100 << 20
 
 
 class QuantizedSize(NamedTuple):
-    """Bytes of a store's files of weights."""
+    """Bytes of a store's weight files."""
 
     expert_bytes: int
     other_bytes: int
@@ -64,8 +61,8 @@ def quantize_checkpoint(
 ) -> QuantizedSize:
     """Writes a directory that [`load_offloaded`][swarm_plugins.load_offloaded] loads.
 
-    The same model gives the same bytes. The rest of the model, and one expert, are in memory meanwhile. Weights that
-    are wider than 16 bits become bfloat16 where 16 bits are asked for; norms, routers and biases stay as they are.
+    The same model gives the same bytes. Meanwhile the rest of the model and one expert are in memory. Where 16 bits are
+    asked for, wider weights become bfloat16; norms, routers and biases stay as they are.
 
     Args:
         name_or_dir: A directory, or the id of a repository on the Hub.
@@ -78,13 +75,13 @@ def quantize_checkpoint(
     Raises:
         ConfigError: If a width is not allowed, the directory exists, or another process is making it.
         CheckpointError: If the model is damaged, holds numbers that are not finite, or there is too little space.
-        UnsupportedError: If the model has no experts that can be offloaded, or is quantized already.
+        UnsupportedError: If the model has no experts that can be offloaded, or is already quantized.
         OSError: If it cannot be written.
     """
     check_width("expert_bits", expert_bits, EXPERT_BITS)
     check_width("other_bits", other_bits, OTHER_BITS)
     target = Path(out).expanduser().absolute()
-    with _work_directory(target) as work:
+    with work_directory(target) as work:
         parts = find_parts(name_or_dir, revision=revision)
         if parts.quantized is not None:
             raise ConfigError(
@@ -93,27 +90,23 @@ def quantize_checkpoint(
         small_files = _small_files(parts.checkpoint)
         formats = {layer: _LayerFormat(parts, layer, expert_bits) for layer in parts.paths}
         expert_bytes = sum(one.file_bytes for one in formats.values())
-        _check_space(target, expert_bytes + sum(parts.checkpoint.tensors[name].num_bytes for name in parts.others))
+        check_space(target, expert_bytes + sum(parts.checkpoint.tensors[name].num_bytes for name in parts.others))
         parts.fetch()
         weight_map, linears = _write_others(load_rest(parts, _CPU), work, other_bits)
         weight_map |= _write_experts(parts, formats, work, progress)
         layers = {layer: one.layer for layer, one in formats.items()}
         manifest = Manifest.make(parts.checkpoint.version, expert_bits, other_bits, layers, linears)
-        _write_json(work / OWN_INDEX_FILE, {"weight_map": weight_map})
+        write_json(work / OWN_INDEX_FILE, {"weight_map": weight_map})
         _copy_files(small_files, work)
         _write_config(parts, work, manifest)
-        # Last: without them a directory is no model, and no store.
+        # Last: a directory without the manifest is not a store.
         (work / MANIFEST_FILE).write_bytes(manifest.with_config(work / CONFIG_FILE).encode())
         other_bytes = (work / _OTHERS_FILE).stat().st_size
-        # Or a name could outlive a loss of power whose content does not.
-        _sync(work)
-        work.rename(target)
-        _sync_directory(target.parent)
     return QuantizedSize(expert_bytes, other_bytes)
 
 
 class _LayerFormat:
-    """How the experts of a layer are written."""
+    """Quantizes the experts of a layer."""
 
     def __init__(self, parts: Parts, layer: int, bits: Width) -> None:
         self._source = parts.store.stored_layout(layer)
@@ -143,7 +136,7 @@ class _LayerFormat:
         return self.num_experts * padded_bytes(self.num_bytes)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffer of each expert; the one before is overwritten."""
+        """Yields name and buffer of each expert, overwriting the buffer before."""
         source = torch.zeros(self._source.num_bytes, dtype=torch.uint8)
         target = torch.zeros(self.num_bytes, dtype=torch.uint8)
         for expert in range(self.num_experts):
@@ -181,7 +174,7 @@ def _counted(buffers: Iterator[tuple[str, Tensor]], bar: tqdm) -> Iterator[tuple
 
 
 def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """Returns all of a model that is no expert as a store has it, and the shapes of quantized linear layers by name.
+    """Returns the tensors outside experts as a store has them, and the shapes of quantized linear layers by name.
 
     Args:
         model: The model, its linear layers not quantized.
@@ -209,7 +202,7 @@ def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor
 
 
 def _write_others(model: PreTrainedModel, work: Path, bits: Width) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
-    """Writes all that is no expert; returns which file holds which tensor, and the quantized linear layers."""
+    """Writes the tensors outside experts; returns the file of each tensor, and the quantized linear layers."""
     tensors, linears = other_tensors(model, bits)
     save_file(tensors, work / _OTHERS_FILE)
     return dict.fromkeys(tensors, _OTHERS_FILE), linears
@@ -218,7 +211,7 @@ def _write_others(model: PreTrainedModel, work: Path, bits: Width) -> tuple[dict
 def _write_config(parts: Parts, work: Path, manifest: Manifest) -> None:
     config = json.loads(parts.checkpoint.file_path(CONFIG_FILE).read_text())
     if getattr(parts.config, "dtype", None) is None:
-        # Of codes nobody could tell.
+        # Codes do not show it.
         config["dtype"] = str(parts.dtype).removeprefix("torch.")
     config["quantization_config"] = {
         "quant_method": QUANT_METHOD,
@@ -226,14 +219,14 @@ def _write_config(parts: Parts, work: Path, manifest: Manifest) -> None:
         "other_bits": manifest.other_bits,
         "base": manifest.base,
     }
-    _write_json(work / CONFIG_FILE, config)
+    write_json(work / CONFIG_FILE, config)
 
 
 def _small_files(checkpoint: Checkpoint) -> dict[str, Path]:
-    """Returns the files that come along, by name.
+    """Returns the files to copy, by name.
 
     Raises:
-        CheckpointError: If one is a link out of the checkpoint's directory: any file of this machine would be copied.
+        CheckpointError: If a file links out of the checkpoint's directory, which could copy any file of this machine.
     """
     found = {}
     for name in checkpoint.file_names():
@@ -248,7 +241,7 @@ def _small_files(checkpoint: Checkpoint) -> dict[str, Path]:
 
 
 def _check_inside(path: Path, directory: Path) -> None:
-    # In the Hub's cache the files of a snapshot are links to blobs beside it.
+    # In the Hub's cache a snapshot's files link to the blobs next to it.
     blobs = [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
     target = path.resolve()
     if not any(target.is_relative_to(root) for root in (directory, *blobs)):
@@ -264,28 +257,6 @@ def _copy_files(files: dict[str, Path], work: Path) -> None:
             shutil.copyfile(path, work / name)
 
 
-def _sync(directory: Path) -> None:
-    """Waits until all files of a directory are on the disk."""
-    for path in directory.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        # Not every file system knows this of a directory.
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-
-
 def _check_finite(key: ExpertKey, tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
@@ -293,45 +264,3 @@ def _check_finite(key: ExpertKey, tensors: dict[str, Tensor]) -> None:
                 f"{name} of expert {key.expert} in layer {key.layer} holds numbers that are not finite: the checkpoint "
                 "is damaged, fetch it again"
             )
-
-
-def _check_space(target: Path, needed: int) -> None:
-    free = shutil.disk_usage(target.parent).free
-    if free < needed:
-        raise CheckpointError(
-            f"{target.parent} has {free / 1e9:.2f} GB free, the store needs up to {needed / 1e9:.2f} GB: free some "
-            "space or give another directory"
-        )
-
-
-@contextlib.contextmanager
-def _work_directory(target: Path) -> Iterator[Path]:
-    """Yields a directory to write to, which only this process has; it is gone in the end unless it was renamed."""
-    _check_free(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock_path = target.with_name(f".{target.name}.lock")
-    lock = FileLock(lock_path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as exc:
-        raise ConfigError(f"another process is writing {target}: wait for it or give another directory") from exc
-    work = target.with_name(f".{target.name}.partial")
-    try:
-        _check_free(target)
-        # Of a run that was killed.
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        # While it is held: whoever has opened it already sees that it has no name, and opens another one.
-        lock_path.unlink(missing_ok=True)
-        lock.release()
-
-
-def _check_free(target: Path) -> None:
-    if target.exists() and not (target.is_dir() and not os.listdir(target)):
-        raise ConfigError(f"{target} exists: give another directory, or remove it")
-    above = next(parent for parent in target.absolute().parents if parent.exists())
-    if not above.is_dir():
-        raise ConfigError(f"{target} cannot be made, {above} is a file: give another directory")

@@ -28,7 +28,6 @@ from swarm_plugins.offload.model.outline import (
     stored_dtype,
 )
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
-from swarm_plugins.offload.store.compatibility import check_fits
 from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 from swarm_plugins.offload.widths import Width
@@ -127,8 +126,7 @@ def parts_of(
     paths = _experts_paths(outline, checkpoint.name)
     check_picks(outline, paths, checkpoint.name)
     if quantized is not None:
-        others = quantized.other_tensors()
-        check_fits(quantized.manifest, checkpoint.tensors, outline, paths, others, checkpoint.name)
+        quantized.check_fits(outline, paths)
     if layers is not None:
         paths = {layer: path for layer, path in paths.items() if layer in layers}
         if not paths and quantized is None:

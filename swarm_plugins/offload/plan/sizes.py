@@ -24,7 +24,6 @@ from swarm_plugins.offload.model.outline import (
     refuse_quantized,
     stored_dtype,
 )
-from swarm_plugins.offload.store.compatibility import check_fits
 from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 from swarm_plugins.offload.widths import Width
@@ -163,7 +162,7 @@ def _check_fits(
     if store is None:
         others = locate_experts(model, paths, checkpoint.tensors).others
     else:
-        check_fits(store.manifest, checkpoint.tensors, model, paths, store.other_tensors(), checkpoint.name)
+        store.check_fits(model, paths)
         others = store.other_tensors()
     parameters = dict(model.named_parameters())
     for name in others:

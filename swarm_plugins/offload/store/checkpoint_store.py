@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from swarm_plugins.checkpoint import TensorInfo
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.disk.direct_file import file_identity
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey, FileIdentity, FileRange
 from swarm_plugins.offload.store.locate import ExpertTensor
 
-__all__ = ["CheckpointStore"]
+__all__ = ["CheckpointStore", "FetchedFiles"]
+
+
+class FetchedFiles:
+    """The files of a store: as they are when they are fetched they are read later, or not at all.
+
+    Args:
+        file_path: Returns the path of a file, after downloading it if need be.
+    """
+
+    def __init__(self, file_path: Callable[[str], Path]) -> None:
+        self._file_path = file_path
+        self._found: dict[str, tuple[Path, FileIdentity]] = {}
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Brings files here.
+
+        Raises:
+            CheckpointError: If a file is missing or cannot be fetched.
+        """
+        for name in sorted(set(names)):
+            path = self._file_path(name)
+            self._found[name] = (path, file_identity(path))
+
+    def range(self, info: TensorInfo, start: int, num_bytes: int, offset: int) -> FileRange:
+        """Returns bytes of a tensor in a fetched file, see `FileRange`."""
+        path, identity = self._found[info.file]
+        return FileRange(path, start, num_bytes, offset, info.name, identity)
 
 
 class CheckpointStore:
-    """An [`ExpertStore`][swarm_plugins.offload.interfaces.ExpertStore] over a checkpoint that is left as it is.
+    """An [`ExpertStore`][swarm_plugins.offload.interfaces.ExpertStore] over an unchanged checkpoint.
 
     Args:
         layers: The fused parameters of each layer that has experts.
-        file_path: Says where a file of the checkpoint lies, and downloads it first if need be.
+        file_path: Returns the path of a file of the checkpoint, after downloading it if need be.
     """
 
     def __init__(self, layers: Mapping[int, Sequence[ExpertTensor]], file_path: Callable[[str], Path]) -> None:
         self._layers = layers
-        self._file_path = file_path
-        self._files: dict[str, tuple[Path, FileIdentity]] = {}
+        self._files = FetchedFiles(file_path)
         self._layouts = {
             layer: BufferLayout.of([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors])
             for layer, tensors in layers.items()
@@ -32,17 +59,13 @@ class CheckpointStore:
         self.num_experts: Mapping[int, int] = {layer: tensors[0].num_experts for layer, tensors in layers.items()}
 
     def fetch(self) -> None:
-        """Brings the files here; until then the headers are all that is known of them.
-
-        What is there then is what is read later, or nothing.
+        """Brings the files here; until then only their headers are known.
 
         Raises:
             CheckpointError: If a file is missing or cannot be fetched.
         """
         tensors = (tensor for tensors in self._layers.values() for tensor in tensors)
-        for file in sorted({info.file for tensor in tensors for group in tensor.groups for info in group}):
-            path = self._file_path(file)
-            self._files[file] = (path, file_identity(path))
+        self._files.fetch(info.file for tensor in tensors for group in tensor.groups for info in group)
 
     def stored_layout(self, layer: int) -> BufferLayout:
         """Returns how an expert of a layer lies in its buffer after reading."""
@@ -52,7 +75,7 @@ class CheckpointStore:
         """Returns whether the weights of a layer lie the other way round than in the family's module.
 
         Raises:
-            UnsupportedError: If some do and some do not.
+            UnsupportedError: If only some do.
         """
         found = {tensor.is_transposed for tensor in self._layers[layer] if len(tensor.shape) == 2}
         if len(found) > 1:
@@ -64,12 +87,11 @@ class CheckpointStore:
         return found.pop()
 
     def ranges(self, key: ExpertKey) -> Sequence[FileRange]:
-        """Returns the bytes that make up an expert's stored buffer, in files that were fetched."""
+        """Returns the bytes that make up an expert's stored buffer, in fetched files."""
         found = []
         for tensor, spec in zip(self._layers[key.layer], self._layouts[key.layer].tensors, strict=True):
             offset = spec.offset
-            for piece in tensor.pieces(key.expert):
-                path, identity = self._files[piece.tensor.file]
-                found.append(FileRange(path, piece.start, piece.num_bytes, offset, piece.tensor.name, identity))
-                offset += piece.num_bytes
+            for info, start, num_bytes in tensor.pieces(key.expert):
+                found.append(self._files.range(info, start, num_bytes, offset))
+                offset += num_bytes
         return found

@@ -1,8 +1,8 @@
-"""Where a checkpoint keeps each expert, found by transformers' own rules for renaming and converting tensors.
+"""Locates each expert in a checkpoint by transformers' own rules for renaming and converting tensors.
 
 Checkpoints have one tensor per expert and matrix, or one tensor for all experts of a layer, under names that differ
-from family to family. transformers knows how each becomes the fused parameters of its modules; here the same rules
-are followed for names only, so that an expert is found as byte ranges of the original files.
+from family to family. transformers knows how they become the fused parameters of its modules; here its rules are
+applied to names only, so that an expert is found as byte ranges of the original files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,23 +28,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from swarm_plugins.checkpoint import TensorInfo
+from swarm_plugins.checkpoint import TensorInfo, find_layers, layer_list_name
 from swarm_plugins.errors import CheckpointError, UnsupportedError
-from swarm_plugins.offload.store.further_layers import check_further_layers
 
-__all__ = ["ExpertTensor", "Located", "Piece", "locate_experts"]
-
+__all__ = ["ExpertTensor", "Located", "locate_experts"]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class Piece(NamedTuple):
-    """Bytes of one tensor of a checkpoint."""
-
-    tensor: TensorInfo
-    start: int
-    """First byte, counted from the beginning of the file."""
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +51,38 @@ class ExpertTensor:
     groups: tuple[tuple[TensorInfo, ...], ...]
     """Stacked one above the other; each is one tensor per expert, or a single one that holds all experts."""
 
-    def pieces(self, expert: int) -> list[Piece]:
-        """Returns the bytes of an expert, in the order in which they are joined."""
-        found = []
+    def pieces(self, expert: int) -> Iterator[tuple[TensorInfo, int, int]]:
+        """Yields tensor, first byte in its file and number of bytes of an expert's pieces, in their order."""
         for group in self.groups:
             if len(group) == self.num_experts and self.num_experts != 1:
                 info = group[expert]
-                found.append(Piece(info, info.start, info.num_bytes))
+                yield info, info.start, info.num_bytes
             else:
                 size = group[0].num_bytes // self.num_experts
-                found.append(Piece(group[0], group[0].start + expert * size, size))
-        return found
+                yield group[0], group[0].start + expert * size, size
 
 
 class Located(NamedTuple):
-    """What the tensors of a checkpoint are to a model."""
+    """The tensors of a checkpoint, sorted by where they go in a model."""
 
     experts: dict[int, tuple[ExpertTensor, ...]]
     """By index of the layer."""
     others: list[str]
-    """Names, in the checkpoint, of the tensors of all other modules."""
+    """Names in the checkpoint of the tensors of all other modules."""
 
 
 def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: Mapping[str, TensorInfo]) -> Located:
     """Finds the experts of a model in a checkpoint.
 
     Args:
-        model: The model; one on the meta device will do.
+        model: The model, on any device.
         experts: Path of the fused experts of each layer that has any.
         tensors: All tensors of the checkpoint.
 
     Raises:
-        CheckpointError: If a tensor of an expert is missing or has a wrong shape, or there are layers that the model
-            has not; names it.
-        UnsupportedError: If experts are stored in a way that is no sequence of byte ranges, or as codes.
+        CheckpointError: If a tensor of an expert is missing or has a wrong shape, or belongs to a layer beyond the
+            model's own; names it.
+        UnsupportedError: If experts are stored as codes, or otherwise than as byte ranges.
     """
     rules = _Rules(model)
     layers = {f"{path}.{name}": layer for layer, path in experts.items() for name in _names(model.get_submodule(path))}
@@ -111,7 +98,7 @@ def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: 
             others.append(name)
         else:
             unused.append(name)
-    check_further_layers(model, renamed)
+    _check_further_layers(model, renamed)
     _check_unused(unused, [info for groups in parts.values() for group in groups.values() for info in group])
     found: defaultdict[int, list[ExpertTensor]] = defaultdict(list)
     for target, layer in layers.items():
@@ -124,7 +111,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 class _Rules:
-    """transformers' rules for the tensors of a model: what its loader does with their names."""
+    """What transformers' loader does with the names of a model's tensors."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         rules: Sequence[Any] = get_model_conversion_mapping(model)
@@ -143,7 +130,7 @@ class _Rules:
         return target, pattern
 
     def is_known(self, target: str) -> bool:
-        """Says whether the model has such a parameter."""
+        """Returns whether the model has such a parameter."""
         return target in self._state
 
     def converter(self, patterns: Sequence[str]) -> Any:
@@ -152,14 +139,14 @@ class _Rules:
 
 
 def _check_unused(names: Sequence[str], used: Sequence[TensorInfo]) -> None:
-    """Refuses scales beside the weights of experts: the weights alone are other numbers than those of the model."""
+    """Refuses scales next to weights of experts: without them the weights are not the model's numbers."""
     modules = {info.name.rpartition(".")[0] for info in used}
     for name in names:
         module, _, attribute = name.rpartition(".")
         if module in modules and "scale" in attribute:
             raise UnsupportedError(
                 f"the checkpoint has {name!r} beside the weights of experts, so these are stored as codes: give the "
-                "checkpoint that is not quantized"
+                "unquantized checkpoint"
             )
 
 
@@ -236,7 +223,7 @@ def _check_group(target: str, group: tuple[TensorInfo, ...], num_experts: int, i
     if len(group) != num_experts:
         found = (re.search(r"\.([0-9]{1,9})\.[^.]+\.?[^.]*$", info.name) for info in group)
         indices = {int(match[1]) for match in found if match}
-        # One by one: the config's number may be any.
+        # One by one: the config may name any number.
         lacking = next((expert for expert in range(num_experts) if expert not in indices), len(group))
         raise CheckpointError(
             f"the checkpoint has {len(group)} of {num_experts} tensors like {group[0].name} for {target}; the first "
@@ -248,3 +235,58 @@ def _check_group(target: str, group: tuple[TensorInfo, ...], num_experts: int, i
                 f"{info.name} in {info.file} has shape {list(info.shape)}, {group[0].name} has "
                 f"{list(group[0].shape)}: all experts of a layer have the same shape, fetch the checkpoint again"
             )
+
+
+def _check_further_layers(model: PreTrainedModel, names: Mapping[str, str]) -> None:
+    """Refuses weights of more layers than the model has: without them it would answer, but nonsense.
+
+    Layers for predicting further tokens, which DeepSeek-V3, GLM-4.5 and others append (multi-token prediction,
+    DeepSeek-V3 report, section 2.2) and transformers leaves out, are allowed.
+
+    Args:
+        model: The model that the config describes.
+        names: The name that transformers gives each tensor of the checkpoint.
+    """
+    num_layers = len(find_layers(model))
+    layers = _by_layer(names, layer_list_name(model))
+    own = {suffix for index in range(num_layers) for suffix in layers.get(index, {})}
+    predicting = range(num_layers, num_layers + _num_predicting(model))
+    further = {}
+    for index in sorted(index for index in layers if index >= num_layers):
+        # Decoder layers lack what joins the hidden state with the next token's embedding.
+        if index in predicting and not layers[index].keys() <= own:
+            continue
+        found = [name for name in layers[index].values() if not _is_left_out(model, name, names[name])]
+        if found:
+            further[index] = found[0]
+    if further:
+        raise CheckpointError(
+            f"config.json says num_hidden_layers {num_layers}, but the checkpoint has weights of "
+            f"{num_layers + len(further)} layers, such as {next(iter(further.values()))}: correct config.json, or "
+            "fetch the checkpoint again"
+        )
+
+
+def _by_layer(names: Mapping[str, str], path: str) -> dict[int, dict[str, str]]:
+    """Returns the tensors of all layers, by index of the layer and the rest of the name."""
+    *_, last = path.rpartition(".")
+    # Saved from a base model, names lack the beginning of the path.
+    pattern = re.compile(rf"(?:{re.escape(path)}|{re.escape(last)})\.([0-9]{{1,6}})\.(.+)")
+    layers: defaultdict[int, dict[str, str]] = defaultdict(dict)
+    for name, renamed in names.items():
+        match = pattern.fullmatch(renamed)
+        if match:
+            layers[int(match[1])][match[2]] = name
+    return layers
+
+
+def _num_predicting(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config(decoder=True)
+    found = getattr(config, "num_mtp_layers", None) or getattr(config, "num_nextn_predict_layers", None)
+    return found if isinstance(found, int) else 0
+
+
+def _is_left_out(model: PreTrainedModel, *names: str) -> bool:
+    """Returns whether transformers silently leaves a tensor of this family out."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return any(re.search(pattern, name) for pattern in patterns for name in names)

@@ -1,4 +1,4 @@
-"""What a quantized store says of itself: whose weights it holds, how wide, and where each expert lies."""
+"""The manifest of a quantized store: whose weights it holds, how wide, and in which shapes."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = [
 
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "swarm_quantized.json"
-"""Makes a directory a quantized store."""
+"""Its presence makes a directory a quantized store."""
 QUANT_METHOD = "swarm_plugins"
-"""Stands in its config as the quantization, which tells whose format it is."""
+"""The quantization that its config names, so that others know whose format it is."""
 
 _FORMAT = 1
 _MAX_BYTES = 100_000_000
 # Of one tensor of one expert; the largest published expert has below a billion.
 _MAX_WEIGHTS = 1 << 36
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
-# As `str` writes an index: no second spelling of the same layer, no number of any length.
+# As `str` writes an index: one spelling per layer, and few digits.
 _INDEX = re.compile(r"0|[1-9][0-9]{0,5}")
-# Of a stranger's text in a message, and of a name in there.
+# Of untrusted text in a message, and of a name in it.
 _MAX_CHARS, _MAX_NAME_CHARS = 300, 80
 _TOOLS = ["torch", "transformers"]
 
@@ -60,10 +60,10 @@ class Layer(msgspec.Struct, frozen=True):
     num_experts: int
     tensors: tuple[TensorShape, ...]
     is_transposed: bool = False
-    """Whether weights lie as ``[in, out]``; never if experts are quantized."""
+    """Whether weights lie as ``[in, out]``; never for quantized experts."""
 
     def layout(self) -> BufferLayout:
-        """Returns how an expert would lie in its buffer if it was not quantized."""
+        """Returns how an expert lies in its buffer before it is quantized."""
         return BufferLayout.of([(one.name, getattr(torch, one.dtype), one.shape) for one in self.tensors])
 
 
@@ -78,13 +78,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     group_sizes: dict[str, int]
     """Columns of a group, by width."""
     made_by: dict[str, str]
-    """Versions of what made it."""
+    """Versions of the packages that made it."""
     layers: dict[str, Layer]
     """By index."""
     linears: dict[str, tuple[int, int]]
     """Shapes of the quantized linear layers, by name in the model."""
     config_sha256: str = ""
-    """Of the store's config, which says what the weights are weights of; empty: not known."""
+    """Of the store's config, which describes the model; empty: not known."""
 
     @classmethod
     def make(
@@ -95,7 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         layers: dict[int, Layer],
         linears: dict[str, tuple[int, int]],
     ) -> Manifest:
-        """Describes a store that this version of the package makes."""
+        """Describes a store made by this version of the package."""
         tools = [*_TOOLS, "bitsandbytes"] if NF4 in (expert_bits, other_bits) else _TOOLS
         return cls(
             base=str(base),
@@ -108,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_config(self, path: Path) -> Manifest:
-        """Returns the same of a store with this config."""
+        """Returns a copy for a store with this config."""
         return msgspec.structs.replace(self, config_sha256=config_hash(path))
 
     @property
@@ -122,7 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_hash(path: Path) -> str:
-    """Returns what identifies a store's config.
+    """Returns the hash of a store's config.
 
     Raises:
         CheckpointError: If it cannot be read.
@@ -139,7 +139,7 @@ def expert_tensor(layer: int, expert: int) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads what a store says of itself.
+    """Reads a manifest.
 
     Raises:
         CheckpointError: If the file is missing, corrupt, or of another version of the format.
@@ -187,7 +187,7 @@ def _check(manifest: Manifest) -> None:
 
 def _check_layer(index: str, layer: Layer) -> None:
     if not _INDEX.fullmatch(index):
-        raise ValueError(f"{index[:_MAX_NAME_CHARS]!r} is no index of a layer")
+        raise ValueError(f"{index[:_MAX_NAME_CHARS]!r} is not the index of a layer")
     if not 1 <= layer.num_experts <= 1 << 20 or not layer.tensors:
         raise ValueError(f"layer {index} is said to have {layer.num_experts} experts of {len(layer.tensors)} tensors")
     for one in layer.tensors:
@@ -197,7 +197,7 @@ def _check_layer(index: str, layer: Layer) -> None:
 
 
 def _check_shape(name: str, shape: tuple[int, ...]) -> None:
-    # No product of them: a stranger's numbers may have thousands of digits.
+    # No product of them: untrusted numbers may have thousands of digits.
     if not 1 <= len(shape) <= 2 or not all(1 <= side <= _MAX_WEIGHTS for side in shape):
         raise ValueError(
             f"{name[:_MAX_NAME_CHARS]} has the shape {str(list(shape[:4]))[:_MAX_NAME_CHARS]}, "

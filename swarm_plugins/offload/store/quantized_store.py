@@ -1,4 +1,4 @@
-"""A directory that `swarm quantize` made: experts in few bits, one buffer each, beside the rest of the model."""
+"""A directory that `swarm quantize` made: experts in few bits, one buffer each, and the rest of the model."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.offload.disk.direct_file import file_identity
 from swarm_plugins.offload.formats.experts import PlainFormat, QuantizedFormat, are_finite, matrix_format
-from swarm_plugins.offload.formats.linears import PARTS, QuantizedLinear, replace_module
-from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey, FileIdentity, FileRange
+from swarm_plugins.offload.formats.linears import PARTS, QuantizedLinear, quantizable_linears, replace_module
+from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey, FileRange
+from swarm_plugins.offload.store.checkpoint_store import FetchedFiles
 from swarm_plugins.offload.store.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
     QUANT_METHOD,
+    Layer,
     Manifest,
     config_hash,
     expert_tensor,
     read_manifest,
 )
 from swarm_plugins.offload.store.writing import padded_bytes
+from swarm_plugins.offload.widths import Width
 
 __all__ = ["QuantizedStore", "is_quantized_store", "open_quantized"]
+
+_CPU = torch.device("cpu")
+_HALF = ("float16", "bfloat16")
+_MAX_CHARS = 500
 
 
 class QuantizedStore:
@@ -35,8 +41,8 @@ class QuantizedStore:
 
     Args:
         checkpoint: The store's files.
-        manifest: What it says of itself.
-        layers: Those whose experts are wanted; None: all.
+        manifest: Its manifest.
+        layers: The layers whose experts are wanted; None: all.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, layers: Container[int] | None = None) -> None:
@@ -47,51 +53,40 @@ class QuantizedStore:
             if layers is None or int(index) in layers
         }
         self._checkpoint = checkpoint
-        self._layouts = {layer: self._stored(layer) for layer in self.num_experts}
-        self._files: dict[str, tuple[Path, FileIdentity]] = {}
+        self._layouts = {layer: self.format(layer, torch.float32, _CPU).stored for layer in self.num_experts}
+        self._files = FetchedFiles(checkpoint.file_path)
 
     def of_layers(self, layers: Container[int]) -> QuantizedStore:
-        """Returns the same with the experts of some layers only."""
+        """Returns the store with the experts of some layers only."""
         return QuantizedStore(self._checkpoint, self.manifest, layers)
 
     def fetch(self) -> None:
-        """Brings the files of the experts here; until then the headers are all that is known of them.
-
-        What is there then is what is read later, or nothing.
+        """Brings the files of the experts here; until then only their headers are known.
 
         Raises:
             CheckpointError: If a file is missing or cannot be fetched.
         """
         names = (expert_tensor(layer, expert) for layer, count in self.num_experts.items() for expert in range(count))
-        for file in sorted({self._checkpoint.tensors[name].file for name in names}):
-            path = self._checkpoint.file_path(file)
-            self._files[file] = (path, file_identity(path))
+        self._files.fetch(self._checkpoint.tensors[name].file for name in names)
 
     def stored_layout(self, layer: int) -> BufferLayout:
         """Returns how an expert of a layer lies in its buffer after reading."""
         return self._layouts[layer]
 
     def ranges(self, key: ExpertKey) -> Sequence[FileRange]:
-        """Returns where an expert's buffer lies, in one piece of a file that was fetched."""
+        """Returns where an expert's buffer lies, in one piece of a fetched file."""
         info = self._checkpoint.tensors[expert_tensor(*key)]
-        path, identity = self._files[info.file]
-        return (FileRange(path, info.start, self._layouts[key.layer].num_bytes, 0, info.name, identity),)
+        return (self._files.range(info, info.start, self._layouts[key.layer].num_bytes, 0),)
 
     def format(self, layer: int, dtype: torch.dtype, device: torch.device) -> ExpertFormat:
-        """Returns how to multiply with the experts of a layer.
-
-        Args:
-            layer: Index of the layer.
-            dtype: Type to compute in.
-            device: Where.
-        """
+        """Returns the format of a layer's experts, to compute in a type on a device."""
         found = self.manifest.layers[str(layer)]
         if self.manifest.expert_bits == 16:
             return PlainFormat(found.layout(), dtype, is_transposed=found.is_transposed)
         return QuantizedFormat(found.layout(), self.manifest.expert_bits, device)
 
     def other_tensors(self) -> list[str]:
-        """Returns the names of the tensors that are neither experts nor of quantized linear layers."""
+        """Returns the names of the tensors that belong neither to experts nor to quantized linear layers."""
         taken = {f"{name}.{part}" for name in self.manifest.linears for part in (*PARTS.values(), "bias")}
         for index, layer in self.manifest.layers.items():
             taken.update(expert_tensor(int(index), expert) for expert in range(layer.num_experts))
@@ -100,12 +95,12 @@ class QuantizedStore:
     def install_linears(
         self, model: PreTrainedModel, device: torch.device, places: Mapping[str, str] | None = None
     ) -> None:
-        """Puts the quantized linear layers where they belong.
+        """Puts the quantized linear layers into a model.
 
         Args:
             model: With any modules in their places.
             device: Where they compute.
-            places: Names of those that are wanted, and where they go in the model; None: all, by their names.
+            places: The wanted layers, by name in the store, and their names in the model; None: all, by their names.
 
         Raises:
             CheckpointError: If scales are not finite.
@@ -130,13 +125,13 @@ class QuantizedStore:
         """Returns how much less memory the linear layers take than in a floating type."""
         saved = 0
         for shape in self.manifest.linears.values():
-            parts = matrix_format(shape, self.manifest.other_bits, torch.device("cpu")).computed
+            parts = matrix_format(shape, self.manifest.other_bits, _CPU).computed
             saved += math.prod(shape) * dtype.itemsize
             saved -= sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
         return saved
 
     def check(self) -> None:
-        """Compares what the store says of itself with the headers, before anything is allocated for it.
+        """Compares the manifest with the headers, before anything is allocated for it.
 
         Raises:
             CheckpointError: If a tensor is missing or has another shape.
@@ -145,15 +140,44 @@ class QuantizedStore:
             size = padded_bytes(self._layouts[layer].num_bytes)
             for expert in range(count):
                 self._check_tensor(expert_tensor(layer, expert), torch.uint8, (size,))
-        cpu = torch.device("cpu")
         for name, shape in self.manifest.linears.items():
-            for part in matrix_format(shape, self.manifest.other_bits, cpu).stored:
+            for part in matrix_format(shape, self.manifest.other_bits, _CPU).stored:
                 self._check_tensor(f"{name}.{PARTS[part.name]}", part.dtype, part.shape)
 
-    def _stored(self, layer: int) -> BufferLayout:
-        plain = self.manifest.layers[str(layer)].layout()
-        bits = self.manifest.expert_bits
-        return plain if bits == 16 else QuantizedFormat(plain, bits, torch.device("cpu")).stored
+    def check_fits(self, outline: PreTrainedModel, paths: Mapping[int, str]) -> None:
+        """Compares every expert, quantized linear layer and other tensor with its place in a model.
+
+        Args:
+            outline: The model that the config describes, on any device.
+            paths: Paths of its fused experts, by index of the layer.
+
+        Raises:
+            CheckpointError: If a number of experts, a name, a shape or a type differs.
+        """
+        tensors, name = self._checkpoint.tensors, self._checkpoint.name
+        modules = {layer: outline.get_submodule(path) for layer, path in paths.items()}
+        found = {int(index): layer.num_experts for index, layer in self.manifest.layers.items()}
+        expected = {layer: int(module.num_experts) for layer, module in modules.items()}  # type: ignore[arg-type]
+        if found != expected:
+            raise _mismatch(f"{name} holds the experts {str(found)[:_MAX_CHARS]} (layer: number)", str(expected))
+        for index, module in modules.items():
+            layer = self.manifest.layers[str(index)]
+            _check_experts(layer, module, self.manifest.expert_bits, f"layer {index} of {name}")
+        candidates = quantizable_linears(outline)
+        for path, shape in self.manifest.linears.items():
+            label = f"{path[:_MAX_CHARS]!r} of {name}"
+            _check_linear(shape, candidates.get(path), tensors.get(f"{path}.bias"), label)
+        wanted = {
+            key: tuple(tensor.shape)
+            for key, tensor in outline.state_dict().items()
+            if not key.startswith(tuple(f"{path}." for path in paths.values()))
+        }
+        for other in self.other_tensors():
+            if tensors[other].shape != wanted.get(other):
+                raise _mismatch(
+                    f"{other[:_MAX_CHARS]!r} of {name} has the shape {list(tensors[other].shape)}",
+                    str(list(wanted[other])) if other in wanted else "no such tensor",
+                )
 
     def _check_tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         info = self._checkpoint.tensors.get(name)
@@ -165,23 +189,55 @@ class QuantizedStore:
             )
 
 
+def _check_experts(layer: Layer, module: nn.Module, bits: Width, label: str) -> None:
+    is_turned = layer.is_transposed != bool(module.is_transposed)
+    expected = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        shape = tuple(parameter.shape[1:])
+        expected[name] = shape[::-1] if is_turned and len(shape) == 2 else shape
+    found = {one.name: one.shape for one in layer.tensors}
+    if found != expected or len(found) != len(layer.tensors):
+        raise _mismatch(f"an expert of {label} consists of {str(found)[:_MAX_CHARS]}", str(expected))
+    for one in layer.tensors:
+        if bits == 16 and one.dtype not in _HALF:
+            raise _mismatch(f"{one.name} in {label} is of type {one.dtype}", " or ".join(_HALF))
+
+
+def _check_linear(shape: tuple[int, int], linear: nn.Linear | None, bias: TensorInfo | None, label: str) -> None:
+    if linear is None:
+        raise _mismatch(f"{label} is quantized", "no such linear layer, or for one that is not quantized")
+    expected = (linear.out_features, linear.in_features)
+    if tuple(shape) != expected:
+        raise _mismatch(f"{label} has the shape {list(shape)}", str(list(expected)))
+    has_bias = linear.bias is not None
+    if (bias is not None) != has_bias or (bias is not None and bias.shape != expected[:1]):
+        size = "no bias" if bias is None else f"a bias of shape {list(bias.shape)}"
+        raise _mismatch(f"{label} has {size}", f"{list(expected[:1])}" if has_bias else "none")
+
+
+def _mismatch(found: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{found}, its config asks for {expected[:_MAX_CHARS]}: config and store are of different models, "
+        "run swarm quantize again"
+    )
+
+
 def is_quantized_store(name_or_dir: str | Path) -> bool:
-    """Says whether a directory is a quantized store."""
+    """Returns whether a directory is a quantized store."""
     return (Path(name_or_dir).expanduser() / MANIFEST_FILE).is_file()
 
 
 def open_quantized(checkpoint: Checkpoint, *, base_revision: str | None = None) -> QuantizedStore | None:
-    """Opens a quantized store; None if the checkpoint is none.
+    """Opens a quantized store; None if the checkpoint is an ordinary one.
 
     Args:
         checkpoint: Its files.
-        base_revision: Of the model that it must have been made from; None: any.
+        base_revision: Revision of the model that it must have been made from; None: any.
 
     Raises:
         CheckpointError: If it is damaged, or was made from another revision.
     """
-    method = _quantization(checkpoint.config).get("quant_method")
-    if method != QUANT_METHOD:
+    if _quantization(checkpoint.config).get("quant_method") != QUANT_METHOD:
         return None
     manifest = read_manifest(checkpoint.file_path(MANIFEST_FILE))
     _check_config(checkpoint, manifest)
@@ -198,7 +254,7 @@ def open_quantized(checkpoint: Checkpoint, *, base_revision: str | None = None) 
 
 def _check_config(checkpoint: Checkpoint, manifest: Manifest) -> None:
     path = checkpoint.file_path(CONFIG_FILE)
-    # Stores that earlier versions made do not say it.
+    # Stores made by earlier versions do not record it.
     if manifest.config_sha256 and manifest.config_sha256 != config_hash(path):
         raise CheckpointError(
             f"{path} is not the one that the store was made with: put that back, or run swarm quantize again"

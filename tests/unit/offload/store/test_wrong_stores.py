@@ -136,7 +136,7 @@ def test_scales_of_experts_that_are_not_finite_are_named_when_they_are_read(made
 @pytest.mark.parametrize("index", ["00", "\u0660", "\u00b2", "9" * 5000, "-1", "+1", ""])
 def test_an_index_of_a_layer_has_one_spelling(made: Path, tmp_path: Path, index: str) -> None:
     store = changed(made, tmp_path, 4, lambda about: about["layers"].update({index: about["layers"].pop("0")}))
-    with pytest.raises(CheckpointError, match="is no index of a layer") as caught:
+    with pytest.raises(CheckpointError, match="is not the index of a layer") as caught:
         load(store)
     assert len(str(caught.value)) < 1000
 
