@@ -40,7 +40,7 @@ def plan(
             raise ConfigError(f"invalid --disk-rate {disk_rate}: expected bytes per second, such as 500MB")
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.cli.support.plan_table import as_dict, print_plan
-        from swarm_plugins.offload.plan.planning import plan_model
+        from swarm_plugins.offload.plan.plan import plan_model
 
         planned = plan_model(
             model,

@@ -22,7 +22,7 @@ from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.model.outline import experts_modules
 from swarm_plugins.offload.plan.forecast import Speeds, forecast
 from swarm_plugins.offload.plan.measure import step_seconds
-from swarm_plugins.offload.plan.planning import measured_disk
+from swarm_plugins.offload.plan.plan import measured_disk
 from swarm_plugins.offload.plan.sizes import ModelSizes, meta_model, model_sizes
 
 __all__ = ["bench_offload", "parse_share"]

@@ -1,7 +1,7 @@
-"""Reading ahead where no guess is needed: in passes over many tokens, and in backward passes.
+"""Reads ahead where no guess is needed: in passes over many tokens, and in backward passes.
 
-Many tokens together need most experts of every layer. And a backward pass goes through the layers in reverse, where
-each needs what it used in the forward pass. What is announced is read while the layer before still computes.
+Many tokens together need most experts of every layer. A backward pass goes through the layers in reverse, and each
+needs what it used in the forward pass. Announced experts are read while the layer before still computes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ReadingAhead:
     """Announces to a cache what the next layer of a pass will need.
 
     Args:
-        cache: Who is told.
+        cache: The cache to tell.
         num_experts: Number of experts of each layer that has any.
-        trial: Says for each pass of a training whether it pays, by the time of those before; None: it always does.
+        trial: Decides for each training pass whether reading ahead pays, by the times of earlier ones; None: always.
     """
 
     def __init__(self, cache: ExpertCache, num_experts: Mapping[int, int], trial: PayTrial | None = None) -> None:
@@ -41,13 +41,13 @@ class ReadingAhead:
         self._used: dict[int, Sequence[int]] = {}
 
     def forward(self, layer: int, experts: Sequence[int]) -> None:
-        """Notes what a layer needs now; if it is most of its experts, all of the next layer's are announced."""
+        """Notes what a layer needs now; if it needs most of its experts, announces all of the next layer's."""
         self._used[layer] = experts
-        # In there a layer is computed once more, and it is the layer before that comes next.
+        # Inside a backward pass a layer is recomputed, and the layer before it comes next.
         if torch._C._current_graph_task_id() != _NO_BACKWARD_PASS:
             return
         if layer == self._first and self._trial is not None:
-            # From one training pass to the next: others are no measure.
+            # Only times from one training pass to the next can be compared.
             self._is_on = self._trial.begin_pass(time.perf_counter(), is_decode=self._went_back)
             self._went_back = False
         after = self._after.get(layer)

@@ -1,8 +1,8 @@
-"""Speculative loading: the routers of the next layers say early what their layers will probably need.
+"""Speculative loading: the next layers' routers predict early which experts their layers will need.
 
 Hidden states change little from layer to layer, so the next layer's router applied to this layer's input finds most of
-the experts that the next layer will choose (Eliseev and Mazur 2023, section 3.2). What they do change is much the same
-for each token: its mean, added to the input, makes the guess better (docs/benchmarks.md).
+the experts that the next layer will choose (Eliseev and Mazur 2023, section 3.2). The change is similar for every
+token: its mean, added to the input, improves the guess (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from swarm_plugins.offload.ahead.trial import PayTrial
-from swarm_plugins.offload.cache.cache import BoundedCache
+
+if TYPE_CHECKING:
+    from swarm_plugins.offload.cache.cache import BoundedCache
 
 __all__ = ["LOOK_AHEAD", "MAX_ROWS", "install_prefetch"]
 
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 4
-"""Tokens in a pass beyond which nothing is guessed: together they need most experts anyway."""
+"""Most tokens in a pass that is guessed for: more tokens need most experts anyway."""
 
 LOOK_AHEAD = 2
-"""Layers that are guessed: while the next one's experts are at hand, the disk reads those of the one behind."""
+"""Layers guessed ahead: while the next one's experts are at hand, the disk reads the experts of the one behind."""
 
-# Share of the newest difference in the mean, and tokens from one to the next after the first few: the mean moves
-# slowly, and taking it costs a layer as much time as asking a router.
+# Share of the newest difference in the mean, and tokens between differences after the first few: the mean moves slowly,
+# and updating it costs a layer as much time as asking a router.
 _DRIFT_RATE = 0.2
 _DRIFT_STEP = 4
 _FIRST_DRIFTS = 8
@@ -41,14 +43,14 @@ _ROUTERS = ("gate", "router")
 
 
 def install_prefetch(model: nn.Module, cache: BoundedCache) -> None:
-    """Makes a model tell its cache what the next layers will probably need, and how many tokens it saw.
+    """Makes a model announce to its cache what the next layers will probably need, and how many tokens it saw.
 
-    Routers that need what is not at hand early (token ids, another layer's state) are left alone: their
-    layers are not guessed.
+    Routers that need inputs not known early (token ids, another layer's state) are left alone: their layers are not
+    guessed.
 
     Args:
         model: With offloaded experts; the blocks with experts in the order of the cache's layers.
-        cache: Where its experts are.
+        cache: The cache of its experts.
     """
     routers = _routers(model)
     layers = sorted(cache.num_experts)
@@ -63,13 +65,13 @@ def install_prefetch(model: nn.Module, cache: BoundedCache) -> None:
 
 
 class _Extra(NamedTuple):
-    """What a router is called with beside the hidden states."""
+    """Arguments of a router in addition to the hidden states."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
 
     def is_same(self, other: _Extra) -> bool:
-        """Whether both hold the very same objects: parameters, not something computed for each token."""
+        """Returns whether both hold the same objects: parameters, not values computed for each token."""
         if len(self.arguments) != len(other.arguments) or self.keywords.keys() != other.keywords.keys():
             return False
         is_same = all(mine is theirs for mine, theirs in zip(self.arguments, other.arguments, strict=True))
@@ -78,7 +80,7 @@ class _Extra(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one router; copies of a model have routers of their own."""
+    """State of one router; copies of a model have routers of their own."""
 
     extra: _Extra | None = None
     following: weakref.ref[nn.Module] | None = None
@@ -86,15 +88,10 @@ class _Seen:
     hidden: Tensor | None = None
     """Its last input, ``[..., D]``."""
     drift: Tensor | None = None
-    """What is added to the input of the router before to get near this one's: the mean difference, ``[D]``."""
+    """Mean difference between the input of the router before and this one's, ``[D]``."""
 
     def note_drift(self, before: Tensor | None, now: Tensor | None) -> None:
-        """Takes into the mean what was added this time.
-
-        Args:
-            before: Input of the router before; None: of many rows.
-            now: That of this router.
-        """
+        """Updates the mean with the inputs of the router before and of this one; None: of many rows."""
         if now is None or before is None or not now.numel():
             return
         if now.shape != before.shape or not _is_alike(now, before):
@@ -102,19 +99,13 @@ class _Seen:
         drift, width = self.drift, now.shape[-1]
         added = (now - before).reshape(-1, width).mean(0)
         if drift is not None and _is_alike(drift, added):
-            # A pass that overflowed must not stay in the mean for ever.
+            # An overflowed pass must not stay in the mean forever.
             added = torch.where(drift.isfinite(), torch.lerp(drift, added, _DRIFT_RATE), added)
         self.drift = added
 
 
 class _Predictor:
-    """Applies routers early.
-
-    Which router follows which is seen as they are called.
-
-    Args:
-        cache: Who is told.
-    """
+    """Applies routers early, learning their order from their calls."""
 
     def __init__(self, cache: BoundedCache) -> None:
         self._cache = cache
@@ -123,7 +114,7 @@ class _Predictor:
         self._first = layers[0]
         self._last: tuple[int, weakref.ref[nn.Module], int] | None = None
         self._seen: weakref.WeakKeyDictionary[nn.Module, _Seen] = weakref.WeakKeyDictionary()
-        # Layers whose router gets other objects each time, or does not answer as routers do.
+        # Layers whose router gets other objects each time, or answers unlike a router.
         self._unfit: set[int] = set()
         self._input: tuple[int, nn.Module, Tensor] | None = None
         self._trial = PayTrial() if cache.config.prefetch == "auto" else None
@@ -146,7 +137,7 @@ class _Predictor:
                 self._begin_pass(num_rows)
             if self._cache.on_asked is None or self._has_all or module.training:
                 return
-            # Without its history, which would keep a whole pass in memory; of a prompt nothing is kept.
+            # Detached, as its graph would keep a whole pass in memory; prompts are not kept.
             kept = hidden.detach() if num_rows <= MAX_ROWS else None
             self._note_router(layer, module, _Extra(arguments[1:], keywords), kept)
             if kept is not None:
@@ -155,11 +146,7 @@ class _Predictor:
         return note
 
     def predict(self, layer: int) -> bool:
-        """Guesses for the layers behind one that has just asked for its experts.
-
-        Returns:
-            Whether there is a guess.
-        """
+        """Guesses for the layers behind one that has just asked for its experts; returns whether there is a guess."""
         found, self._input = self._input, None
         if found is None or found[0] != layer or not self._is_on:
             return False
@@ -187,7 +174,7 @@ class _Predictor:
     def _apply(self, layer: int, router: nn.Module, hidden: Tensor, extra: _Extra) -> Sequence[int]:
         try:
             with torch.no_grad():
-                # Not the call: hooks on it record router logits, which this is none of.
+                # Not the call: its hooks record router logits, and this pass must not be recorded.
                 answer = router.forward(hidden, *extra.arguments, **extra.keywords)
             chosen = answer[2]
             # [T, k], best first for each token: transposed, all first choices come before all second ones.
@@ -206,7 +193,7 @@ class _Predictor:
         last, self._last = self._last, (layer, weakref.ref(router), thread)
         if last is not None and self._next.get(last[0]) == layer and (before := last[1]()) is not None:
             self._seen[before].following = self._last[1]
-            # Threads that run the same model are at different tokens.
+            # Other threads running the same model are at other tokens.
             if last[2] == thread and self._is_learning:
                 seen.note_drift(self._seen[before].hidden, hidden)
         if layer in self._unfit:
@@ -219,7 +206,7 @@ class _Predictor:
 
     def _begin_pass(self, num_rows: int) -> None:
         self._cache.count_tokens(num_rows)
-        # Nothing is evicted any more, and nothing guessed.
+        # Then nothing is evicted any more, and nothing guessed.
         self._has_all = all(map(self._cache.is_complete, self._cache.num_experts))
         self._num_passes += 1
         self._is_learning = self._num_passes <= _FIRST_DRIFTS or self._num_passes % _DRIFT_STEP == 0
@@ -228,12 +215,12 @@ class _Predictor:
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:
-    """Says whether rows of two tensors can be added: a model may be moved or run in another type."""
+    """Returns whether rows of two tensors can be added: a model may be moved or run in another type."""
     return (one.shape[-1], one.dtype, one.device) == (other.shape[-1], other.dtype, other.device)
 
 
 def _routers(model: nn.Module) -> list[nn.Module]:
-    """Returns the routers beside experts, in the order of the model's modules."""
+    """Returns the routers next to experts, in the order of the model's modules."""
     found: list[nn.Module] = []
     for module in model.modules():
         children = dict(module.named_children())

@@ -1,4 +1,4 @@
-"""Whether guessing pays: tried out, a few tokens against those around them, now and then again. Pure bookkeeping."""
+"""Tries out whether guessing pays: now and then a few tokens against those around them. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import statistics
 
 __all__ = ["PayTrial"]
 
-# Passes of a kind in a row: a guess of the last pass still helps or hurts the next one.
+# Passes of a kind in a row, as a guess of the last pass still helps or hurts the next one.
 _BLOCK = 4
-# In a trial one block of so many, in the middle, does the other thing: most often the slower one, so no more of it.
+# In a trial, one block of so many, in the middle, does the opposite: usually the slower kind, so just one.
 _BLOCKS = 7
-# Each time through the blocks gives one comparison: what changes over seconds, as disks do, is in both its sides.
+# Each round of blocks gives one comparison: changes over seconds, as of disks, affect both its sides.
 _FEWEST_COMPARED = 5
 _MOST_COMPARED = 12
-# Differences this many standard errors large are believed.
+# Differences of this many standard errors are trusted.
 _CERTAIN = 2.5
 # Passes to the next trial: few at first, as caches are still filling.
 _FIRST_REST = 64
@@ -24,16 +24,16 @@ _LAST_REST = 2048
 class PayTrial:
     """Decides, pass by pass, whether to guess: by comparing times of passes with and without.
 
-    A pass is one token through all layers. While a trial runs, now and then some passes do the other thing; then the
-    faster kind is used for a while, twice as long each time the trial says the same again.
+    A pass is one token through all layers. While a trial runs, some passes do the opposite; then the faster kind is
+    used for a while, twice as long each time a trial confirms it.
     """
 
     def __init__(self) -> None:
         self.is_paying = True
-        """What the last trial said."""
+        """The result of the last trial."""
         self._is_on = True
         self._rest = _FIRST_REST // 4
-        """Passes until the next trial begins; in a trial 0."""
+        """Passes until the next trial; 0 during one."""
         self._next_rest = _FIRST_REST
         self._place = 0
         self._samples: dict[bool, list[float]] = {True: [], False: []}
@@ -45,7 +45,7 @@ class PayTrial:
 
         Args:
             now_s: The time.
-            is_decode: Whether it is one of few tokens; others are no measure.
+            is_decode: Whether it is a pass of few tokens; others are not compared.
 
         Returns:
             Whether to guess in this pass.
@@ -61,7 +61,7 @@ class PayTrial:
                 self._gains = []
                 self._samples = {True: [], False: []}
             return self._is_on
-        # The first pass of a block still runs on what the block before left in memory.
+        # The first pass of a block still uses what the block before left in memory.
         if self._place % _BLOCK:
             self._samples[self._is_on].append(now_s - began)
         self._place += 1
@@ -74,7 +74,7 @@ class PayTrial:
     def _judge(self) -> None:
         samples, self._samples = self._samples, {True: [], False: []}
         if not all(samples.values()):
-            # Another thread that runs the same model has just judged.
+            # Another thread running the same model has just judged.
             return
         on_s, off_s = (statistics.median(samples[kind]) for kind in (True, False))
         self._gains.append(off_s - on_s)
@@ -84,7 +84,7 @@ class PayTrial:
         is_certain = abs(gain) > _CERTAIN * error
         if not is_certain and len(self._gains) < _MOST_COMPARED:
             return
-        # What cannot be told apart stays as it is.
+        # Indistinguishable: stays as it is.
         pays = gain > 0 if is_certain else self.is_paying
         self._next_rest = min(2 * self._next_rest, _LAST_REST) if pays == self.is_paying else _FIRST_REST
         self.is_paying = self._is_on = pays
@@ -92,6 +92,6 @@ class PayTrial:
 
 
 def _standard_error(samples: list[float]) -> float:
-    """Returns that of the median, from the spread of the middle half: pauses of the caller count little."""
+    """Returns the standard error of the median, from the middle half: pauses of the caller count little."""
     lower, _, upper = statistics.quantiles(samples, n=4)
     return 1.25 * (upper - lower) / 1.35 / math.sqrt(len(samples))

@@ -1,8 +1,7 @@
-"""How fast a model with offloaded experts will be: arithmetic on sizes and measured speeds, nothing else.
+"""Forecasts the speed of a model with offloaded experts: arithmetic on sizes and measured speeds.
 
-A token is computed with ``experts_per_token`` experts of each layer. Those that are in fast memory (hits) cost their
-products; the others are read first, and the token waits, but for the part that was read ahead while earlier layers
-were computed.
+A token uses ``experts_per_token`` experts of each layer. Experts in fast memory (hits) cost their products; the others
+are read first, and the token waits, except for the part that is read ahead while earlier layers compute.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from swarm_plugins.offload.plan.sizes import ModelSizes
 __all__ = ["MEASURED_HITS", "Forecast", "Speeds", "forecast", "hit_ratio"]
 
 MEASURED_HITS: Sequence[tuple[float, float]] = ((0.0, 0.0), (0.25, 0.38), (0.5, 0.66), (0.75, 0.87), (1.0, 1.0))
-"""Share of a layer's experts in memory, and the share of requests that find theirs there: eight experts of which two
-are picked, decoding answers to real text. With four experts of which two are picked, no more were found than an even
-use of the experts gives (.24, .52 and .74), so those are expected of fewer than eight."""
+"""Share of a layer's experts in memory, and share of requests that find theirs there: two of eight experts picked,
+decoding answers to real text. With two of four picked, no more were found than an even use of the experts gives (.24,
+.52 and .74), which is therefore assumed for fewer than eight."""
 _FEWEST_WITH_HABITS = 8
-# Of the next layers' experts that their routers name early, and of the time that could be hidden at best what is.
+# Share of the next layers' experts that their routers name early, and of the time that could at best be hidden.
 _RECALL = 0.85
 _HIDDEN = 0.7
-# Of a token's time, what neither its products nor its reads take: routing, bookkeeping, and that computing and reading
-# share memory and often cores.
+# Of a token's time beyond products and reads: routing, bookkeeping, and memory and cores shared by computing and
+# reading.
 _OVERHEAD = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """What the machine can do."""
+    """Measured speeds of a machine."""
 
     disk_bytes_per_s: float
-    """Of the disk itself: pieces as large as experts at random places, past the page cache, two at a time."""
+    """Of the disk itself: expert-sized pieces at random places, past the page cache, two at a time."""
     expert_bytes_per_s: float
-    """Of experts that are read one after the other while a layer waits for them."""
+    """Of experts read one after the other while a layer waits for them."""
     step_s: float
     """The products of one token with every expert in fast memory."""
     link_bytes_per_s: float | None = None
@@ -44,16 +43,16 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What to expect of decoding, one sequence, once the cache is warm."""
+    """Expected decoding of one sequence, once the cache is warm."""
 
     fast_share: float
-    """Of all expert bytes, what fits in fast memory."""
+    """Share of all expert bytes that fits in fast memory."""
     ram_share: float
-    """The same for pinned RAM beside it."""
+    """The same for pinned RAM in addition."""
     hit_ratio: float
-    """Requests for an expert that find it in fast memory, as `hit_ratio` says."""
+    """Share of requests that find their expert in fast memory, see `hit_ratio`."""
     hit_ratio_even: float
-    """The same if every expert were equally likely at any time (independent references): the least to expect."""
+    """The same if every expert were equally likely at any time (independent references): a lower bound."""
     read_bytes: float
     """From disk, for a token."""
     copy_bytes: float
@@ -72,7 +71,7 @@ def hit_ratio(share: float, num_experts: int = _FEWEST_WITH_HABITS) -> float:
     cache of ``C`` of ``E`` equally likely experts hits with ``C / E``).
 
     Args:
-        share: Of all experts, what fits in the cache; 0 to 1, and more counts as 1.
+        share: Of all experts, the share that fits in the cache; more than 1 counts as 1.
         num_experts: Of a layer.
     """
     if num_experts < _FEWEST_WITH_HABITS:
@@ -92,7 +91,7 @@ def forecast(
     bits_ratio: float = 1.0,
     prefetch: bool = True,
 ) -> Forecast:
-    """Returns what to expect.
+    """Forecasts decoding.
 
     Args:
         sizes: The model.

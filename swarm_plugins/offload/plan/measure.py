@@ -1,4 +1,4 @@
-"""How fast this machine reads experts and computes tokens: short measurements, each with an end."""
+"""Measures how fast this machine reads experts and computes tokens, within a bounded time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swarm_plugins.offload.model.outline import experts_modules
 
 __all__ = ["disk_rate", "expert_rate", "link_rate", "step_seconds"]
 
-# Of each shape, beyond every last-level cache: weights are really fetched from memory, as those of a whole model are.
+# Of each shape, beyond every last-level cache: weights are really fetched from memory, as in a whole model.
 _POOL_BYTES = 64 << 20
 _MOST_COPIES = 64
 _MOST_STEPS = 100
@@ -36,11 +36,11 @@ _LINK_BYTES = 64 << 20
 
 
 def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, num_readers: int = 2) -> float:
-    """Reads pieces of files at random places, past the page cache where the file system allows it.
+    """Measures reads of pieces at random places, past the page cache where the file system allows it.
 
     Args:
         files: The model's own files.
-        block_bytes: Size of a piece: that of an expert.
+        block_bytes: Size of a piece: an expert's.
         seconds: For how long.
         num_readers: Threads.
 
@@ -60,9 +60,9 @@ def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, 
 
 
 def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, num_readers: int = 2) -> float:
-    """Reads pieces as experts are read that a layer waits for: one after the other, each by all readers.
+    """Measures reads of experts that a layer waits for: one after the other, each by all readers.
 
-    It takes, returns and raises what `disk_rate` does.
+    Arguments, result and errors are as for `disk_rate`.
     """
     choose = random.Random(0)
     sizes = {path: size for path, size in _sizes(files).items() if size}
@@ -97,7 +97,7 @@ def _read_pieces(files: Sequence[Path], block: int, ends_at: float, seed: int) -
     choose = random.Random(seed)
     sizes = _sizes(files)
     total = 0
-    # The memory that experts get: with smaller pages the disk is slower.
+    # Memory as experts get it: with smaller pages the disk is slower.
     buffer = host_buffer(max(block, MIN_MAPPED_BYTES)).numpy()[:block].data
     while total == 0 or time.monotonic() < ends_at:
         (path,) = choose.choices(files, weights=list(sizes.values()))
@@ -114,7 +114,7 @@ def _read_piece(path: Path, start: int, buffer: memoryview) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | direct)
     except OSError:
-        # No direct reads on this file system: what the page cache holds of the piece is dropped first.
+        # No direct reads on this file system: the page cache drops the piece first.
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, start, len(buffer), os.POSIX_FADV_DONTNEED)
     try:
@@ -138,10 +138,10 @@ def step_seconds(model: PreTrainedModel, *, device: torch.device, seconds: float
     """Measures one decoding step of a model that has no weights, as if all of them were in fast memory.
 
     Every parameter is replaced by one of its shape from a pool that is larger than the processor's caches but far
-    smaller than the model; so all of HF's own code runs, and only the numbers mean nothing.
+    smaller than the model. So all of HF's own code runs, on meaningless numbers.
 
     Args:
-        model: On the meta device; it is not usable for anything else afterwards.
+        model: On the meta device; unusable afterwards.
         device: Where to compute.
         seconds: For how long; at least one step after one to warm up.
 
@@ -173,7 +173,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 class _Pool:
-    """Tensors to compute with, a few of each shape, handed out in turns."""
+    """A few tensors of each shape, handed out in turns."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -210,7 +210,7 @@ def _fill(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _stand_in(module: nn.Module, pool: _Pool) -> Callable[..., Tensor]:
-    """Returns a forward that multiplies by as many experts as the router picks, whichever they are."""
+    """Returns a forward that multiplies by as many experts as the router picks, regardless of which."""
     matrices = [(parameter.shape[1:], parameter.dtype) for parameter in module.parameters() if parameter.ndim == 3]
 
     def forward(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def _stand_in(module: nn.Module, pool: _Pool) -> Callable[..., Tensor]:
 
 
 def _product(hidden: Tensor, values: Tensor, matrix: Tensor) -> Tensor:
-    """Multiplies a row by a matrix that may lie either way round; of gate and up together, one half goes on."""
+    """Multiplies a row by a matrix of either orientation; of fused gate and up, one half is passed on."""
     for source in (values, hidden):
         for width, weight in ((matrix.shape[1], matrix), (matrix.shape[0], matrix.T)):
             if source.shape[1] in (width, 2 * width):

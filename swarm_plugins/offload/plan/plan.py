@@ -1,22 +1,43 @@
-"""What fits where, and which settings make the most of a given memory."""
+"""Memory layout and expected speed for a budget, and the settings that make the most of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
+import torch
+
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.offload.cache.budget import choose_device
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
-from swarm_plugins.offload.plan.sizes import ModelSizes
+from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
+from swarm_plugins.offload.plan.sizes import ModelSizes, meta_model, model_sizes
 from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
 
-__all__ = ["RUNTIME_BYTES", "Alternative", "OffloadPlan", "make_plan", "stored_bits_ratio"]
+__all__ = [
+    "RUNTIME_BYTES",
+    "Alternative",
+    "OffloadPlan",
+    "Planned",
+    "make_plan",
+    "measured_disk",
+    "plan_model",
+    "stored_bits_ratio",
+]
 
 RUNTIME_BYTES = 450_000_000
 """What Python, torch and transformers take before any model."""
 # For each group a scale and an offset of 16 bits each, or a scale of 32.
 _GROUP_BITS = 32
+# An average NVMe disk; reported as an assumption wherever it is used.
+_ASSUMED_DISK_BYTES_PER_S = 1_000_000_000.0
+# What is free now is not free to the last byte.
+_USABLE_SHARE = 0.9
+# Speed-ups below this are not worth another store; widths this near the fastest are as good.
+_WORTHWHILE = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +52,12 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """An answer to: what becomes of this model in that much memory?"""
+    """Memory layout and expected speed for a budget."""
 
     sizes: ModelSizes
     memory_bytes: int
     fast_bytes: int
-    """What is left for experts; no more than all of them take."""
+    """What is left for experts; at most what all of them take."""
     config: OffloadConfig
     speeds: Speeds
     forecast: Forecast
@@ -48,31 +69,95 @@ class OffloadPlan:
         """Whether every expert fits in fast memory."""
         return self.fast_bytes >= self.sizes.expert_bytes
 
+    @property
+    def full_memory_bytes(self) -> int:
+        """Memory in which every expert would fit."""
+        return self.memory_bytes + self.sizes.expert_bytes - (self.config.fast_bytes or 0)
 
-def stored_bits_ratio(width: Width, original_bits: int) -> float:
-    """Returns the size of quantized experts over that of the original ones, scales included."""
-    bits = num_bits(width)
-    if bits >= original_bits:
-        return 1.0
-    scales = _GROUP_BITS / GROUP_SIZES[width] if width in GROUP_SIZES else 0.0
-    return (bits + scales) / original_bits
+    @property
+    def faster_width(self) -> Alternative | None:
+        """The widest alternative that is about as fast as the fastest; None if none is worth while."""
+        fastest = max((other.forecast.tokens_per_s for other in self.alternatives), default=0.0)
+        if fastest < _WORTHWHILE * self.forecast.tokens_per_s:
+            return None
+        return next(other for other in self.alternatives if _WORTHWHILE * other.forecast.tokens_per_s >= fastest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, and where its numbers come from."""
+
+    name: str
+    plan: OffloadPlan
+    device: str
+    disk_source: str
+    """``measured``, ``given`` or ``assumed``."""
+
+
+def plan_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    memory_bytes: int | None = None,
+    ram_bytes: int | None = None,
+    context_tokens: int = 2048,
+    disk_bytes_per_s: float | None = None,
+    device: str = "cpu",
+) -> Planned:
+    """Plans a model on this machine from its config and the headers of its files.
+
+    Args:
+        name: Directory, or id on the Hub.
+        revision: On the Hub.
+        memory_bytes: Fast memory in all. None: most of what is free on the device.
+        ram_bytes: Pinned RAM for a CUDA device. None: most of what is free.
+        context_tokens: Length that the attention cache is sized for.
+        disk_bytes_per_s: None: measured for a local model, assumed otherwise.
+        device: Where to compute.
+
+    Raises:
+        CapacityError: If the model does not fit even so.
+        ConfigError: If the device does not exist, or experts cannot be offloaded for it.
+        UnsupportedError: If the model has no experts that can be offloaded.
+    """
+    target = choose_device(device)
+    checkpoint = Checkpoint.open(name, revision=revision)
+    sizes = model_sizes(checkpoint, context_tokens=context_tokens)
+    source = "given" if disk_bytes_per_s else "measured" if checkpoint.directory else "assumed"
+    if source == "measured":
+        disk, experts = measured_disk(checkpoint, sizes.largest_expert_bytes)
+    else:
+        disk = experts = disk_bytes_per_s or _ASSUMED_DISK_BYTES_PER_S
+    speeds = Speeds(
+        disk_bytes_per_s=disk,
+        expert_bytes_per_s=experts,
+        step_s=step_seconds(meta_model(checkpoint.config, sizes.dtype), device=target),
+        link_bytes_per_s=link_rate(target),
+    )
+    plan = make_plan(
+        sizes,
+        speeds,
+        memory_bytes=_free_bytes(target) if memory_bytes is None else memory_bytes,
+        ram_bytes=_free_bytes(torch.device("cpu")) if ram_bytes is None else ram_bytes,
+    )
+    return Planned(name=checkpoint.name, plan=plan, device=str(target), disk_source=source)
 
 
 def make_plan(
     sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes: int = 0, num_readers: int = 2
 ) -> OffloadPlan:
-    """Divides a memory between what must be in it and the experts.
+    """Divides a memory between experts and everything else.
 
     Args:
         sizes: The model.
         speeds: The machine.
         memory_bytes: Fast memory in all: the device's, or RAM if the model runs on the CPU.
         ram_bytes: Pinned RAM for experts of a device with a memory of its own.
-        num_readers: Threads that read, each of which needs room for one expert.
+        num_readers: Threads that read, each with room for one expert.
 
     Raises:
-        CapacityError: If what is no expert does not fit, or less than one expert for each reader and one to compute
-            with is left.
+        CapacityError: If everything else does not fit, or leaves less than one expert for each reader and one to
+            compute with.
     """
     fixed = sizes.other_bytes + sizes.cache_bytes + sizes.activation_bytes + RUNTIME_BYTES
     room = memory_bytes - fixed
@@ -104,11 +189,32 @@ def make_plan(
     )
 
 
+def measured_disk(checkpoint: Checkpoint, block_bytes: int) -> tuple[float, float]:
+    """Measures bytes per second of the disk itself, and of experts read from it, for a local checkpoint."""
+    files = {info.file for info in checkpoint.tensors.values()}
+    paths = [checkpoint.file_path(file) for file in sorted(files)]
+    return disk_rate(paths, block_bytes=block_bytes), expert_rate(paths, block_bytes=block_bytes)
+
+
+def stored_bits_ratio(width: Width, original_bits: int) -> float:
+    """Returns the size of quantized experts over the size of the original ones, scales included."""
+    bits = num_bits(width)
+    if bits >= original_bits:
+        return 1.0
+    scales = _GROUP_BITS / GROUP_SIZES[width] if width in GROUP_SIZES else 0.0
+    return (bits + scales) / original_bits
+
+
+def _free_bytes(device: torch.device) -> int:
+    is_cuda = device.type == "cuda"
+    return int((torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available) * _USABLE_SHARE)
+
+
 def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) -> Sequence[Alternative]:
     if sizes.quantized_bits is not None:
         return ()
     original_bits = num_bits(sizes.expert_bits)
-    # Numbers alone: by size and reads, nf4 is the same as 4.
+    # Whole numbers only: by size and reads, nf4 is the same as 4.
     narrower = [bits for bits in EXPERT_BITS if isinstance(bits, int) and bits < original_bits]
     found = []
     for bits in sorted(narrower, reverse=True):

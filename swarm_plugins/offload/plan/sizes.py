@@ -1,7 +1,7 @@
-"""How large the parts of a mixture-of-experts model are, found without any weights.
+"""Sizes of a mixture-of-experts model, measured without weights.
 
-The model is built on the meta device and run there: what its experts, its attention cache and its routers look like
-is read off HF's own modules, so no family needs a table of its own.
+The model is built and run on the meta device: HF's own modules show its experts, attention cache and routers, so that
+no family needs a table of its own.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """What has to be stored somewhere."""
+    """The sizes of a model."""
 
     layers: tuple[ExpertLayer, ...]
     """Those with experts."""
     num_layers: int
     dtype: torch.dtype
-    """To compute in: that most of the checkpoint's bytes have, if it is not quantized."""
+    """To compute in: the type of most of the checkpoint's bytes, if it is not quantized."""
     other_bytes: int
-    """Of everything that is no expert: always in fast memory."""
+    """Of everything outside experts: always in fast memory."""
     context_tokens: int
     cache_bytes: int
     """Of the attention cache after ``context_tokens``."""
     activation_bytes: int
-    """An estimate of what a forward over ``context_tokens`` needs beside weights and cache."""
+    """Estimated memory of a forward over ``context_tokens`` in addition to weights and cache."""
     quantized_bits: Width | None = None
-    """Width of the experts, if `swarm quantize` made the checkpoint."""
+    """Width of the experts of a quantized store."""
 
     @property
     def expert_bits(self) -> Width:
@@ -95,14 +95,14 @@ class ModelSizes:
 
 
 def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelSizes:
-    """Measures a model by its config and the headers of its files.
+    """Returns the sizes of a model from its config and the headers of its files.
 
     Args:
-        checkpoint: The model; no weight of it is read.
+        checkpoint: The model.
         context_tokens: Length that the attention cache is sized for.
 
     Raises:
-        CheckpointError: If no model can be made of the config, or the headers are of another model.
+        CheckpointError: If no model can be made of the config, or the headers belong to another model.
         UnsupportedError: If the model has no experts that can be offloaded, or cannot be built without weights.
     """
     store = open_quantized(checkpoint)
@@ -166,7 +166,7 @@ def _check_fits(
         others = store.other_tensors()
     parameters = dict(model.named_parameters())
     for name in others:
-        # Those that transformers renames are not looked at.
+        # Renamed tensors are not checked.
         expected = tuple(parameters[name].shape) if name in parameters else None
         info = checkpoint.tensors[name]
         if expected is not None and info.shape != expected:
@@ -187,7 +187,7 @@ def _expert_layer(
 
 
 def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) -> tuple[dict[int, int], int]:
-    """Runs the model on the meta device: experts that each layer picks for a token, bytes of the cache."""
+    """Runs the model on the meta device; returns the experts each layer picks for a token, and bytes of the cache."""
     picked: dict[int, int] = {}
 
     def stand_in(layer: int) -> Callable[..., Tensor]:
@@ -204,7 +204,7 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
             ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
             output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     except Exception as exc:
-        # Any kind, from any line of HF's model that meets a stranger's number.
+        # Any kind: any line of HF's model may meet an untrusted number.
         reason = " ".join(f"{type(exc).__name__}: {exc}".split())[:_MAX_REASON_CHARS]
         raise UnsupportedError(
             f"{name} ({type(model).__name__}) cannot be run without its weights to see what it takes ({reason}): "
@@ -217,16 +217,16 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
 
 
 def _cache_bytes(cache: Any) -> int:
-    """Adds up the tensors that the layers of a cache hold, whatever they are called; counters do not count."""
+    """Adds up the floating tensors that the layers of a cache hold, under any name."""
     found = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
     held = {id(value): value for value in found if value.is_floating_point()}
     return sum(value.nbytes for value in held.values())
 
 
 def _activation_bytes(config: PreTrainedConfig, experts_per_token: int, dtype: torch.dtype) -> int:
-    """An estimate for a prefill in one piece: a handful of hidden states, and one layer's products of the experts."""
+    """Estimates a piece of a prefill: a handful of hidden states, and one layer's products of the experts."""
     text = config.get_text_config(decoder=True)
-    tokens = 512  # what a piece of a prefill is taken to be
+    tokens = 512  # assumed size of a piece
     width = int(text.hidden_size)
     rows = tokens * width * (8 + 4 * experts_per_token)
     return rows * dtype.itemsize + int(text.vocab_size) * 4 * 2

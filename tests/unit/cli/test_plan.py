@@ -64,6 +64,18 @@ def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> Non
     assert f"swarm run {mixtral} --offload fast=" in out
 
 
+def test_the_hint_names_what_would_be_faster(mixtral: Path) -> None:
+    settings = [str(mixtral), "--context", "64", "--disk-rate", "1MB"]
+    roomy = json.loads(plan(*settings, "--memory", "1GB", "--json")[1])
+    fixed = roomy["memory_bytes"] - roomy["config"]["fast_bytes"]
+    room = 4 * roomy["sizes"]["layers"][0]["expert_bytes"]
+    code, out, _ = plan(*settings, "--memory", f"{fixed + room}B")
+    assert code == 0
+    assert f"Faster: swarm quantize {mixtral} --out DIRECTORY --experts " in out
+    assert "of memory, which holds all experts" in out
+    assert "Everything fits" not in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

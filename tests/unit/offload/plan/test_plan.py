@@ -121,3 +121,19 @@ def test_widths_count_their_scales_and_no_width_is_wider_than_the_original() -> 
     assert stored_bits_ratio(4, 16) == pytest.approx(4.5 / 16)
     assert stored_bits_ratio(16, 32) == 0.5
     assert stored_bits_ratio(16, 16) == 1.0
+
+
+def test_what_would_be_faster_is_the_widest_width_that_is_as_fast_and_the_memory_of_all_experts() -> None:
+    plan = make_plan(sizes(), SPEEDS, memory_bytes=FIXED + 160 * MB)
+    assert plan.full_memory_bytes == FIXED + 640 * MB
+    assert make_plan(sizes(), SPEEDS, memory_bytes=plan.full_memory_bytes).fits
+    other = plan.faster_width
+    assert other is not None
+    rates = {each.expert_bits: each.forecast.tokens_per_s for each in plan.alternatives}
+    assert rates[other.expert_bits] > 1.1 * plan.forecast.tokens_per_s
+    assert 1.1 * rates[other.expert_bits] >= max(rates.values())
+    assert all(1.1 * rate < max(rates.values()) for bits, rate in rates.items() if bits > other.expert_bits)
+
+
+def test_with_all_experts_in_memory_no_other_width_is_faster() -> None:
+    assert make_plan(sizes(), SPEEDS, memory_bytes=FIXED + 900 * MB).faster_width is None
