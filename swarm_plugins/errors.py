@@ -23,6 +23,8 @@ A message says what is wrong, the value, what is allowed and what to do.
 
 from __future__ import annotations
 
+from typing import Literal
+
 __all__ = [
     "CapacityError",
     "CheckpointError",
@@ -39,6 +41,26 @@ __all__ = [
     "UnknownAdapterError",
     "UnsupportedError",
 ]
+
+
+HubErrorKind = Literal["unreachable", "no repository", "no revision", "no file", "conflict", "other"]
+
+
+def one_line(exc: BaseException, *, with_kind: bool = False, max_chars: int = 300) -> str:
+    """Returns the text of an exception as one short line, to be quoted in a message.
+
+    Args:
+        exc: The exception; other libraries' may have paragraphs of advice, or no text at all.
+        with_kind: Put the name of its class first.
+        max_chars: Longer texts are cut.
+    """
+    text = "".join(char if char.isprintable() else "?" for char in " ".join(str(exc).split())).rstrip(".")
+    if len(text) > max_chars:
+        text = f"{text[: max_chars - 3]}..."
+    kind = type(exc).__name__
+    if not text:
+        return kind
+    return f"{kind}: {text}" if with_kind else text
 
 
 class SwarmError(Exception):
@@ -74,11 +96,13 @@ class HubError(SwarmError, OSError):
 
     Args:
         message: What, why, and what to do.
+        kind: What is missing or in the way.
         is_passing: Whether trying again later can help.
     """
 
-    def __init__(self, message: str, *, is_passing: bool = False) -> None:
+    def __init__(self, message: str, *, kind: HubErrorKind = "other", is_passing: bool = False) -> None:
         super().__init__(message)
+        self.kind = kind
         self.is_passing = is_passing
 
 

@@ -6,12 +6,14 @@ A new arrow is a design decision: it is made by editing ``MAY_IMPORT`` here and 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub.errors
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -19,9 +21,10 @@ PACKAGE = "swarm_plugins"
 
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
-COMMON = frozenset({"errors", "versions", "adapter_spec", "block_io", "noise", "sizes"})
+COMMON = frozenset({"errors", "hub_errors", "versions", "adapter_spec", "block_io", "noise", "sizes"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "hub_errors": frozenset(),
     "versions": frozenset(),
     "adapter_spec": frozenset(),
     "block_io": frozenset({"adapter_spec"}),
@@ -36,7 +39,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "offload": frozenset({"moe", "checkpoint"}),
     "blocks": frozenset({"moe", "offload", "checkpoint"}),
     "client": frozenset({"routing", "transport"}),
-    "server": frozenset({"routing", "transport", "blocks", "checkpoint", "offload"}),
+    "server": frozenset({"routing", "transport", "blocks", "checkpoint", "offload", "hub"}),
     "backbone": frozenset({"client", "checkpoint", "offload"}),
     "strategy": frozenset({"backbone"}),
     "autoload": frozenset(),
@@ -227,6 +230,39 @@ def test_private_modules_stay_inside_their_folder() -> None:
         if module_name(one.file).split(".")[:private] != names[:private]:
             wrong.append(str(one))
     assert not wrong, "give it a public name or move it:\n" + "\n".join(wrong)
+
+
+def test_errors_of_huggingface_hub_are_known_to_one_file() -> None:
+    known = vars(huggingface_hub.errors).items()
+    errors = {name for name, value in known if isinstance(value, type) and issubclass(value, Exception)}
+    wrong = []
+    for file in package_files():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "huggingface_hub":
+                names = {alias.name for alias in node.names} & errors
+            elif isinstance(node, ast.ImportFrom) and node.module == "httpx2":
+                names = {alias.name for alias in node.names if alias.name.endswith(("Error", "Exception"))}
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                is_error = node.value.id == "httpx2" and node.attr.endswith(("Error", "Exception"))
+                names = {node.attr} if is_error or node.attr in errors - set(vars(builtins)) else set()
+            else:
+                continue
+            if names and file.name != "hub_errors.py":
+                wrong += [f"{file.relative_to(ROOT)}:{node.lineno} names {', '.join(sorted(names))}"]
+    assert not wrong, "use swarm_plugins.hub_errors.translated_hub_errors:\n" + "\n".join(wrong)
+
+
+def test_exceptions_become_one_line_in_one_function() -> None:
+    idiom = re.compile(
+        r"str\((exc|error|failure|cause)\)\.(split\(|strip|partition|splitlines\(\) or)"
+        r"|type\((exc|error)\)\.__name__\}: \{"
+    )
+    wrong = []
+    for file in package_files():
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if idiom.search(line) and file != ROOT / PACKAGE / "errors.py":
+                wrong.append(f"{file.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not wrong, "use swarm_plugins.errors.one_line:\n" + "\n".join(wrong)
 
 
 def test_there_are_no_module_cycles() -> None:

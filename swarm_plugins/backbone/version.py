@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 from torch import nn
 
@@ -15,6 +13,7 @@ from swarm_plugins.backbone.recognition import cached_commit
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint, block_fingerprints, layer_list_name
 from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.hub_errors import repo_id_fault
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["ServedBlocks", "base_blocks", "base_version", "served_blocks"]
@@ -90,11 +89,12 @@ def _name_of(model: nn.Module) -> str:
 
 
 def _hub_version(model: nn.Module, name: str) -> ModelVersion | None:
+    if repo_id_fault(name) is not None:
+        return None
+    commit = cached_commit(_base_of(model), name)
     try:
-        validate_repo_id(name)
-        commit = cached_commit(_base_of(model), name)
         return None if commit is None else ModelVersion(name, commit)
-    except (HFValidationError, ConfigError):
+    except ConfigError:
         return None
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from swarm_plugins.backbone import base_version
-from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.noise import without_peft_deprecation
@@ -22,7 +22,6 @@ __all__ = ["load_adapter"]
 
 log = logging.getLogger(__name__)
 
-_MAX_REASON_CHARS = 500
 
 # Settings that make PEFT import a module by its name, or unpickle a file.
 _REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "prompt_tuning_init_state_dict_path")
@@ -90,7 +89,7 @@ def _check_config(adapter: AdapterFolder) -> None:
     try:
         config = json.loads((adapter.folder / CONFIG_FILE).read_bytes())
     except ValueError as exc:
-        raise CheckpointError(f"{CONFIG_FILE} of {adapter.label} is no JSON ({exc})") from exc
+        raise CheckpointError(f"{CONFIG_FILE} of {adapter.label} is not JSON ({one_line(exc)})") from exc
     found = [name for name in _REFUSED_SETTINGS if config.get(name)]
     if found:
         raise CheckpointError(
@@ -131,8 +130,7 @@ def _loaded(model: nn.Module, adapter: AdapterFolder, adapter_name: str, is_trai
     except SwarmError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as exc:
-        reason = " ".join(str(exc).split())[:_MAX_REASON_CHARS]
         raise CheckpointError(
-            f"{adapter.label} does not fit the model ({type(exc).__name__}: {reason}); load it into a "
+            f"{adapter.label} does not fit the model ({one_line(exc, with_kind=True)}); load it into a "
             f"fresh copy of {adapter.base_name or 'the base that it was made for'}"
         ) from exc

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from swarm_plugins.callbacks.saving import AdapterSource, find_adapter, manifest_of, write_version
-from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.errors import ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFacts, PushedVersion, PushTarget, PushWorker, RetryPlan
 from swarm_plugins.hub.names import check_repo_id
 
@@ -169,12 +169,11 @@ class Publishing:
             return self._written(self._source, event, step, _numbers(metrics))
         except (OSError, RuntimeError, ValueError, KeyError, SwarmError, SafetensorError) as exc:
             log.warning(
-                "the adapter at step %d could not be written to %s (%s: %s); training goes on, and the next version "
+                "the adapter at step %d could not be written to %s (%s); training goes on, and the next version "
                 "is tried again; free some space or choose another folder=",
                 step,
                 self._root,
-                type(exc).__name__,
-                exc,
+                one_line(exc, with_kind=True),
             )
             return None
 

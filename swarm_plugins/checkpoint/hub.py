@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,24 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx2
 from huggingface_hub import HfApi, hf_hub_download, hf_hub_url, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.utils import build_hf_headers
 
 from swarm_plugins.checkpoint.files import Piece, Progress, read_pieces
 from swarm_plugins.checkpoint.range_cache import RangeCache, default_cache
 from swarm_plugins.checkpoint.ranges import coalesce, fetch_range, scatter
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, HubError
+from swarm_plugins.hub_errors import repo_id_fault, translated_hub_errors
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["HubFiles"]
@@ -85,12 +74,19 @@ class HubFiles:
             ConfigError: If the name is not a repository id.
             CheckpointError: If the repository or the revision is not there, or neither Hub nor cache has it.
         """
+        if repo_id_fault(name) is not None:
+            raise ConfigError(
+                f"{name!r} is neither a directory here nor a repository id such as 'mistralai/Mixtral-8x7B-v0.1'"
+            )
         wanted = revision or "main"
         api = HfApi(endpoint=endpoint, token=token)
         try:
-            with _translated(name, wanted):
+            with translated_hub_errors(f"load {name}@{wanted}"):
                 info = api.model_info(name, revision=wanted, timeout=_ANSWER_S)
-        except _UnreachableError as exc:
+        except HubError as exc:
+            if exc.kind != "unreachable":
+                hint = f"; there is no directory {name!r} here either" if exc.kind == "no repository" else ""
+                raise CheckpointError(f"{exc}{hint}") from exc
             version, names = _cached_version(name, wanted, cache_dir, exc)
         else:
             version = ModelVersion(info.id, str(info.sha))
@@ -211,14 +207,10 @@ class HubFiles:
     @contextmanager
     def _translated(self) -> Iterator[None]:
         try:
-            with _translated(self.version.name, self.version.revision):
+            with translated_hub_errors(f"read {self.version.name}@{self.version.revision}"):
                 yield
-        except _UnreachableError as exc:
+        except HubError as exc:
             raise CheckpointError(str(exc)) from exc
-
-
-class _UnreachableError(Exception):
-    """The Hub gave no answer; the cache may do."""
 
 
 def _cached_version(
@@ -227,11 +219,11 @@ def _cached_version(
     found = try_to_load_from_cache(name, _CONFIG_FILE, cache_dir=cache_dir, revision=revision)
     if not isinstance(found, str):
         raise CheckpointError(
-            f"there is no directory {name!r} here, {cause}, and its cache has no {name} at {revision}: check the "
+            f"{cause}; there is neither a directory {name!r} here nor {name}@{revision} in the cache: check the "
             "connection (and HF_HUB_OFFLINE, HF_ENDPOINT), or give a directory"
         ) from cause
     snapshot = Path(found).parent
-    log.warning("%s: taking %s at %s from the cache (commit %s)", cause, name, revision, snapshot.name)
+    log.warning("%s; taking %s@%s from the cache (commit %s)", cause, name, revision, snapshot.name)
     version = ModelVersion(name, snapshot.name)
     names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
     return version, [*names, *_range_cache(version, cache_dir).files()]
@@ -240,60 +232,3 @@ def _cached_version(
 def _range_cache(version: ModelVersion, cache_dir: str | Path | None) -> RangeCache:
     root = default_cache() if cache_dir is None else Path(cache_dir) / "swarm_plugins"
     return RangeCache(root / "ranges" / version.revision)
-
-
-@contextmanager
-def _translated(name: str, revision: str) -> Iterator[None]:
-    """Turns huggingface_hub's errors into this package's."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError, httpx2.TransportError) as exc:
-        raise _translation(exc, name, revision) from exc
-
-
-def _translation(exc: Exception, name: str, revision: str) -> Exception:
-    if isinstance(exc, (OfflineModeIsEnabled, LocalEntryNotFoundError, httpx2.TransportError)):
-        return _UnreachableError(f"the Hub cannot be reached ({_first_line(exc)})")
-    if isinstance(exc, HfHubHTTPError) and exc.response is not None and exc.response.status_code >= 500:
-        return _UnreachableError(f"the Hub is out of order ({_first_line(exc)})")
-    for kind, sentence in _SENTENCES:
-        if isinstance(exc, kind):
-            error = ConfigError if kind is HFValidationError else CheckpointError
-            return error(sentence.format(name=name, revision=revision, cause=_first_line(exc)))
-    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
-        return CheckpointError(
-            f"the disk is full, {name} cannot be stored ({exc}): free space, or set HF_HOME or cache_dir to a place "
-            "with room"
-        )
-    return CheckpointError(f"{name}@{revision} cannot be fetched or stored: {_first_line(exc)}")
-
-
-# The first that fits counts: a gated repository is also one that is not found.
-_SENTENCES: tuple[tuple[type[Exception], str], ...] = (
-    (
-        HFValidationError,
-        "{name!r} is neither a directory here nor a repository id such as 'mistralai/Mixtral-8x7B-v0.1'",
-    ),
-    (
-        GatedRepoError,
-        "{name} is gated: ask for access on its page on the Hub, then log in with 'hf auth login' or give token=",
-    ),
-    (
-        RepositoryNotFoundError,
-        "there is no directory {name!r} here and no repository of that name on the Hub, or it is private: check the "
-        "spelling; for a private one log in with 'hf auth login' or give token=",
-    ),
-    (
-        RevisionNotFoundError,
-        "{name} has no revision {revision!r} on the Hub: give a branch, a tag or a commit hash of it",
-    ),
-    (EntryNotFoundError, "{name}@{revision} lacks a file that it should have, its upload is incomplete: {cause}"),
-    (HfHubHTTPError, "the Hub refuses {name}@{revision}: {cause}"),
-)
-
-
-def _first_line(exc: Exception) -> str:
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return " ".join(lines[:2])[:300] or type(exc).__name__

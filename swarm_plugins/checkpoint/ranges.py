@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 import httpx2
 from huggingface_hub import get_session
-from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import hf_raise_for_status
 
 from swarm_plugins.checkpoint.files import Piece
-from swarm_plugins.errors import CheckpointError
+from swarm_plugins.errors import CheckpointError, HubError, one_line
+from swarm_plugins.hub_errors import translated_hub_errors
 
 __all__ = ["coalesce", "fetch_range", "scatter"]
 
@@ -32,7 +32,6 @@ _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 8.0
 # Slower than this, after a minute's grace, counts as no answer.
 _MIN_BYTES_PER_S = 16 << 10
 _GRACE_S = 60.0
-_RETRY_STATUS = {408, 429, 500, 502, 503, 504}
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 Sink = Callable[[int, bytes], object]
@@ -80,7 +79,7 @@ def fetch_range(
 
     Raises:
         CheckpointError: If the file is too short, or the server ignores ranges, is too slow or keeps failing.
-        HfHubHTTPError: If the server refuses the request.
+        HubError: If the server refuses the request.
     """
     position, size, failures = start, None, 0
     deadline = time.monotonic() + _GRACE_S + (end - start) / _MIN_BYTES_PER_S
@@ -88,7 +87,7 @@ def fetch_range(
         before = position
         cause: Exception | None = None
         try:
-            with _open(url, headers, position, end) as response:
+            with translated_hub_errors(f"read {label}"), _open(url, headers, position, end) as response:
                 size = _check_range(response, position, end, label, may_be_shorter)
                 end = min(end, size) if size is not None else end
                 for chunk in response.iter_bytes():
@@ -96,10 +95,8 @@ def fetch_range(
                     sink(position, data)
                     position += len(data)
                     _check_deadline(deadline, start, position, end, label)
-        except httpx2.TransportError as exc:
-            cause = exc
-        except HfHubHTTPError as exc:
-            if exc.response is None or exc.response.status_code not in _RETRY_STATUS:
+        except HubError as exc:
+            if not exc.is_passing:
                 raise
             cause = exc
         failures = 0 if position > before else failures + 1
@@ -110,7 +107,7 @@ def fetch_range(
 
 def _wait(failures: int, deadline: float, cause: Exception | None, what: str) -> None:
     if failures >= _MAX_FAILURES or time.monotonic() > deadline:
-        reason = f"{type(cause).__name__}: {cause}" if cause is not None else "the server sent nothing"
+        reason = one_line(cause) if cause is not None else "the server sent nothing"
         raise CheckpointError(
             f"{what} could not be downloaded, {failures} attempts in a row brought nothing ({reason}): check the "
             "connection and try again"

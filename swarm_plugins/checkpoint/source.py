@@ -15,14 +15,13 @@ from swarm_plugins.checkpoint.fingerprint import fingerprint
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.hub import HubFiles
 from swarm_plugins.checkpoint.index import TensorIndex
-from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["Checkpoint"]
 
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
-_MAX_REASON_CHARS = 200
 # Below this a read is over before a bar is worth looking at.
 _PROGRESS_BYTES = 64 << 20
 
@@ -223,21 +222,16 @@ def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
         )
     except OSError as exc:
         raise CheckpointError(
-            f"{files.label}/{_CONFIG_FILE} cannot be read ({_reason(exc)}): correct it, or fetch the checkpoint again"
+            f"{files.label}/{_CONFIG_FILE} cannot be read ({one_line(exc)}): correct it, or fetch the checkpoint again"
         ) from exc
     except Exception as exc:
         # Any kind, from any line that meets a stranger's number.
         raise UnsupportedError(
-            f"transformers cannot make a config of {files.label}/{_CONFIG_FILE} ({_reason(exc)}): correct it, or "
+            f"transformers cannot make a config of {files.label}/{_CONFIG_FILE} ({one_line(exc)}): correct it, or "
             "update transformers if the model is newer"
         ) from exc
     _check_kernels(config, f"{files.label}/{_CONFIG_FILE}")
     return config
-
-
-def _reason(exc: Exception) -> str:
-    """Returns an error of transformers in one line: some come with paragraphs of advice."""
-    return " ".join(str(exc).split())[:_MAX_REASON_CHARS].rstrip(".")
 
 
 def _check_kernels(config: PreTrainedConfig, label: str) -> None:

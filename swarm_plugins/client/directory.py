@@ -10,7 +10,14 @@ from collections.abc import Collection, Sequence
 from swarm_plugins.client.advice import serve_command
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.errors import MissingBlocksError, ProtocolError, RequestTimeoutError, SwarmError, TransportError
+from swarm_plugins.errors import (
+    MissingBlocksError,
+    ProtocolError,
+    RequestTimeoutError,
+    SwarmError,
+    TransportError,
+    one_line,
+)
 from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.sample import spread_sample
 from swarm_plugins.transport.channel import Directory
@@ -217,8 +224,7 @@ class SwarmView:
         missing = missing_blocks(self._usable(without), blocks)
         banned = sorted({*self.bans.banned(), *without})
         reasons = [f"left out after failures: {', '.join(banned)}"] if banned else []
-        # libp2p's words have several lines.
-        reasons += [f"the last failure: {' '.join(str(failure).split())}"] if failure is not None else []
+        reasons += [f"the last failure: {one_line(failure, max_chars=1000)}"] if failure is not None else []
         wanted = range(missing[0], missing[-1] + 1)
         command = serve_command(self.model, self.version.revision, wanted, self.initial_peers, without=banned)
         return (

@@ -1,26 +1,28 @@
-"""Downloads one version of an adapter: only its known files, only safetensors, and never more than expected."""
+"""Downloads one version of an adapter: only its known files, only safetensors, and none beyond a size limit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import GitRefs, HfApi, ModelInfo, hf_hub_download
-from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub import GitRefs, HfApi, ModelInfo, hf_hub_download, try_to_load_from_cache
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
-from swarm_plugins.hub.deadline import within
-from swarm_plugins.hub.failures import translated_errors
 from swarm_plugins.hub.folder import CONFIG_FILE, WEIGHTS_FILE
 from swarm_plugins.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, Manifest, PeftFacts
 from swarm_plugins.hub.names import check_repo_id, newest_tag, sorted_tags
+from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["AdapterFolder", "fetch_adapter", "open_adapter"]
+__all__ = ["AdapterFolder", "fetch_adapter", "fetch_file", "open_adapter"]
+
+log = logging.getLogger(__name__)
 
 _ANSWER_S = 20.0
-_MAX_WEIGHTS_BYTES = 8 << 30
+_MAX_BYTES = {CONFIG_FILE: MAX_JSON_BYTES, WEIGHTS_FILE: 8 << 30, MANIFEST_FILE: MAX_JSON_BYTES}
 _MAX_LISTED = 20
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -57,38 +59,90 @@ def fetch_adapter(
         cache_dir: Where to; by default huggingface_hub's cache.
 
     Raises:
-        ConfigError: If the name cannot be one of a repository.
-        HubError: If it is not there, or the Hub cannot be reached.
-        CheckpointError: If it is no adapter in safetensors format.
+        ConfigError: If the name cannot be the id of a repository.
+        HubError: If the version does not exist, or the Hub cannot be reached and the cache does not hold it.
+        CheckpointError: If it is not an adapter in safetensors format.
         CapacityError: If a file is larger than any adapter.
     """
     check_repo_id(repo_id)
     api = HfApi(endpoint=endpoint, token=token)
-    with translated_errors(f"load {repo_id}@{version}"):
-        revision = _latest(api, repo_id) if version == "latest" else version
-        info = _info(api, repo_id, revision)
-        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
-        label = f"{repo_id}@{revision}"
-        _check_files(label, sizes)
-        paths = [
-            hf_hub_download(repo_id, name, revision=str(info.sha), token=token, endpoint=endpoint, cache_dir=cache_dir)
-            for name in (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE)
-            if name in sizes
-        ]
-    return open_adapter(Path(paths[0]).parent, label=label)
+    label = f"{repo_id}@{version}"
+    try:
+        with translated_hub_errors(f"load {label}"):
+            revision = _latest(api, repo_id) if version == "latest" else version
+            label = f"{repo_id}@{revision}"
+            info = _info(api, repo_id, revision)
+    except HubError as exc:
+        cached = try_to_load_from_cache(repo_id, CONFIG_FILE, cache_dir=cache_dir, revision=version)
+        if exc.kind != "unreachable" or not isinstance(cached, str):
+            raise
+        log.warning("%s; %s is taken from the cache", exc, label)
+        return open_adapter(Path(cached).parent, label=label)
+    names = [sibling.rfilename for sibling in info.siblings or ()]
+    _check_names(label, names)
+    # Of one commit, even if somebody pushes meanwhile.
+    paths = [
+        fetch_file(repo_id, name, revision=str(info.sha), token=token, endpoint=endpoint, cache_dir=cache_dir)
+        for name in _MAX_BYTES
+        if name in names
+    ]
+    return open_adapter(next(path.parent for path in paths if path is not None), label=label)
+
+
+def fetch_file(
+    repo_id: str,
+    name: str,
+    *,
+    revision: str,
+    token: str | bool | None = None,
+    endpoint: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> Path | None:
+    """Downloads one file of an adapter into the cache, after checking its size; None if the revision lacks it.
+
+    Raises:
+        HubError: If the Hub refuses, or neither Hub nor cache can be read.
+        CapacityError: If the file is larger than any adapter's.
+    """
+
+    def download(revision: str, *, dry_run: bool) -> Any:
+        return hf_hub_download(
+            repo_id, name, revision=revision, token=token, endpoint=endpoint, cache_dir=cache_dir, dry_run=dry_run
+        )
+
+    try:
+        with translated_hub_errors(f"read {name} of {repo_id}"):
+            # Costs no request if the file is in the cache.
+            seen = download(revision, dry_run=True)
+            limit = _MAX_BYTES[name]
+            if seen.file_size is None or seen.file_size > limit:
+                raise CapacityError(
+                    f"{name} of {repo_id} has {seen.file_size or 'an unknown number of'} bytes; an adapter's has at "
+                    f"most {limit}"
+                )
+            # The commit whose size was checked.
+            return Path(download(seen.commit_hash, dry_run=False))
+    except HubError as exc:
+        if exc.kind == "no file":
+            return None
+        raise
 
 
 def _info(api: HfApi, repo_id: str, revision: str) -> ModelInfo:
+    what = f"load {repo_id}@{revision}"
     try:
-        return api.model_info(repo_id, revision=revision, files_metadata=True, timeout=_ANSWER_S)
-    except RevisionNotFoundError as exc:
+        with translated_hub_errors(what):
+            return api.model_info(repo_id, revision=revision, timeout=_ANSWER_S)
+    except HubError as exc:
+        if exc.kind != "no revision":
+            raise
         refs = _refs(api, repo_id)
         tags = [ref.name for ref in refs.tags]
         numbered = sorted_tags(tags)
         known = [*numbered, *sorted(set(tags) - set(numbered)), *(ref.name for ref in refs.branches)]
         more = f" and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else ""
         raise HubError(
-            f"load {repo_id}@{revision}: there is no such version; there are {', '.join(known[:_MAX_LISTED])}{more}"
+            f"{what}: no such version; the repository has {', '.join(known[:_MAX_LISTED])}{more}", kind=exc.kind
         ) from exc
 
 
@@ -100,37 +154,35 @@ def _latest(api: HfApi, repo_id: str) -> str:
     return newest_tag(ref.name for ref in _refs(api, repo_id).tags) or "main"
 
 
-def _check_files(label: str, sizes: Mapping[str, int]) -> None:
-    if CONFIG_FILE not in sizes:
-        raise CheckpointError(f"{label} has no {CONFIG_FILE}: it is no adapter in PEFT's format")
-    if WEIGHTS_FILE not in sizes:
-        pickled = sorted(name for name in sizes if name.endswith(_PICKLED))
+def _check_names(label: str, names: Collection[str]) -> None:
+    if CONFIG_FILE not in names:
+        raise CheckpointError(f"{label} has no {CONFIG_FILE}: it is not an adapter in PEFT's format")
+    if WEIGHTS_FILE not in names:
+        pickled = sorted(name for name in names if name.endswith(_PICKLED))
         found = f"; {', '.join(pickled)} would run code when it is read, and is refused" if pickled else ""
         raise CheckpointError(f"{label} has no {WEIGHTS_FILE}{found}; ask its author to save it as safetensors")
-    limits = {CONFIG_FILE: MAX_JSON_BYTES, MANIFEST_FILE: MAX_JSON_BYTES, WEIGHTS_FILE: _MAX_WEIGHTS_BYTES}
-    for name, limit in limits.items():
-        if sizes.get(name, 0) > limit:
-            raise CapacityError(
-                f"{name} of {label} has {sizes[name]} bytes, at most {limit} are allowed for an adapter"
-            )
 
 
 def open_adapter(folder: Path, *, label: str | None = None) -> AdapterFolder:
-    """Checks the files of an adapter in a folder, and reads what it was made for.
+    """Checks the files of an adapter in a folder, and reads which base it was made for.
 
     Raises:
         ConfigError: If there is no such folder.
-        CheckpointError: If it is no adapter in safetensors format.
+        CheckpointError: If it is not an adapter in safetensors format.
         CapacityError: If a file is larger than any adapter.
     """
     label = label or str(folder)
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no directory; give the folder of an adapter, or its repository on the Hub")
-    _check_files(label, {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()})
+        raise ConfigError(f"{folder} is not a directory; give the folder of an adapter, or its repository on the Hub")
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    _check_names(label, sizes)
+    for name, limit in _MAX_BYTES.items():
+        if sizes.get(name, 0) > limit:
+            raise CapacityError(f"{name} of {label} has {sizes[name]} bytes; an adapter's has at most {limit}")
     written = PeftFacts.parse((folder / CONFIG_FILE).read_bytes())
     manifest = Manifest.read(folder)
     base = manifest.base if manifest is not None else None
-    name = manifest.base_name if manifest is not None else None
+    base_name = manifest.base_name if manifest is not None else None
     return AdapterFolder(
-        folder=folder, label=label, base=base or written.base, base_name=name or written.base_model_name_or_path
+        folder=folder, label=label, base=base or written.base, base_name=base_name or written.base_model_name_or_path
     )

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from huggingface_hub import HfApi, ModelInfo, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import HfApi, ModelInfo
 
-from swarm_plugins.errors import CheckpointError
+from swarm_plugins.errors import CapacityError, CheckpointError
 from swarm_plugins.hub.card import base_tag
-from swarm_plugins.hub.deadline import within
-from swarm_plugins.hub.failures import translated_errors
+from swarm_plugins.hub.download import fetch_file
 from swarm_plugins.hub.folder import CONFIG_FILE
-from swarm_plugins.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, Manifest, PeftFacts
+from swarm_plugins.hub.manifest import MANIFEST_FILE, Manifest, PeftFacts
 from swarm_plugins.hub.names import check_repo_id, sorted_tags
+from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["FoundAdapter", "find_adapters"]
@@ -76,20 +74,20 @@ def find_adapters(
         wanted = revision if revision is None or _COMMIT.fullmatch(revision) else _resolved(api, base, revision)
         tag = f"base_model:adapter:{base}"
     what = f"list adapters of {base}"
-    with translated_errors(what):
+    with translated_hub_errors(what):
         models = within(_ANSWER_S, what, lambda: list(api.list_models(filter=tag, limit=limit)))
     found = (_newest(api, model, wanted) for model in models)
     return [one for one in found if one is not None]
 
 
 def _resolved(api: HfApi, base: str, revision: str) -> str:
-    with translated_errors(f"look up {base}@{revision}"):
+    with translated_hub_errors(f"look up {base}@{revision}"):
         return str(api.model_info(base, revision=revision, timeout=_ANSWER_S).sha)
 
 
 def _newest(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | None:
     what = f"list the versions of {model.id}"
-    with translated_errors(what):
+    with translated_hub_errors(what):
         refs = within(_ANSWER_S, what, lambda: api.list_repo_refs(model.id))
     commits = {ref.name: ref.target_commit for ref in refs.tags}
     tags: list[str | None] = [*sorted_tags(commits)]
@@ -126,7 +124,7 @@ def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAda
         if config is None:
             return None
         written = PeftFacts.parse(config)
-    except CheckpointError as exc:
+    except (CapacityError, CheckpointError) as exc:
         log.warning("%s@%s is left out: %s", repo_id, tag or commit, exc)
         return None
     return FoundAdapter(
@@ -135,15 +133,5 @@ def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAda
 
 
 def _read(api: HfApi, repo_id: str, commit: str, name: str) -> bytes | None:
-    with translated_errors(f"read {name} of {repo_id}"):
-        try:
-            # Of what is in the cache it costs no request. Anybody may publish anything: the size is asked first.
-            seen = hf_hub_download(repo_id, name, revision=commit, endpoint=api.endpoint, token=api.token, dry_run=True)
-            if seen.file_size is None or seen.file_size > MAX_JSON_BYTES:
-                raise CheckpointError(
-                    f"{name} has {seen.file_size or 'an unknown number of'} bytes, {MAX_JSON_BYTES} are allowed"
-                )
-            path = hf_hub_download(repo_id, name, revision=commit, endpoint=api.endpoint, token=api.token)
-        except EntryNotFoundError:
-            return None
-        return Path(path).read_bytes()
+    path = fetch_file(repo_id, name, revision=commit, token=api.token, endpoint=api.endpoint)
+    return None if path is None else path.read_bytes()

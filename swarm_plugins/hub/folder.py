@@ -68,7 +68,7 @@ def files_to_push(folder: Path) -> list[Path]:
         CheckpointError: If the folder does not hold an adapter in safetensors format.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no directory; give the folder of an adapter, with {CONFIG_FILE} in it")
+        raise CheckpointError(f"{folder} is not a directory; give the folder of an adapter, with {CONFIG_FILE} in it")
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise CheckpointError(

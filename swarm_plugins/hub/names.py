@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
-
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.hub_errors import repo_id_fault
 
 __all__ = ["check_repo_id", "check_tag", "newest_tag", "next_tag", "sorted_tags"]
 
@@ -17,18 +15,17 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 
 def check_repo_id(repo_id: str) -> str:
-    """Returns the id of a repository if it can be one.
+    """Returns a repository id after checking its form.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If the Hub would not accept it.
     """
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as exc:
+    fault = repo_id_fault(repo_id)
+    if fault is not None:
         raise ConfigError(
-            f"{repo_id!r} cannot be the name of a repository ({str(exc).rstrip('.')}); use NAME or USER/NAME with "
+            f"{repo_id!r} cannot be the name of a repository ({fault}); use NAME or USER/NAME with "
             "letters, digits, '-', '_' and '.', such as 'me/my-adapter'"
-        ) from exc
+        )
     return repo_id
 
 

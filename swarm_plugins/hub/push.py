@@ -18,13 +18,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 from huggingface_hub import CommitOperationAdd, HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError
 
 from swarm_plugins.errors import HubError
-from swarm_plugins.hub.deadline import within
-from swarm_plugins.hub.failures import translated_errors
 from swarm_plugins.hub.folder import PushTarget, files_to_push
 from swarm_plugins.hub.names import next_tag
+from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.noise import without_http_advice
 
 __all__ = ["PushedVersion", "RetryPlan", "push_folder"]
@@ -32,7 +30,6 @@ __all__ = ["PushedVersion", "RetryPlan", "push_folder"]
 log = logging.getLogger(__name__)
 
 _TAG_ATTEMPTS = 10
-_CONFLICT = 409
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +118,7 @@ def push_folder(
 
 
 def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what: str) -> PushedVersion:
-    with translated_errors(what, "write"):
+    with translated_hub_errors(what, "write"):
         if progress.repo_id is None:
             progress.repo_id = api.create_repo(target.repo_id, private=target.private or None, exist_ok=True).repo_id
         repo_id = progress.repo_id
@@ -160,9 +157,10 @@ def _tag(api: HfApi, repo_id: str, commit: str, wanted: str | None) -> str:
             return there[0]
         tag = wanted or next_tag(tags)
         try:
-            api.create_tag(repo_id, tag=tag, revision=commit)
-        except HfHubHTTPError as exc:
-            if exc.response.status_code != _CONFLICT:
+            with translated_hub_errors(f"push to {repo_id}", "write"):
+                api.create_tag(repo_id, tag=tag, revision=commit)
+        except HubError as exc:
+            if exc.kind != "conflict":
                 raise
             if wanted is not None and wanted in tags:
                 raise HubError(

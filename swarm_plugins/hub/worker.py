@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.errors import ConfigError, SwarmError, one_line
 from swarm_plugins.hub.folder import PushTarget, push_command
 from swarm_plugins.hub.push import PushedVersion, RetryPlan, push_folder
 
@@ -120,7 +120,7 @@ class PushWorker:
         except SwarmError as exc:
             self._report(folder, str(exc))
         except Exception as exc:  # noqa: BLE001  # whatever it is, training goes on and the next version gets its try
-            self._report(folder, f"{type(exc).__name__}: {exc}")
+            self._report(folder, one_line(exc, with_kind=True))
         else:
             log.info("%s is published as %s@%s", folder, pushed.repo_id, pushed.tag)
             self.pushed.append(pushed)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 
 __all__ = ["Blob", "Commit", "HubConflictError", "HubStore", "Repo"]
 
@@ -310,6 +310,6 @@ def _read_repo(path: Path, root: Path) -> Repo:
         return Repo(commits=commits, **record)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
         raise CheckpointError(
-            f"{path} cannot be read as a repository of a local Hub ({type(exc).__name__}: {exc}); "
+            f"{path} cannot be read as a repository of a local Hub ({one_line(exc, with_kind=True)}); "
             "move it away, or give another folder"
         ) from exc

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from swarm_plugins.backbone.refusals import WHAT_WORKS
-from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 
 __all__ = ["adapter_config", "put_on", "save_adapter"]
 
@@ -61,11 +61,10 @@ def put_on(base: PreTrainedModel, config: PeftConfig) -> PeftModel:
     except SwarmError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         names = sorted({name.rpartition(".")[2] for name, part in base.named_modules() if not list(part.children())})
         raise ConfigError(
-            f"the adapter cannot be put on {type(base).__name__}: {reason}. Mend the recipe's adapter; modules of the "
-            f"model are {', '.join(name for name in names if name)}"
+            f"the adapter cannot be put on {type(base).__name__}: {one_line(error)}. Correct the recipe's "
+            f"adapter; modules of the model are {', '.join(name for name in names if name)}"
         ) from error
     return model
 
@@ -87,7 +86,9 @@ def save_adapter(model: PeftModel, folder: Path) -> Path:
         try:
             model.save_pretrained(str(whole), save_embedding_layers=False)
         except SafetensorError as error:
-            raise CheckpointError(f"the adapter cannot be written to {folder} ({error}): free some space") from error
+            raise CheckpointError(
+                f"the adapter cannot be written to {folder} ({one_line(error)}): free some space"
+            ) from error
         for place in _places(folder):
             try:
                 whole.rename(place)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.recipes.rows import load_rows, split_by_document
 
 __all__ = ["LabelledData", "TextData"]
@@ -57,10 +57,9 @@ class _RecipeData(pl.LightningDataModule):
         try:
             found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"{name!r} is no model whose tokenizer can be loaded ({reason[:200]}); give the directory of a model, "
-                "or its id on the Hub, as model.base or data.tokenizer"
+                f"{name!r} is not a model whose tokenizer can be loaded ({one_line(error)}); give the "
+                "directory of a model, or its id on the Hub, as model.base or data.tokenizer"
             ) from error
         return found
 

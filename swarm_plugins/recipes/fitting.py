@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 
 from swarm_plugins.backbone import SwarmSettings, active_swarm
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.recipes.reading import read_recipe
 
@@ -135,4 +135,4 @@ def _lightning_errors() -> Iterator[None]:
         # How Lightning answers Ctrl-C, once it has told its callbacks.
         raise KeyboardInterrupt from None
     except MisconfigurationException as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+        raise ConfigError(one_line(error, max_chars=1000)) from error

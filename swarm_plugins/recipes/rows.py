@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
 
-from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.errors import ConfigError, MissingExtraError, one_line
 
 __all__ = ["Split", "load_rows", "split_by_document"]
 
@@ -85,15 +85,11 @@ def _load(dataset: str) -> Dataset:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"data set {dataset!r} was not found or cannot be read ({_first(error)}); {advice}"
+            f"data set {dataset!r} was not found or cannot be read ({one_line(error)}); {advice}"
         ) from error
     if not isinstance(loaded, Dataset):
         raise ConfigError(f"data set {dataset!r} has several splits ({', '.join(loaded)}); save one of them by itself")
     return loaded
-
-
-def _first(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _sotu() -> Dataset:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -22,13 +20,12 @@ from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_diges
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.hub import fetch_adapter, open_adapter
+from swarm_plugins.hub.folder import CONFIG_FILE, WEIGHTS_FILE
 
 __all__ = ["preload_adapter"]
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MAX_CONFIG_BYTES = 1 << 20
-_MAX_WEIGHTS_BYTES = 8 << 30
 _MAX_KEY_CHARS = 512
 # The first number in a name is the block's: later ones are of experts.
 _NAME = re.compile(r"(?:.+?\.)?\w+\.(?P<block>\d{1,6})\.(?P<module>.+)\.(?P<part>lora_A|lora_B|ia3_l)(?:\.weight)?")
@@ -45,12 +42,14 @@ def preload_adapter(name: str, span: Span) -> LoadedAdapter:
 
     Raises:
         CheckpointError: If files are missing or damaged.
+        HubError: If the Hub does not have it, or cannot be reached.
         CapacityError: If a file is larger than any adapter.
         UnsupportedError: If it is of a kind that servers cannot apply.
         ConfigError: If it does not fit the span, or has nothing on it.
     """
-    config_path, weights_path = _files(name)
-    config = _config(name, config_path)
+    folder = _folder(name)
+    config = _config(name, folder / CONFIG_FILE)
+    weights_path = folder / WEIGHTS_FILE
     try:
         with safe_open(str(weights_path), framework="pt") as weights:
             found = _on_span(weights.keys(), span.blocks)
@@ -87,50 +86,21 @@ class _Place:
     module: str
 
 
-def _files(name: str) -> tuple[Path, Path]:
+def _folder(name: str) -> Path:
     directory = Path(name).expanduser()
     if directory.is_dir():
-        for file in (_CONFIG, _WEIGHTS):
-            if not (directory / file).is_file():
-                raise CheckpointError(f"adapter {name} has no {file}: save it with PEFT's save_pretrained()")
-        return directory / _CONFIG, directory / _WEIGHTS
+        return open_adapter(directory, label=f"adapter {name}").folder
     repo, _, tag = name.partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(f"adapter {name!r} is neither a directory nor REPO or REPO@TAG on the Hub")
-    try:
-        config, weights = (_fetched(repo, file, tag or None) for file in (_CONFIG, _WEIGHTS))
-    except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
-        raise CheckpointError(f"adapter {name} is not on the Hub, or is not public: {_first_line(error)}") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"adapter {name} cannot be fetched from the Hub: {_first_line(error)}") from error
-    return config, weights
-
-
-def _fetched(repo: str, file: str, revision: str | None) -> Path:
-    seen = hf_hub_download(repo, file, revision=revision, dry_run=True)
-    limit = _MAX_CONFIG_BYTES if file == _CONFIG else _MAX_WEIGHTS_BYTES
-    if seen.file_size is None or seen.file_size > limit:
-        raise CapacityError(
-            f"{file} of adapter {repo} has {seen.file_size or 'an unknown number of'} bytes, at most {limit} are "
-            "allowed for an adapter"
-        )
-    # The same commit, even if somebody pushes meanwhile.
-    return Path(hf_hub_download(repo, file, revision=seen.commit_hash))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return fetch_adapter(repo, tag or "main").folder
 
 
 def _config(name: str, path: Path) -> Mapping[str, Any]:
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes; an adapter's config has {_MAX_CONFIG_BYTES} at most"
-        )
     try:
         config = json.loads(path.read_text())
     except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind not in ("LORA", "IA3"):
         raise UnsupportedError(f"adapter {name} is of kind {kind!r}: servers can hold LORA and IA3")

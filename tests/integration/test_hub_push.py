@@ -122,7 +122,7 @@ def test_every_fault_is_one_sentence(folder: Path, tmp_path: Path) -> None:
         env = environment(tmp_path, HF_ENDPOINT=hub.endpoint, HF_TOKEN="good")
         repo = ["--repo", "me/adapter", "--attempts", "1"]
         cases = [
-            ([str(tmp_path / "none")], env, "is no directory"),
+            ([str(tmp_path / "none")], env, "is not a directory"),
             ([str(tmp_path)], env, "has no adapter_config.json"),
             ([str(folder)], env, "does not say where it is to be published: give --repo USER/NAME"),
             ([str(folder), "--repo", "a/b/c"], env, "'a/b/c' cannot be the name of a repository"),

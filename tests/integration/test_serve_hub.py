@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import hf_hub_download
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, TransportError
+from swarm_plugins.hub import download, fetch_adapter
 from swarm_plugins.local_hub.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.server.preload import preload_adapter
@@ -64,7 +64,7 @@ def test_only_the_bytes_of_the_span_are_downloaded(hub: LocalHub, directory: Pat
         pytest.param("alice/nothing", {}, "alice/nothing", id="no-such-repository"),
         pytest.param(MODEL, {"revision": "v9"}, "v9", id="no-such-revision"),
         pytest.param(
-            MODEL, {"adapter": "alice/none@v1"}, "adapter alice/none@v1 is not on the Hub", id="no-such-adapter"
+            MODEL, {"adapter": "alice/none@v1"}, "load alice/none@v1: no such repository", id="no-such-adapter"
         ),
     ],
 )
@@ -101,10 +101,10 @@ def test_weights_too_large_for_an_adapter_are_not_downloaded(
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
     hub.add(ADAPTER, tmp_path / "lora")
     hub.forget()
-    monkeypatch.setattr("swarm_plugins.server.preload._MAX_WEIGHTS_BYTES", 100)
-    here = functools.partial(hf_hub_download, endpoint=hub.endpoint, cache_dir=tmp_path / "hf")
-    monkeypatch.setattr("swarm_plugins.server.preload.hf_hub_download", here)
+    monkeypatch.setitem(download._MAX_BYTES, "adapter_model.safetensors", 100)
+    here = functools.partial(fetch_adapter, endpoint=hub.endpoint, cache_dir=tmp_path / "hf")
+    monkeypatch.setattr("swarm_plugins.server.preload.fetch_adapter", here)
     span = load_span(Checkpoint.open(str(directory)), range(1))
-    with pytest.raises(CapacityError, match=r"adapter_model.safetensors of adapter .* at most 100 are allowed"):
+    with pytest.raises(CapacityError, match=r"adapter_model.safetensors of alice/tiny-lora has .* at most 100"):
         preload_adapter(ADAPTER, span)
     assert hub.bytes_served(ADAPTER, "adapter_model.safetensors") == 0

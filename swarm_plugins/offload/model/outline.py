@@ -10,12 +10,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
-from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 
 __all__ = ["build_outline", "check_picks", "experts_modules", "refuse_quantized", "stored_dtype"]
-
-_MAX_REASON_CHARS = 300
 
 
 def build_outline(build: Callable[[], PreTrainedModel], what: str, name: str) -> PreTrainedModel:
@@ -35,14 +33,14 @@ def build_outline(build: Callable[[], PreTrainedModel], what: str, name: str) ->
             return build()
     except ImportError as exc:
         raise UnsupportedError(
-            f"{name}: HF's {what} needs another package: {_reason(exc)}: install it, or take the setting that asks for "
-            "it out of config.json"
+            f"{name}: HF's {what} needs another package ({one_line(exc, with_kind=True)}): "
+            "install it, or take the setting that asks for it out of config.json"
         ) from exc
     except Exception as exc:
         # Any kind, from any line of HF's model that meets a stranger's number.
         raise CheckpointError(
-            f"{name}: HF's {what} cannot be made of its config ({_reason(exc)}): correct config.json, or fetch the "
-            "checkpoint again"
+            f"{name}: HF's {what} cannot be made of its config ({one_line(exc, with_kind=True)}): "
+            "correct config.json, or fetch the checkpoint again"
         ) from exc
 
 
@@ -107,7 +105,3 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
             "use a checkpoint that is not packed"
         )
     return dtype
-
-
-def _reason(exc: Exception) -> str:
-    return " ".join(f"{type(exc).__name__}: {exc}".split())[:_MAX_REASON_CHARS]

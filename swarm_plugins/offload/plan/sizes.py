@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
-from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.offload.model.outline import (
     build_outline,
     check_picks,
@@ -29,8 +29,6 @@ from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_qua
 from swarm_plugins.offload.widths import Width
 
 __all__ = ["ExpertLayer", "ModelSizes", "meta_model", "model_sizes"]
-
-_MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +203,10 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
             output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     except Exception as exc:
         # Any kind: any line of HF's model may meet an untrusted number.
-        reason = " ".join(f"{type(exc).__name__}: {exc}".split())[:_MAX_REASON_CHARS]
         raise UnsupportedError(
-            f"{name} ({type(model).__name__}) cannot be run without its weights to see what it takes ({reason}): "
-            "correct config.json if it was changed; otherwise try what it takes with swarm run"
+            f"{name} ({type(model).__name__}) cannot be run without its weights to see what it takes "
+            f"({one_line(exc, with_kind=True)}): correct config.json if it was changed; otherwise "
+            "try what it takes with swarm run"
         ) from exc
     finally:
         for module in experts.values():

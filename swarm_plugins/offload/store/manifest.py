@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from swarm_plugins import __version__
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.offload.interfaces import BufferLayout
 from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, NF4, OTHER_BITS, Width, width_text
 from swarm_plugins.versions import ModelVersion
@@ -153,8 +153,9 @@ def read_manifest(path: Path) -> Manifest:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
         _check(manifest)
     except (OSError, msgspec.MsgspecError, ConfigError, RecursionError, ValueError) as exc:
-        reason = "".join(char if char.isprintable() else "?" for char in str(exc)[:_MAX_CHARS])
-        raise CheckpointError(f"{path} is corrupt or of another version ({reason}): run swarm quantize again") from exc
+        raise CheckpointError(
+            f"{path} is corrupt or of another version ({one_line(exc)}): run swarm quantize again"
+        ) from exc
     return manifest
 
 

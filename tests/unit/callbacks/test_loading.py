@@ -126,7 +126,7 @@ def test_wrong_settings_are_named(folder: Path, base_dir: Path) -> None:
         load_adapter(model, folder, on_mismatch="ignore")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"version='v1' was given for the directory"):
         load_adapter(model, folder, "v1")
-    with pytest.raises(ConfigError, match=r"is no directory"):
+    with pytest.raises(ConfigError, match=r"is not a directory"):
         load_adapter(model, folder / "none")
     for path in ("./nope", "../nope", "/no/such", "~/nope", "a/b/c", "nope/"):
         with pytest.raises(ConfigError, match=rf"there is no directory '{re.escape(path)}': give the folder"):

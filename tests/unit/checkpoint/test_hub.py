@@ -206,18 +206,28 @@ def test_a_stub_of_a_shard_on_the_hub_is_named(size: int, hub: LocalHub, single:
 def test_a_shard_missing_on_the_hub_is_named(hub: LocalHub, sharded: Path, cache: Path) -> None:
     hub.add(REPO, {path.name: path.read_bytes() for path in sharded.iterdir() if "00002-of" not in path.name})
     checkpoint = opened(hub, cache)
-    with pytest.raises(CheckpointError, match=r"lacks a file.*upload is incomplete.*model-00002-of-00008\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00008\.safetensors: no such file .*is incomplete"):
         checkpoint.read(block_tensors(checkpoint, LAYERS, range(0, 4)))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "kind", "message"),
     [
-        ("alice/none", {}, CheckpointError, r"no directory 'alice/none' here and no repository of that name"),
-        (REPO, {"revision": "v9"}, CheckpointError, r"alice/tiny has no revision 'v9' on the Hub: give a branch"),
-        (REPO, {"revision": "0" * 40}, CheckpointError, r"has no revision '0000"),
-        ("bob/private", {"token": False}, CheckpointError, r"or it is private.*hf auth login"),
-        ("bob/gated", {"token": False}, CheckpointError, r"bob/gated is gated: ask for access.*hf auth login"),
+        (
+            "alice/none",
+            {},
+            CheckpointError,
+            r"load alice/none@main: no such repository.*no directory 'alice/none' here",
+        ),
+        (REPO, {"revision": "v9"}, CheckpointError, r"load alice/tiny@v9: no such revision .*give a branch"),
+        (REPO, {"revision": "0" * 40}, CheckpointError, r"load alice/tiny@0000.*: no such revision"),
+        ("bob/private", {"token": False}, CheckpointError, r"or a private one .*hf auth login"),
+        (
+            "bob/gated",
+            {"token": False},
+            CheckpointError,
+            r"the repository is gated .*ask for access.*hf auth login",
+        ),
         ("two words", {}, ConfigError, r"'two words' is neither a directory here nor a repository id"),
     ],
     ids=["unknown-repo", "unknown-tag", "unknown-commit", "private", "gated", "no-id"],
@@ -264,7 +274,7 @@ def test_without_the_hub_the_cache_serves(
 def test_without_hub_and_cache_the_cure_is_named(hub: LocalHub, cache: Path) -> None:
     endpoint = hub.endpoint
     hub.close()
-    with pytest.raises(CheckpointError, match=r"no directory 'alice/tiny' here, the Hub cannot be reached.*connection"):
+    with pytest.raises(CheckpointError, match=r"Hub cannot be reached .*neither a directory 'alice/tiny' .*connection"):
         Checkpoint.open(REPO, endpoint=endpoint, cache_dir=cache)
 
 
@@ -295,7 +305,7 @@ def test_offline_mode_asks_nobody_and_reads_what_was_read_before(
 
 @pytest.mark.usefixtures("offline")
 def test_offline_without_a_cache_is_said(cache: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"offline mode is enabled.*its cache has no alice/tiny at main"):
+    with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE is set.*nor alice/tiny@main in the cache"):
         Checkpoint.open(REPO, cache_dir=cache)
 
 
@@ -306,7 +316,7 @@ def test_a_full_disk_is_said(hub: LocalHub, single: Path, cache: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(hub_module, "hf_hub_download", full)
-    with pytest.raises(CheckpointError, match=r"the disk is full, alice/tiny cannot be stored.*HF_HOME or cache_dir"):
+    with pytest.raises(CheckpointError, match=r"read alice/tiny@.*: the disk is full.*HF_HOME or cache_dir"):
         opened(hub, cache)
 
 

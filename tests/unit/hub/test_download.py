@@ -45,12 +45,25 @@ def test_a_repository_without_versions_gives_its_main_branch(hub: LocalHub, tmp_
     ]
 
 
+def test_a_version_in_the_cache_serves_while_the_hub_is_down(
+    hub: LocalHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sha = hub.add("bob/plain", {"adapter_config.json": CONFIG, "adapter_model.safetensors": b"x"})
+    folder = fetch_adapter("bob/plain", "main", endpoint=hub.endpoint, cache_dir=tmp_path).folder
+    hub.faults.is_down = True
+    with pytest.raises(HubError, match=r"load bob/plain@other: ") as caught:
+        fetch_adapter("bob/plain", "other", endpoint=hub.endpoint, cache_dir=tmp_path)
+    assert (caught.value.kind, caught.value.is_passing) == ("unreachable", True)
+    assert fetch_adapter("bob/plain", sha, endpoint=hub.endpoint, cache_dir=tmp_path).folder == folder
+    assert f"bob/plain@{sha} is taken from the cache" in caplog.text
+
+
 def test_pickled_weights_are_refused_before_anything_is_downloaded(hub: LocalHub, tmp_path: Path) -> None:
     hub.add("bob/pickled", {"adapter_config.json": CONFIG, "adapter_model.bin": b"x"})
     with pytest.raises(CheckpointError, match=r"adapter_model.bin would run code when it is read, and is refused"):
         fetch_adapter("bob/pickled", endpoint=hub.endpoint, cache_dir=tmp_path)
     hub.add("bob/model", {"config.json": b"{}", "model.safetensors": b"x"})
-    with pytest.raises(CheckpointError, match=r"has no adapter_config.json: it is no adapter"):
+    with pytest.raises(CheckpointError, match=r"has no adapter_config.json: it is not an adapter"):
         fetch_adapter("bob/model", endpoint=hub.endpoint, cache_dir=tmp_path)
     assert hub.bytes_served("bob/pickled") == hub.bytes_served("bob/model") == 0
 
@@ -58,7 +71,7 @@ def test_pickled_weights_are_refused_before_anything_is_downloaded(hub: LocalHub
 def test_a_file_larger_than_any_adapter_is_not_downloaded(hub: LocalHub, tmp_path: Path) -> None:
     files = {"adapter_config.json": bytes(2 << 20), "adapter_model.safetensors": b"x"}
     hub.add("bob/huge", files)
-    with pytest.raises(CapacityError, match=r"adapter_config.json of bob/huge@main has 2097152 bytes, at most 1048576"):
+    with pytest.raises(CapacityError, match=r"adapter_config.json of bob/huge has 2097152 bytes; .* at most 1048576"):
         fetch_adapter("bob/huge", endpoint=hub.endpoint, cache_dir=tmp_path)
     assert hub.bytes_served("bob/huge") == 0
 
@@ -72,7 +85,7 @@ def test_a_file_larger_than_any_adapter_is_not_downloaded(hub: LocalHub, tmp_pat
             HubError,
             r"load alice/none@latest: no such repository, or a private one .*a token that may read",
         ),
-        ("bob/plain", "v7", HubError, r"load bob/plain@v7: there is no such version; there are v1, beta, main"),
+        ("bob/plain", "v7", HubError, r"load bob/plain@v7: no such version; the repository has v1, beta, main"),
         ("a/b/c", "latest", ConfigError, r"cannot be the name of a repository"),
     ],
 )
@@ -89,7 +102,7 @@ def test_what_is_not_there_is_named(
 def test_a_folder_is_an_adapter_too(make_folder: MakeFolder, tmp_path: Path) -> None:
     assert open_adapter(make_folder(1)).base == ModelVersion("org/base", "a" * 40)
     assert open_adapter(make_folder(2, manifest=False)).base == ModelVersion("org/base", "a" * 40)
-    with pytest.raises(ConfigError, match=r"is no directory"):
+    with pytest.raises(ConfigError, match=r"is not a directory"):
         open_adapter(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"has no adapter_config.json"):
         open_adapter(tmp_path)

@@ -52,7 +52,7 @@ def test_a_branch_of_the_base_is_looked_up(hub: LocalHub, make_folder: MakeFolde
     push(hub, make_folder(1, revision=sha))
     push(hub, make_folder(2, revision=NEW))
     assert found(hub, "org/base", "main") == [("alice/adapter", "v1")]
-    with pytest.raises(HubError, match=r"look up org/base@none: not found"):
+    with pytest.raises(HubError, match=r"look up org/base@none: no such revision"):
         find_adapters("org/base", "none", endpoint=hub.endpoint)
 
 
@@ -86,7 +86,7 @@ def test_a_strangers_huge_file_is_not_downloaded(hub: LocalHub, caplog: pytest.L
     hub.forget()
     with caplog.at_level(logging.WARNING):
         assert found(hub, "org/base") == []
-    assert f"{name} has 1048577 bytes, 1048576 are allowed" in caplog.text
+    assert f"{name} of bob/huge has 1048577 bytes; an adapter's has at most 1048576" in caplog.text
     assert hub.bytes_served("bob/huge", name) == 0
 
 

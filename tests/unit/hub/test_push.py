@@ -180,7 +180,7 @@ def test_only_adapters_in_safetensors_are_pushed(target: PushTarget, make_folder
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match=r"has no adapter_model.safetensors.*only safetensors"):
         push_folder(folder, target, token=TOKEN, retries=FAST)
-    with pytest.raises(CheckpointError, match=r"is no directory"):
+    with pytest.raises(CheckpointError, match=r"is not a directory"):
         push_folder(tmp_path / "none", target, token=TOKEN, retries=FAST)
 
 

@@ -97,9 +97,11 @@ def cut(directory: Path) -> None:
         pytest.param(lambda d: change(d, lora_alpha="many"), CheckpointError, "no sense for block 1", id="alpha"),
         pytest.param(lambda d: change(d, alpha_pattern={"(": 1}), CheckpointError, "no sense for", id="pattern"),
         pytest.param(lambda d: change(d, alpha_pattern=[1]), CheckpointError, "no sense for block 1", id="patterns"),
-        pytest.param(lambda d: change(d, lora_alpha=1e400), ConfigError, "scaling .* is inf", id="infinite-alpha"),
+        pytest.param(lambda d: change(d, lora_alpha="inf"), ConfigError, "scaling .* is inf", id="infinite-alpha"),
         pytest.param(cut, CheckpointError, "cannot read the adapter weights", id="truncated"),
-        pytest.param(lambda d: (d / "adapter_config.json").write_text("{"), CheckpointError, "is no JSON", id="config"),
+        pytest.param(
+            lambda d: (d / "adapter_config.json").write_text("{"), CheckpointError, "cannot be under", id="config"
+        ),
         pytest.param(
             lambda d: (d / "adapter_model.safetensors").unlink(),
             CheckpointError,
