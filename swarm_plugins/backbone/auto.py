@@ -96,7 +96,13 @@ class _AutoSwarm:
         stack.check()
         watch_injection()
         return load_remote(
-            base_class, checkpoint, stack, dtype=dtype, device=str(device or "cpu"), config_changes=config_changes
+            base_class,
+            checkpoint,
+            stack,
+            name=str(name_or_dir),
+            dtype=dtype,
+            device=str(device or "cpu"),
+            config_changes=config_changes,
         )
 
 

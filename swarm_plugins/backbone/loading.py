@@ -43,6 +43,7 @@ def load_remote(
     checkpoint: Checkpoint,
     stack: RemoteStack,
     *,
+    name: str,
     dtype: torch.dtype | str | None,
     device: str,
     config_changes: Mapping[str, Any],
@@ -53,6 +54,7 @@ def load_remote(
         base_class: HF's class.
         checkpoint: Where the client's share of the weights is.
         stack: Runs the blocks.
+        name: The model's name as the user gave it.
         dtype: Floating type of the local weights; None or ``auto``: the checkpoint's.
         device: Where local weights and adapters live.
         config_changes: Settings that differ from the checkpoint's config (``num_labels`` ...).
@@ -73,7 +75,8 @@ def load_remote(
     model.to(torch.device(device))  # type: ignore[arg-type]  # the wrapper around it has lost its signature
     model.set_attn_implementation(ATTENTION_NAME)
     probe_layer_loop(model.base_model, stack, device)
-    model.name_or_path = checkpoint.name
+    # As from_pretrained() sets both: PEFT, trl and model cards read the one or the other.
+    model.name_or_path = model.config.name_or_path = name
     _load_generation_config(model, checkpoint)
     model.eval()
     return model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from swarm_plugins.backbone import (
@@ -33,8 +34,15 @@ def _no_peers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_class_is_hf_s_own(remote, local, directory: Path) -> None:
     assert type(remote) is type(local)
     assert remote.config.model_type == "mixtral"
-    assert remote.name_or_path == str(directory)
+    assert remote.name_or_path == remote.config._name_or_path == local.config._name_or_path == str(directory)
     assert not remote.training
+
+
+def test_pefts_config_names_the_base_as_it_was_loaded(remote, directory: Path, tmp_path: Path) -> None:
+    wrapped = get_peft_model(remote, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert wrapped.peft_config["default"].base_model_name_or_path == remote.config._name_or_path == str(directory)
+    wrapped.save_pretrained(str(tmp_path))
+    assert LoraConfig.from_pretrained(str(tmp_path)).base_model_name_or_path == str(directory)
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"], ids=["one-file", "shards"])

@@ -59,7 +59,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 def test_the_model_is_of_its_own_class_and_ready_to_use(model: PreTrainedModel, directory: Path) -> None:
     assert type(model) is MixtralForCausalLM
     assert not model.training
-    assert model.name_or_path == str(directory)
+    assert model.name_or_path == model.config._name_or_path == str(directory)
     assert model.device == torch.device("cpu")
     assert model.dtype == torch.float32
     local = AutoModelForCausalLM.from_pretrained(directory)
