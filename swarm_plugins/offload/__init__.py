@@ -1,4 +1,4 @@
-"""Experts on SSD and in RAM, a bounded set in fast memory: for generation and for training, without any server.
+"""Experts on SSD and in RAM, a bounded set in fast memory: for generation and for training, without servers.
 
 Settings are checked without torch: names are resolved at first use.
 """

@@ -1,4 +1,4 @@
-"""The one place where a user says how much memory offloading may take."""
+"""Settings of offloading: budgets and habits."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_w
 
 __all__ = ["OffloadConfig"]
 
-# No machine has as much; what is larger is a mistake in the unit, or somebody's attack.
+# No machine has as much: a larger number is a mistaken unit, or an attack.
 _MAX_BYTES = 1 << 50
 _MAX_READERS = 16
-# What a wait of a thread can still be given, on any system.
+# The longest wait that threads take on any system.
 _MAX_TIMEOUT_S = 86_400.0
 
 
@@ -24,17 +24,17 @@ class OffloadConfig:
     Attributes:
         fast_bytes: Memory for experts ready to compute with, on the model's device; None: what is free when the model
             is loaded, less a reserve for activations.
-        ram_bytes: Pinned RAM for experts of a CUDA device, beside ``fast_bytes``; None: what is free. Without a CUDA
-            device there is one memory, and only ``fast_bytes`` counts.
+        ram_bytes: Pinned RAM for experts of a CUDA device, in addition to ``fast_bytes``; None: half of what is free.
+            Without a CUDA device there is one memory, and only ``fast_bytes`` counts.
         prefetch: Read the next layers' experts ahead, guessed by their own routers (speculative loading, Eliseev and
             Mazur 2023, section 3.2); ``auto`` stops guessing while it does not pay.
-        pinned_share: Share of ``fast_bytes`` for the busiest experts, which eviction passes over; of the rest the
-            least used go, where uses long ago count little.
-        expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as the checkpoint has them. What
-            is quantized on its way to a CUDA device gets nf4 for 4.
+        pinned_share: Share of ``fast_bytes`` for the busiest experts, which eviction passes over; of the others the
+            least used are evicted, where older uses count less.
+        expert_bits: Width of the experts in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as the checkpoint has them.
+            Quantizing on the way to a CUDA device gives nf4 for 4.
         other_bits: Width of all other weights: 16, 8, 4 or ``nf4``; None: as the checkpoint has them.
         num_readers: Threads that read from disk.
-        read_timeout_s: Seconds after which a read that has not ended is an error.
+        read_timeout_s: Seconds until an unfinished read is an error.
     """
 
     fast_bytes: int | None = None
@@ -50,7 +50,7 @@ class OffloadConfig:
         """Checks the values.
 
         Raises:
-            ConfigError: If one is of another type or out of range.
+            ConfigError: If a value has another type or is out of range.
         """
         for name in ("fast_bytes", "ram_bytes"):
             value = getattr(self, name)

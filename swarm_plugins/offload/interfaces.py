@@ -1,4 +1,4 @@
-"""What the parts of offloading agree on: where an expert lies, what its bytes mean, and how they are lent out.
+"""The seams of offloading: where an expert lies, what its bytes mean, and how they are lent out.
 
 ```text
 ExpertStore     which bytes of which files are an expert          (sources of a checkpoint, or a quantized store)
@@ -31,7 +31,7 @@ __all__ = [
     "TensorSpec",
 ]
 
-# Rows of a cache line, and enough for every vector instruction.
+# A cache line, enough for every vector instruction.
 _ALIGNMENT = 64
 
 
@@ -43,7 +43,7 @@ class ExpertKey(NamedTuple):
 
 
 class FileIdentity(NamedTuple):
-    """What tells a file from another one under the same name, and from itself after it has been written to."""
+    """Distinguishes a file from another under the same name, and from itself before a write."""
 
     device: int
     inode: int
@@ -63,7 +63,7 @@ class FileRange:
     tensor: str
     """Name in the file, for messages."""
     identity: FileIdentity | None = None
-    """Of the file that ``start`` was found in; None: whatever file is there."""
+    """Of the file that ``start`` was found in; None: any file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,7 @@ class BufferLayout:
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> BufferLayout:
-        """Lays tensors out one after the other, each aligned.
-
-        Args:
-            tensors: Name, type and shape of each.
-        """
+        """Lays out tensors, given by name, type and shape, one after the other, each aligned."""
         specs: list[TensorSpec] = []
         end = 0
         for name, dtype, shape in tensors:
@@ -108,17 +104,13 @@ class BufferLayout:
 
     @property
     def alignment(self) -> int:
-        """Bytes to whose multiples a buffer has to be aligned."""
+        """A buffer begins at a multiple of so many bytes."""
         # Integers are codes of a few-bit format, whose products may load whole vectors.
         is_plain = all(spec.dtype.is_floating_point for spec in self.tensors)
         return max((spec.dtype.itemsize for spec in self.tensors), default=1) if is_plain else _ALIGNMENT
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Returns the tensors in a buffer, without copying.
-
-        Args:
-            buffer: ``[num_bytes]`` of uint8, aligned as `alignment` says.
-        """
+        """Returns the tensors in a buffer, ``[num_bytes]`` of uint8 at a multiple of `alignment`, without copying."""
         return {
             spec.name: buffer[spec.offset : spec.offset + spec.num_bytes].view(spec.dtype).reshape(spec.shape)
             for spec in self.tensors
@@ -126,38 +118,32 @@ class BufferLayout:
 
 
 class ExpertStore(Protocol):
-    """Where all experts lie. Thread-safe: it only answers questions."""
+    """Locates all experts. Thread-safe: it only answers questions."""
 
     @property
     def num_experts(self) -> Mapping[int, int]:
         """Number of experts of each layer that has any."""
-        ...
 
     def stored_layout(self, layer: int) -> BufferLayout:
         """Returns how an expert of a layer lies in its buffer after reading."""
-        ...
 
     def ranges(self, key: ExpertKey) -> Sequence[FileRange]:
         """Returns the bytes that make up an expert's stored buffer."""
-        ...
 
 
 class ExpertFormat(Protocol):
-    """What the stored bytes of one layer's experts mean, and how to multiply with them."""
+    """The meaning of the stored bytes of one layer's experts, and how to multiply with them."""
 
     @property
     def stored(self) -> BufferLayout:
-        """As read from disk and kept in RAM."""
-        ...
+        """The layout on disk and in RAM."""
 
     @property
     def computed(self) -> BufferLayout:
-        """As kept in fast memory; the same object as `stored` if nothing is converted."""
-        ...
+        """The layout in fast memory; the same object as `stored` if nothing is converted."""
 
     def convert(self, stored: Tensor, computed: Tensor) -> None:
         """Fills a buffer to compute with from a stored one (both uint8); called on reader threads."""
-        ...
 
     def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
         """Multiplies rows by an expert's weight, without its bias.
@@ -170,16 +156,15 @@ class ExpertFormat(Protocol):
         Returns:
             ``[T, out]``, in the type of the rows.
         """
-        ...
 
 
 class ExpertCache(Protocol):
-    """The experts that are in memory, never more than the budgets allow."""
+    """The experts in memory, never more than the budgets allow."""
 
     def borrow(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Yields each of the experts once, those at hand first, the others as they arrive.
 
-        What is yielded stays untouched until the next one is asked for or the iterator is closed; so more experts
+        A yielded expert stays untouched until the next one is asked for or the iterator is closed; so more experts
         than fit can be borrowed in one call.
 
         Args:
@@ -189,12 +174,9 @@ class ExpertCache(Protocol):
         Raises:
             CheckpointError: If an expert cannot be read: names file and tensor.
         """
-        ...
 
     def guess(self, layer: int, experts: Sequence[int]) -> None:
-        """Says which experts a later layer will probably need, best guess first; returns at once."""
-        ...
+        """Announces which experts a later layer will probably need, best guess first; returns at once."""
 
     def close(self) -> None:
         """Ends the reader threads and frees the memory."""
-        ...

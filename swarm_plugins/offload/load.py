@@ -1,4 +1,4 @@
-"""Loads a mixture-of-experts model as HF's own class, its experts left where they are."""
+"""Loads a mixture-of-experts model as HF's own class and leaves its experts on disk."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def load_offloaded(
     dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
 ) -> PreTrainedModel:
-    """Loads a model whose experts stay on disk, a bounded set of them in memory.
+    """Loads a model whose experts stay on disk, with a bounded set of them in memory.
 
-    The model is of HF's own class and works with whatever takes one: ``generate``, PEFT, Trainers. Its experts are
-    read from the original files when a token is routed to them, and cannot be changed; LoRA on them works.
+    The model has HF's own class and works with ``generate``, PEFT and Trainers. Its experts are read from the original
+    files when a token is routed to them, and cannot be changed; LoRA on them works.
 
     Args:
-        name_or_dir: A directory, or the id of a repository on the Hub, whose files are downloaded first, if the budget
-            is large enough for its experts.
+        name_or_dir: A directory, or the id of a repository on the Hub, whose files are downloaded once the budget has
+            been found large enough.
         config: Budgets in bytes; by default what is free.
         revision: Branch, tag or commit on the Hub.
         dtype: Floating type to compute in, or its name such as ``bfloat16``; None or ``auto``: the checkpoint's.
@@ -54,11 +54,11 @@ def load_offloaded(
         The model, in evaluation mode.
 
     Raises:
-        ConfigError: If there is no such model or device, or ``dtype`` is none to compute in.
+        ConfigError: If there is no such model or device, or ``dtype`` is not one to compute in.
         CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
         UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
-        CapacityError: If the budget does not hold one expert for each reader and one to compute with, all of the
-            largest size.
+        CapacityError: If the budget does not hold one expert of the largest size for each reader and one to compute
+            with.
     """
     settings = config or OffloadConfig()
     place = choose_device(device)
@@ -75,7 +75,7 @@ def load_offloaded(
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]
     refuse_saving(model)
-    # A graph cannot hold experts that come and go; generate() would compile one for a static cache on CUDA.
+    # A compiled graph cannot hold experts that come and go; generate() would make one for a static cache on CUDA.
     if (generation := getattr(model, "generation_config", None)) is not None:
         generation.disable_compile = True
     return model

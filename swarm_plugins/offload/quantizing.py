@@ -92,7 +92,10 @@ def quantize_checkpoint(
         expert_bytes = sum(one.file_bytes for one in formats.values())
         check_space(target, expert_bytes + sum(parts.checkpoint.tensors[name].num_bytes for name in parts.others))
         parts.fetch()
-        weight_map, linears = _write_others(load_rest(parts, _CPU), work, other_bits)
+        others, linears = other_tensors(load_rest(parts, _CPU), other_bits)
+        save_file(others, work / _OTHERS_FILE)
+        weight_map = dict.fromkeys(others, _OTHERS_FILE)
+        del others
         weight_map |= _write_experts(parts, formats, work, progress)
         layers = {layer: one.layer for layer, one in formats.items()}
         manifest = Manifest.make(parts.checkpoint.version, expert_bits, other_bits, layers, linears)
@@ -135,7 +138,7 @@ class _LayerFormat:
     def file_bytes(self) -> int:
         return self.num_experts * padded_bytes(self.num_bytes)
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def buffers(self, bar: tqdm) -> Iterator[tuple[str, Tensor]]:  # type: ignore[type-arg]
         """Yields name and buffer of each expert, overwriting the buffer before."""
         source = torch.zeros(self._source.num_bytes, dtype=torch.uint8)
         target = torch.zeros(self.num_bytes, dtype=torch.uint8)
@@ -153,6 +156,7 @@ class _LayerFormat:
             for name, view in self._stored.views(target).items():
                 view.copy_(tensors[name])
             yield expert_tensor(*key), target
+            bar.update(1)
 
 
 def _write_experts(parts: Parts, formats: dict[int, _LayerFormat], work: Path, progress: bool) -> dict[str, str]:
@@ -162,15 +166,9 @@ def _write_experts(parts: Parts, formats: dict[int, _LayerFormat], work: Path, p
         for layer, one in formats.items():
             file = f"experts-{layer:05d}.safetensors"
             names = [expert_tensor(layer, expert) for expert in range(one.num_experts)]
-            write_buffers(work / file, one.num_bytes, _counted(one.buffers(), bar), names)
+            write_buffers(work / file, one.num_bytes, one.buffers(bar), names)
             weight_map.update(dict.fromkeys(names, file))
     return weight_map
-
-
-def _counted(buffers: Iterator[tuple[str, Tensor]], bar: tqdm) -> Iterator[tuple[str, Tensor]]:  # type: ignore[type-arg]
-    for one in buffers:
-        yield one
-        bar.update(1)
 
 
 def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
@@ -199,13 +197,6 @@ def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor
             del tensors[f"{name}.weight"]
             tensors.update({f"{name}.{PARTS[part]}": tensor for part, tensor in parts.items()})
     return tensors, linears
-
-
-def _write_others(model: PreTrainedModel, work: Path, bits: Width) -> tuple[dict[str, str], dict[str, tuple[int, int]]]:
-    """Writes the tensors outside experts; returns the file of each tensor, and the quantized linear layers."""
-    tensors, linears = other_tensors(model, bits)
-    save_file(tensors, work / _OTHERS_FILE)
-    return dict.fromkeys(tensors, _OTHERS_FILE), linears
 
 
 def _write_config(parts: Parts, work: Path, manifest: Manifest) -> None:

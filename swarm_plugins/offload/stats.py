@@ -1,4 +1,4 @@
-"""What the cache has done: hits, reads, guesses, and time spent waiting."""
+"""Statistics of the cache: hits, reads, guesses, and time spent waiting."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ __all__ = ["OffloadStats"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStats:
-    """Counts since the model was loaded. An expert counts once per call of its layer, however many tokens go there.
+    """Counts since the model was loaded. An expert counts once per call of its layer, for any number of tokens.
 
     Attributes:
-        hits: Experts that were in fast memory when they were asked for, also those that a guess brought in time.
+        hits: Experts in fast memory when they were asked for, including those that a guess brought in time.
         misses: Experts that had to be waited for.
-        bytes_read: Bytes taken from disk, for guesses too.
-        guesses: Experts guessed: read ahead, or found in memory and kept until their layer had been asked.
-        guesses_used: Those of them that their layer asked for.
-        guesses_late: Those of the used that were still being read.
-        guessed_loads: Guessed experts that were not in memory, so that a read was started or planned for them.
-        guessed_loads_used: Those of them that their layer asked for.
-        asked_after_guess: Experts that layers asked for after a guess for them, guessed or not.
+        bytes_read: Bytes taken from disk, including for guesses.
+        guesses: Experts guessed: read ahead, or found in memory and kept until their layer had asked.
+        guesses_used: Guessed experts that their layer asked for.
+        guesses_late: Used guesses that were still being read.
+        guessed_loads: Guessed experts that were not in memory, so that a read was started or planned.
+        guessed_loads_used: Such reads that their layer asked for.
+        asked_after_guess: Experts that a layer asked for after a guess for it, guessed or not.
         stall_s: Seconds spent waiting for experts.
         seconds: Seconds from the first call to the end of the last.
         tokens: Rows that went through the first layer with experts.
         passes: Calls of the first layer with experts.
         uses: How often each expert was asked for: layer -> one count per expert.
-        trace: One row per pass and layer, `(pass, layer, experts)`, in measurements that ask for it; else empty.
     """
 
     hits: int = 0
@@ -44,7 +43,6 @@ class OffloadStats:
     tokens: int = 0
     passes: int = 0
     uses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    trace: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
     @property
     def hit_ratio(self) -> float:
@@ -58,5 +56,5 @@ class OffloadStats:
 
     @property
     def waste(self) -> float:
-        """Share of the guessed reads that were for nothing."""
+        """Share of the guessed reads that were not used."""
         return 1 - self.guessed_loads_used / self.guessed_loads if self.guessed_loads else 0.0

@@ -1,4 +1,4 @@
-"""How many bits weights can be kept in, and what each width is called."""
+"""The widths that weights can be kept in, and their names."""
 
 from __future__ import annotations
 
@@ -20,45 +20,39 @@ __all__ = [
 ]
 
 Width: TypeAlias = int | Literal["nf4"]
-"""A number of bits, or the name of another format than this package's own of that many."""
+"""A number of bits, or the name of a foreign format."""
 
 NF4: Literal["nf4"] = "nf4"
 """4 bits whose levels are quantiles of the normal distribution (Dettmers et al. 2023, section 3)."""
 EXPERT_BITS: tuple[Width, ...] = (2, 3, 4, 8, 16, NF4)
-"""Widths that experts can have."""
+"""Widths of experts."""
 OTHER_BITS: tuple[Width, ...] = (4, 8, 16, NF4)
-"""Widths that all other weights can have."""
+"""Widths of all other weights."""
 GROUP_SIZES: Mapping[Width, int] = {4: 64, 3: 64, 2: 32, NF4: 64}
-"""Columns that share a scale, by width; 8 bits have one for each row.
+"""Columns that share a scale, by width; 8 bits have one per row.
 
 Four levels need closer grids, and torch's 4-bit product on the CPU takes no fewer columns than 32.
 """
 
 
 def check_width(name: str, width: object, allowed: tuple[Width, ...], remark: str = "") -> None:
-    """Checks a width.
-
-    Args:
-        name: What it is the width of.
-        width: The width.
-        allowed: Those that it can be.
-        remark: What else is allowed, for the message.
+    """Checks that a width is allowed; name and remark are for the message.
 
     Raises:
-        ConfigError: If it is none of them.
+        ConfigError: If it is not.
     """
-    # Equal is not enough: 4.0 would go to where an integer is looked for.
+    # Equality is not enough: 4.0 would reach code that expects an integer.
     if type(width) not in (int, str) or width not in allowed:
         raise ConfigError(f"{name} is {width!r}; allowed are {', '.join(map(str, allowed))}{remark}")
 
 
 def num_bits(width: Width) -> int:
-    """Returns how many bits the code of a weight has."""
+    """Returns the number of bits of a weight's code."""
     return 4 if width == NF4 else width
 
 
 def sort_key(width: Width) -> tuple[int, str]:
-    """Returns what orders widths: by bits, then by name."""
+    """Sorts widths by bits, then by name."""
     return num_bits(width), str(width)
 
 

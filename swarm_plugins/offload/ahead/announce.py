@@ -21,13 +21,7 @@ _NO_BACKWARD_PASS = -1
 
 
 class ReadingAhead:
-    """Announces to a cache what the next layer of a pass will need.
-
-    Args:
-        cache: The cache to tell.
-        num_experts: Number of experts of each layer that has any.
-        trial: Decides for each training pass whether reading ahead pays, by the times of earlier ones; None: always.
-    """
+    """Announces to a cache what the next layer of a pass will need; in training only if a trial finds that it pays."""
 
     def __init__(self, cache: ExpertCache, num_experts: Mapping[int, int], trial: PayTrial | None = None) -> None:
         self._cache = cache

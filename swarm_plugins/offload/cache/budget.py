@@ -53,13 +53,7 @@ def _all_bytes(expert_bytes: Mapping[int, int], num_experts: Mapping[int, int]) 
 def choose_fast_bytes(
     config: OffloadConfig, expert_bytes: Mapping[int, int], num_experts: Mapping[int, int], device: torch.device
 ) -> int:
-    """Returns the budget of fast memory: as configured or what is free, and at most all experts.
-
-    Args:
-        config: The settings.
-        expert_bytes: Size of an expert of each layer, as computed with.
-        num_experts: Experts of each layer.
-        device: Where products run.
+    """Returns the budget of fast memory: as configured or what is free, at most all experts as computed with.
 
     Raises:
         CapacityError: If it is too small to compute with.
@@ -81,13 +75,7 @@ def choose_fast_bytes(
 
 
 def choose_ram_bytes(config: OffloadConfig, stored_bytes: Mapping[int, int], num_experts: Mapping[int, int]) -> int:
-    """Returns the budget of pinned RAM for a CUDA device: as configured or half of what is free, at most all experts.
-
-    Args:
-        config: The settings.
-        stored_bytes: Size of an expert of each layer, as stored.
-        num_experts: Experts of each layer.
-    """
+    """Returns the budget of pinned RAM for a CUDA device: as configured or half of what is free, at most all."""
     # Pages that cannot be swapped or dropped: half is left for everything else that runs here.
     budget = config.ram_bytes if config.ram_bytes is not None else _less_reserve(free_host_bytes()) // 2
     return min(budget, _all_bytes(stored_bytes, num_experts))

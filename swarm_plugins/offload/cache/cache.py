@@ -36,13 +36,7 @@ _alive: weakref.WeakSet[BoundedCache] = weakref.WeakSet()
 def make_cache(
     store: ExpertStore, formats: Mapping[int, ExpertFormat], config: OffloadConfig, device: torch.device
 ) -> BoundedCache:
-    """Returns a cache of a store's experts; nothing is read or allocated yet.
-
-    Args:
-        store: Locates the bytes.
-        formats: Their meaning, for each layer of the store.
-        config: Budgets and habits.
-        device: Where products run.
+    """Returns a cache of a store's experts for products on a device; nothing is read or allocated yet.
 
     Raises:
         CapacityError: If the budget is too small to compute with.
@@ -149,19 +143,9 @@ class BoundedCache:
         return len(self._slots.of(layer)) == self.num_experts[layer]
 
     def stats(self) -> OffloadStats:
-        """Returns what happened since the last reset."""
+        """Returns what has happened so far."""
         with self._lock:
             return self._counters.stats()
-
-    def reset_stats(self) -> None:
-        """Counts from zero again; experts in memory stay."""
-        with self._lock:
-            self._counters.reset()
-
-    def keep_trace(self, max_rows: int) -> None:
-        """Keeps the last rows of which experts each pass used in each layer; 0, the default: none."""
-        with self._lock:
-            self._counters.keep_trace(max_rows)
 
     def count_tokens(self, num_tokens: int) -> None:
         """Counts rows that go through the first layer with experts."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 from swarm_plugins.offload.stats import OffloadStats
@@ -11,20 +10,15 @@ __all__ = ["Counters"]
 
 
 class Counters:
-    """Running counts, named as in `OffloadStats`; its owner locks.
-
-    Args:
-        num_experts: Experts of each layer.
-    """
+    """Running counts, named as in `OffloadStats`; its owner locks."""
 
     def __init__(self, num_experts: Mapping[int, int]) -> None:
         self._num_experts = num_experts
         self._first_layer = min(num_experts, default=0)
-        self._trace: deque[tuple[int, int, tuple[int, ...]]] | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Starts from zero and drops the trace; tracing stays on or off."""
+        """Starts from zero."""
         self.hits = self.misses = self.bytes_read = self.passes = self.tokens = 0
         self.guesses = self.guesses_used = self.guesses_late = 0
         self.guessed_loads = self.guessed_loads_used = self.asked_after_guess = 0
@@ -32,12 +26,6 @@ class Counters:
         self.first_s: float | None = None
         self.last_s = 0.0
         self._uses = {layer: [0] * count for layer, count in self._num_experts.items()}
-        if self._trace is not None:
-            self._trace.clear()
-
-    def keep_trace(self, max_rows: int) -> None:
-        """Keeps the last rows of `OffloadStats.trace`; 0: none."""
-        self._trace = deque(maxlen=max_rows) if max_rows else None
 
     def use(self, layer: int, experts: Sequence[int], num_missing: int, now_s: float) -> None:
         """Counts one call of a layer."""
@@ -50,8 +38,6 @@ class Counters:
         uses = self._uses[layer]
         for expert in experts:
             uses[expert] += 1
-        if self._trace is not None:
-            self._trace.append((self.passes - 1, layer, tuple(experts)))
 
     def stats(self) -> OffloadStats:
         """Returns what was counted since the last reset."""
@@ -60,5 +46,4 @@ class Counters:
             **counts,
             seconds=max(0.0, self.last_s - self.first_s) if self.first_s is not None else 0.0,
             uses={layer: tuple(counts) for layer, counts in self._uses.items()},
-            trace=tuple(self._trace or ()),
         )

@@ -27,10 +27,6 @@ class Guesses:
     """The guesses for the layers that come next; their owner locks.
 
     A layer is guessed again as it comes nearer: experts that the better guess dropped are no longer read.
-
-    Args:
-        slots: The fast memory.
-        counters: Counts guesses and their use.
     """
 
     def __init__(self, slots: Slots, counters: Counters) -> None:

@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache.policy import Residency
 from swarm_plugins.offload.disk.buffers import BufferPool
-from swarm_plugins.offload.disk.loaders import Arrival, ExpertReader
+from swarm_plugins.offload.disk.cuda_copies import CudaCopies, CudaCopy
+from swarm_plugins.offload.disk.loaders import ExpertReader
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
-__all__ = ["Copies", "Copy", "PinnedLoader"]
-
-
-class Copy(Arrival, Protocol):
-    """A copy to the device whose source can be waited for."""
-
-    def wait(self) -> None:
-        """Waits until the source may be overwritten."""
-        ...
-
-
-class Copies(Protocol):
-    """Copies to a device, one after the other. `CudaCopies` fits."""
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Returns a buffer in RAM to copy from."""
-        ...
-
-    def follow(self) -> None:
-        """Keeps later copies from overwriting tensors in use."""
-        ...
-
-    def start(self, source: Tensor, into: Tensor, convert: Callable[[Tensor, Tensor], None] | None) -> Copy:
-        """Starts a copy, with a conversion on the device if one is given."""
-        ...
+__all__ = ["PinnedLoader"]
 
 
 class _Kept(NamedTuple):
@@ -64,7 +41,7 @@ class PinnedLoader:
         self,
         store: ExpertStore,
         formats: Mapping[int, ExpertFormat],
-        copies: Copies,
+        copies: CudaCopies,
         ram_bytes: int,
         queue: ReadQueue,
     ) -> None:
@@ -77,7 +54,7 @@ class PinnedLoader:
         self._pool = BufferPool(ram_bytes, copies.allocate, "ram_bytes")
         self._kept: dict[ExpertKey, _Kept] = {}
         # The last copy out of each buffer, by the address of its memory: it must end before that is filled again.
-        self._last: dict[int, Copy] = {}
+        self._last: dict[int, CudaCopy] = {}
         self._spare: list[Tensor] = []
         self._largest = max(stored.values(), default=0)
 
@@ -85,7 +62,7 @@ class PinnedLoader:
         """Returns the buffer: no disk writes to it."""
         return buffer
 
-    def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
+    def quick(self, key: ExpertKey, into: Tensor) -> CudaCopy | None:
         """Starts a copy from RAM if the expert is there."""
         with self._lock:
             # Also for copies that a reader thread starts later: all copies run in order.
@@ -94,7 +71,7 @@ class PinnedLoader:
             kept = self._kept.get(key)
             return None if kept is None else self._start(key, kept.expert, into)
 
-    def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, Arrival | None]:
+    def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, CudaCopy | None]:
         """Reads an expert from disk into RAM and starts the copy, see `Loader.load`."""
         buffer, is_kept = self._buffer(key)
         try:
@@ -158,7 +135,7 @@ class PinnedLoader:
             else:
                 self._spare.append(buffer)
 
-    def _start(self, key: ExpertKey, source: Tensor, into: Tensor) -> Copy:
+    def _start(self, key: ExpertKey, source: Tensor, into: Tensor) -> CudaCopy:
         form = self._formats[key.layer]
         convert = None if form.stored is form.computed else form.convert
         copy = self._last[_address(source)] = self._copies.start(source, into, convert)

@@ -16,7 +16,8 @@ from swarm_plugins.errors import CapacityError, CheckpointError, SwarmError
 from swarm_plugins.offload.cache.counters import Counters
 from swarm_plugins.offload.cache.policy import Residency
 from swarm_plugins.offload.disk.buffers import BufferPool
-from swarm_plugins.offload.disk.loaders import Arrival, Loader
+from swarm_plugins.offload.disk.cuda_copies import CudaCopy
+from swarm_plugins.offload.disk.loaders import Loader
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import ReadCancelled
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
@@ -40,7 +41,7 @@ class Slot:
         self.job: Job | None = None
         """The read that fills it, until it has ended."""
         self.error: Exception | None = None
-        self.arrival: Arrival | None = None
+        self.arrival: CudaCopy | None = None
         """The copy to the device, if it may still be under way."""
 
 
@@ -115,11 +116,7 @@ class Slots:
             self._end(slot, ReadCancelled())
 
     def heal(self, held: Sequence[Slot]) -> None:
-        """Rebuilds bookkeeping from the slots after an exception that may have interrupted any update.
-
-        Args:
-            held: The slots that callers hold, once per hold.
-        """
+        """Rebuilds bookkeeping after an interrupted update; callers hold these slots, each once per hold."""
         lost = []
         for slot in [slot for slots in self._slots.values() for slot in slots.values()]:
             if slot.job is not None and not self._queue.has(slot.job):

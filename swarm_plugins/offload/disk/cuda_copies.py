@@ -14,14 +14,14 @@ __all__ = ["CudaCopies", "CudaCopy"]
 
 
 class CudaCopy:
-    """One started copy, an `Arrival`; ``event`` is recorded behind it."""
+    """One copy to a device that has been started; ``event`` is recorded behind it."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
         self._device = device
 
     def before_use(self) -> bool:
-        """Makes the stream that computes wait for the copy; returns whether it has ended."""
+        """Makes the stream that computes wait for the copy; returns whether the copy has ended."""
         if self._event.query():
             return True
         torch.cuda.current_stream(self._device).wait_event(self._event)

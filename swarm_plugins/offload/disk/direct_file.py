@@ -29,9 +29,6 @@ _NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 class DirectFile:
     """One open file. Threads may read from it at the same time.
 
-    Args:
-        path: The file.
-
     Raises:
         OSError: If it cannot be opened.
     """

@@ -9,20 +9,13 @@ from typing import Protocol
 from torch import Tensor
 
 from swarm_plugins.offload.disk.buffers import fitted, host_buffer
+from swarm_plugins.offload.disk.cuda_copies import CudaCopy
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
 from swarm_plugins.offload.formats.experts import check_scales
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
-__all__ = ["Arrival", "DiskLoader", "ExpertReader", "Loader"]
-
-
-class Arrival(Protocol):
-    """A copy to a device that has been started."""
-
-    def before_use(self) -> bool:
-        """Makes the stream that computes wait for the copy; returns whether the copy has ended."""
-        ...
+__all__ = ["DiskLoader", "ExpertReader", "Loader"]
 
 
 class Loader(Protocol):
@@ -30,17 +23,11 @@ class Loader(Protocol):
 
     def place(self, key: ExpertKey, buffer: Tensor) -> Tensor:
         """Returns the part of a buffer's memory that an expert is to be loaded into, as large as the buffer."""
-        ...
 
-    def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
-        """Starts filling the buffer without waiting, if possible; called by the borrower.
+    def quick(self, key: ExpertKey, into: Tensor) -> CudaCopy | None:
+        """Starts a copy that fills the buffer; None if `load` has to be called, on a reader thread."""
 
-        Returns:
-            The copy that fills it; None if `load` has to be called, on a reader thread.
-        """
-        ...
-
-    def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, Arrival | None]:
+    def load(self, key: ExpertKey, into: Tensor, job: Job) -> tuple[int, CudaCopy | None]:
         """Fills the buffer; called on reader threads.
 
         Returns:
@@ -50,21 +37,13 @@ class Loader(Protocol):
             CheckpointError: If the disk fails: names file and tensor.
             ReadCancelled: If the read was cancelled.
         """
-        ...
 
     def close(self) -> None:
         """Drops its memory and closes its files; a file that a load still reads from is closed when that has ended."""
-        ...
 
 
 class ExpertReader:
-    """Reads experts as they are stored.
-
-    Args:
-        store: Locates the bytes.
-        formats: Their meaning, by layer.
-        queue: The threads that read.
-    """
+    """Reads experts as they are stored, on the threads of a queue."""
 
     def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], queue: ReadQueue) -> None:
         self._store = store
@@ -87,13 +66,7 @@ class ExpertReader:
 
 
 class DiskLoader:
-    """Reads into RAM, and converts there if the format computes with other bytes than are stored.
-
-    Args:
-        store: Locates the bytes.
-        formats: Their meaning, by layer.
-        queue: The threads that load.
-    """
+    """Reads into RAM, and converts there if the format computes with other bytes than are stored."""
 
     def __init__(self, store: ExpertStore, formats: Mapping[int, ExpertFormat], queue: ReadQueue) -> None:
         self._formats = formats
@@ -105,7 +78,7 @@ class DiskLoader:
         form = self._formats[key.layer]
         return self._reader.fit(key, buffer) if form.stored is form.computed else buffer
 
-    def quick(self, key: ExpertKey, into: Tensor) -> Arrival | None:
+    def quick(self, key: ExpertKey, into: Tensor) -> CudaCopy | None:
         """Returns None: a disk has to be waited for."""
         return None
 

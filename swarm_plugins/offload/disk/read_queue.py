@@ -20,12 +20,7 @@ _JOIN_S = 5.0
 
 
 class Job:
-    """Something to read.
-
-    Args:
-        run: Reads it; called once with the job itself, must not raise.
-        is_guess: Whether it is not needed yet.
-    """
+    """Something to read, now or as a guess: ``run`` is called once with the job itself and must not raise."""
 
     __slots__ = ("has_begun", "is_cancelled", "is_guess", "run")
 
@@ -38,11 +33,7 @@ class Job:
 
 
 class ReadQueue:
-    """Runs jobs on a few threads, which start when there is work and end when there is none.
-
-    Args:
-        num_threads: Most jobs at the same time.
-    """
+    """Runs jobs on a few threads, which start when there is work and end when there is none."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm_plugins.noise import without_kernel_remark
-from swarm_plugins.offload.formats.matrices import AsStored, Part
+from swarm_plugins.offload.formats.matrices import MatrixFormat, Part
 from swarm_plugins.offload.widths import GROUP_SIZES, NF4
 
 __all__ = ["Int8Matrix", "Nf4Matrix", "has_int8_product", "int8_product"]
@@ -35,16 +35,13 @@ _NF4_BLOCK = GROUP_SIZES[NF4]
 
 
 @dataclass(frozen=True)
-class Int8Matrix(AsStored):
+class Int8Matrix(MatrixFormat):
     """A weight as int8 codes with one scale per row (Dettmers et al. 2022, section 2).
 
     On a CPU with integer dot products each activation is split into two int8 numbers, 16 bits in all: the products are
     sums of integers, hence exact, and a row's result does not depend on the other rows. This takes half the time of
     float32. (Activations of 8 bits would take a third, but outliers would lose digits.) On CUDA it is the product of
     LLM.int8(): activations of 8 bits, columns with outliers apart.
-
-    Args:
-        shape: Rows and columns of the weight.
     """
 
     shape: tuple[int, int]
@@ -127,15 +124,12 @@ def int8_product(codes: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Nf4Matrix(AsStored):
+class Nf4Matrix(MatrixFormat):
     """A weight as nf4 codes with one float32 scale per 64 columns (Dettmers et al. 2023, section 3).
 
     The levels are where normally distributed weights are. Columns are padded to a multiple of 64, so that no scale
     spans two rows: bitsandbytes widens such a weight wrongly on a CPU and avoids its fast product on CUDA. A CPU widens
     the weight for each product.
-
-    Args:
-        shape: Rows and columns of the weight.
     """
 
     shape: tuple[int, int]

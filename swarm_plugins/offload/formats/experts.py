@@ -75,13 +75,7 @@ def matrix_format(shape: tuple[int, int], bits: Width, device: torch.device) -> 
 
 
 class PlainFormat:
-    """Experts in a floating type, as the checkpoint has them or cast once when they are read.
-
-    Args:
-        stored: How an expert lies in its buffer after reading.
-        dtype: Floating type to compute in.
-        is_transposed: Whether weights lie as ``[in, out]``.
-    """
+    """Experts in a floating type, as the checkpoint has them or cast once when they are read."""
 
     def __init__(self, stored: BufferLayout, dtype: torch.dtype, *, is_transposed: bool = False) -> None:
         self.stored = stored
@@ -134,12 +128,7 @@ class QuantizedFormat:
         }
 
     def quantize(self, tensors: Mapping[str, Tensor], *, is_fitted: bool) -> dict[str, Tensor]:
-        """Returns the tensors of an expert's stored buffer.
-
-        Args:
-            tensors: The expert's own, weights as ``[out, in]``.
-            is_fitted: Take the time to make the error small.
-        """
+        """Returns the tensors of an expert's stored buffer from its own, weights as ``[out, in]``."""
         found = {name: tensors[name] for name in self._others}
         for name, matrix in self._matrices.items():
             parts = matrix.quantize(tensors[name], is_fitted=is_fitted)
@@ -167,14 +156,7 @@ class QuantizedFormat:
 
 
 class QuantizingFormat:
-    """Experts that are quantized as they are read, by rounding to the nearest.
-
-    Args:
-        plain: The tensors as they are read.
-        bits: 8, 4, 3, 2 or ``nf4``.
-        device: Where products run.
-        is_transposed: Whether weights lie as ``[in, out]``.
-    """
+    """Experts that are quantized as they are read, by rounding to the nearest."""
 
     def __init__(self, plain: BufferLayout, bits: Width, device: torch.device, *, is_transposed: bool = False) -> None:
         self.stored = plain
@@ -215,11 +197,6 @@ def are_finite(scales: Tensor) -> bool:
 
 def check_scales(layout: BufferLayout, stored: Tensor, key: ExpertKey) -> None:
     """Checks the scales of an expert that has just been read: a single bad one makes every answer worthless.
-
-    Args:
-        layout: How the expert lies in its buffer; an expert that is not quantized has no scales.
-        stored: ``[num_bytes]`` of uint8.
-        key: Which expert, for the message.
 
     Raises:
         CheckpointError: If one is not finite.

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm_plugins.offload.formats.fitting import codes_of, fit, round_to_nearest
-from swarm_plugins.offload.formats.matrices import Part
+from swarm_plugins.offload.formats.matrices import MatrixFormat, Part
 from swarm_plugins.offload.widths import GROUP_SIZES
 
 __all__ = ["GroupedMatrix", "fold", "from_tiles", "is_native_order", "to_tiles", "unfold"]
@@ -43,21 +43,18 @@ _CHUNK_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
-class GroupedMatrix:
+class GroupedMatrix(MatrixFormat):
     """A weight as codes of few bits, with a scale and an offset per group of columns.
 
     Rows and columns are padded to multiples of 64. On the CPU each product unfolds 3 and 2 bits to 4 and rounds
     activations to bfloat16, as torch's product requires. Elsewhere it widens the weight.
-
-    Args:
-        shape: Rows and columns of the weight.
-        bits: 4, 3 or 2.
-        is_for_cpu: Whether products run on the CPU.
     """
 
     shape: tuple[int, int]
     bits: int
+    """4, 3 or 2."""
     is_for_cpu: bool = True
+    """Whether products run on the CPU."""
 
     @property
     def stored(self) -> tuple[Part, ...]:

@@ -26,15 +26,7 @@ _ROUTERS = ("gate", "router")
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose ``weight`` holds codes; it takes PEFT's adapters.
-
-    Args:
-        shape: Rows and columns of the weight.
-        bits: 8, 4, 3, 2 or ``nf4``.
-        parts: The stored parts of the weight.
-        bias: ``[out]``.
-        device: Where products run.
-    """
+    """A linear layer whose ``weight`` holds codes, made of the stored parts of a weight; it takes PEFT's adapters."""
 
     weight_scales: Tensor
 
@@ -101,22 +93,12 @@ def quantizable_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     }
 
 
-def quantize_linears(
-    model: PreTrainedModel, bits: Width, *, is_fitted: bool = False, on_layer: Callable[[], object] = lambda: None
-) -> None:
-    """Replaces the linear layers of a model that may be in few bits, in place.
-
-    Args:
-        model: The model with its weights.
-        bits: 8, 4, 3, 2 or ``nf4``.
-        is_fitted: Take the time to make the error small.
-        on_layer: Called after each layer.
-    """
+def quantize_linears(model: PreTrainedModel, bits: Width, *, is_fitted: bool = False) -> None:
+    """Replaces the linear layers of a model that may be in few bits, in place."""
     for name, linear in quantizable_linears(model).items():
         shape, device = (linear.out_features, linear.in_features), linear.weight.device
         parts = matrix_format(shape, bits, device).quantize(linear.weight, is_fitted=is_fitted)
         replace_module(model, name, QuantizedLinear(shape, bits, parts, linear.bias, device))
-        on_layer()
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

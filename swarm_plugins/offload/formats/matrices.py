@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["AsStored", "MatrixFormat", "Part", "multiply"]
+__all__ = ["MatrixFormat", "Part", "multiply"]
 
 
 class Part(NamedTuple):
@@ -20,73 +21,43 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-class MatrixFormat(Protocol):
-    """A weight ``[out, in]`` as a few tensors."""
+class MatrixFormat(ABC):
+    """A weight ``[out, in]`` as a few tensors; by default products use the stored ones as they are."""
+
+    shape: tuple[int, int]
+    """Rows and columns of the weight."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the weight."""
-        ...
-
-    @property
+    @abstractmethod
     def stored(self) -> tuple[Part, ...]:
         """The parts on disk."""
-        ...
 
     @property
     def computed(self) -> tuple[Part, ...]:
         """The parts that products use."""
-        ...
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether stored parts have to be converted before they are multiplied with."""
-        ...
-
-    def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
-        """Returns the stored parts of a weight.
-
-        Args:
-            weight: ``[out, in]``, any floating type.
-            is_fitted: Take the time to make the error small.
-        """
-        ...
-
-    def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
-        """Fills computed parts from stored ones."""
-        ...
-
-    def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """Multiplies rows ``[T, in]`` by computed parts, without gradients: ``[T, out]`` in the type of the rows."""
-        ...
-
-    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Returns the weight ``[out, in]`` of computed parts."""
-        ...
-
-
-class AsStored:
-    """Mixin for formats that multiply with the stored parts themselves."""
-
-    @property
-    def stored(self) -> tuple[Part, ...]:
-        """The parts on disk."""
-        raise NotImplementedError
-
-    @property
-    def computed(self) -> tuple[Part, ...]:
-        """The stored parts."""
         return self.stored
 
     @property
     def is_converted(self) -> bool:
-        """Never."""
+        """Whether stored parts have to be converted before they are multiplied with."""
         return False
 
+    @abstractmethod
+    def quantize(self, weight: Tensor, *, is_fitted: bool) -> dict[str, Tensor]:
+        """Returns the stored parts of a weight ``[out, in]``, with a small error if there is time to fit."""
+
     def convert(self, stored: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> None:
-        """Copies."""
+        """Fills computed parts from stored ones."""
         for name, tensor in computed.items():
             tensor.copy_(stored[name])
+
+    @abstractmethod
+    def product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """Multiplies rows ``[T, in]`` by computed parts, without gradients: ``[T, out]`` in the type of the rows."""
+
+    @abstractmethod
+    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Returns the weight ``[out, in]`` of computed parts."""
 
 
 def multiply(matrix: MatrixFormat, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:

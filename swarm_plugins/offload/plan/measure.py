@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from swarm_plugins.errors import CheckpointError
+from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, fitted, host_buffer
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import RangeReader
@@ -31,18 +32,18 @@ __all__ = ["disk_rate", "expert_rate", "link_rate", "step_seconds"]
 _POOL_BYTES = 64 << 20
 _MOST_COPIES = 64
 _MOST_STEPS = 100
+_NUM_READERS = OffloadConfig().num_readers
 _PAGE = mmap.PAGESIZE
 _LINK_BYTES = 64 << 20
 
 
-def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, num_readers: int = 2) -> float:
+def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7) -> float:
     """Measures reads of pieces at random places, past the page cache where the file system allows it.
 
     Args:
         files: The model's own files.
         block_bytes: Size of a piece: an expert's.
         seconds: For how long.
-        num_readers: Threads.
 
     Returns:
         Bytes per second, all threads together.
@@ -53,13 +54,13 @@ def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, 
     block = -(-block_bytes // _PAGE) * _PAGE
     ends_at = time.monotonic() + seconds
     started = time.perf_counter()
-    with ThreadPoolExecutor(num_readers) as pool:
-        jobs = [pool.submit(_read_pieces, files, block, ends_at, seed) for seed in range(num_readers)]
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        jobs = [pool.submit(_read_pieces, files, block, ends_at, seed) for seed in range(_NUM_READERS)]
         total = sum(job.result() for job in jobs)
     return total / (time.perf_counter() - started)
 
 
-def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7, num_readers: int = 2) -> float:
+def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7) -> float:
     """Measures reads of experts that a layer waits for: one after the other, each by all readers.
 
     Arguments, result and errors are as for `disk_rate`.
@@ -67,7 +68,7 @@ def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7
     choose = random.Random(0)
     sizes = {path: size for path, size in _sizes(files).items() if size}
     buffer = host_buffer(block_bytes)
-    queue = ReadQueue(num_readers - 1)
+    queue = ReadQueue(_NUM_READERS - 1)
     reader = RangeReader(queue)
     started, total = time.perf_counter(), 0
     try:

@@ -143,9 +143,7 @@ def plan_model(
     return Planned(name=checkpoint.name, plan=plan, device=str(target), disk_source=source)
 
 
-def make_plan(
-    sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes: int = 0, num_readers: int = 2
-) -> OffloadPlan:
+def make_plan(sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes: int = 0) -> OffloadPlan:
     """Divides a memory between experts and everything else.
 
     Args:
@@ -153,7 +151,6 @@ def make_plan(
         speeds: The machine.
         memory_bytes: Fast memory in all: the device's, or RAM if the model runs on the CPU.
         ram_bytes: Pinned RAM for experts of a device with a memory of its own.
-        num_readers: Threads that read, each with room for one expert.
 
     Raises:
         CapacityError: If everything else does not fit, or leaves less than one expert for each reader and one to
@@ -161,6 +158,7 @@ def make_plan(
     """
     fixed = sizes.other_bytes + sizes.cache_bytes + sizes.activation_bytes + RUNTIME_BYTES
     room = memory_bytes - fixed
+    num_readers = OffloadConfig().num_readers
     least = (num_readers + 1) * sizes.largest_expert_bytes
     if room < least:
         raise CapacityError(
@@ -176,7 +174,6 @@ def make_plan(
         fast_bytes=room,
         ram_bytes=min(ram_bytes, sizes.expert_bytes - fast) if has_link else None,
         prefetch=False if fast >= sizes.expert_bytes else "auto",
-        num_readers=num_readers,
     )
     return OffloadPlan(
         sizes=sizes,

@@ -107,7 +107,7 @@ def test_a_second_process_is_refused(plain: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
-@pytest.mark.parametrize("step", ["_write_others", "_write_experts", "_write_config", "_check_finite"])
+@pytest.mark.parametrize("step", ["other_tensors", "_write_experts", "_write_config", "_check_finite"])
 def test_a_run_that_fails_leaves_nothing(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:

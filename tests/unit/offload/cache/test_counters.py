@@ -25,7 +25,7 @@ def test_ratios() -> None:
 def test_a_reset_starts_from_zero_and_keeps_the_memory(tmp_path: Path) -> None:
     cache = make(make_store(tmp_path), num_fast=4)
     borrowed(cache, 0, [1, 2])
-    cache.reset_stats()
+    cache._counters.reset()
     assert cache.stats() == OffloadStats(uses=dict.fromkeys(range(3), (0, 0, 0, 0)))
     borrowed(cache, 0, [1, 2])
     assert (cache.stats().hits, cache.stats().misses) == (2, 0)
@@ -39,19 +39,4 @@ def test_uses_are_counted_per_expert_and_time_is_taken(tmp_path: Path) -> None:
     stats = cache.stats()
     assert stats.uses == {0: (0, 0, 0, 0), 1: (0, 1, 3, 1), 2: (0, 0, 0, 0)}
     assert 0 < stats.stall_s <= stats.seconds
-    cache.close()
-
-
-def test_a_trace_is_kept_on_demand_and_bounded(tmp_path: Path) -> None:
-    cache = make(make_store(tmp_path), num_fast=6)
-    borrowed(cache, 0, [0])
-    assert cache.stats().trace == ()
-    cache.reset_stats()
-    cache.keep_trace(3)
-    for number in range(4):
-        borrowed(cache, 0, [number])
-        borrowed(cache, 2, [number, (number + 1) % 4])
-    assert cache.stats().trace == ((2, 2, (2, 3)), (3, 0, (3,)), (3, 2, (3, 0)))
-    cache.keep_trace(0)
-    assert cache.stats().trace == ()
     cache.close()
