@@ -7,14 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
 import psutil
-from rich.progress import Progress
 
-from swarm_plugins.bench.figures import Figure
-
-__all__ = ["Arm", "Bystanders", "Sample", "compare", "cpu_seconds", "interleave", "private_bytes", "process_tree"]
+__all__ = ["Arm", "Bystanders", "Sample", "cpu_seconds", "interleave", "private_bytes", "process_tree"]
 
 
 # The system counts CPU time in hundredths of a second.
@@ -73,34 +69,6 @@ def interleave(
             if index >= warm_up:
                 arm.samples.append(Sample(seconds, cpu_seconds(arm.pids) - cpu))
         on_round()
-
-
-def compare(
-    name: str, unit: str, here: Arm, there: Arm, *, goal: float | None, rounds: int, progress: Progress
-) -> Figure:
-    """Runs the local model and the swarm in turns and returns the swarm's figure.
-
-    Args:
-        name: Of the figure.
-        unit: Milliseconds of what, such as ``ms/token``.
-        here: The local model.
-        there: The swarm.
-        goal: Least ratio of their speeds, if any is asked for.
-        rounds: After one to warm up.
-        progress: Shows how far it is.
-    """
-    bar = progress.add_task(name, total=rounds + 1)
-    interleave([here, there], rounds=rounds, on_round=partial(progress.advance, bar))
-    return Figure(
-        name=name,
-        unit=unit,
-        local=here.median_s * 1e3,
-        swarm=there.median_s * 1e3,
-        ratio=here.median_s / there.median_s,
-        goal=goal,
-        cpu_ratio=there.cpu_ratio(here),
-        rounds=rounds,
-    )
 
 
 def process_tree(pids: Iterable[int]) -> list[psutil.Process]:
