@@ -1,4 +1,4 @@
-"""How things are measured: interleaved rounds, medians, CPU time and memory of whole process trees."""
+"""Measuring: interleaved rounds, medians, CPU time and memory of whole process trees."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ class Sample:
 
 @dataclass
 class Arm:
-    """One of the things that are compared.
-
-    ``run`` does one round and returns the seconds of the part that counts.
-    """
+    """One side of a comparison."""
 
     run: Callable[[], float]
+    """Does one round and returns the seconds of the part that counts."""
     pids: tuple[int, ...]
     """Processes that work for this arm; their children count too."""
     samples: list[Sample] = field(default_factory=list)
@@ -50,7 +48,7 @@ class Arm:
         return sum(sample.cpu_s for sample in self.samples)
 
     def cpu_ratio(self, base: Arm) -> float | None:
-        """Returns CPU time over that of another arm; None if that is too short to be measured."""
+        """Returns CPU time over another arm's; None if the other's is too short to be measured."""
         return self.cpu_s / base.cpu_s if base.cpu_s >= _SHORTEST_CPU_S else None
 
 
@@ -59,7 +57,7 @@ def interleave(
 ) -> None:
     """Runs the arms in turns, so that a machine that slows down or speeds up does so for all of them.
 
-    The order is reversed every other round: none is always the one after a pause.
+    The order is reversed every other round, so that no arm is always the one after a pause.
     """
     arms = list(arms)
     for index in range(warm_up + rounds):
@@ -109,13 +107,13 @@ def private_bytes(pids: Iterable[int], *, settle_s: float = 1.0) -> int:
 
 
 class Bystanders:
-    """Notes how much CPU the rest of the machine uses from the start to the end of a run."""
+    """Measures how much CPU the rest of the machine uses during a run."""
 
     def __init__(self) -> None:
         self._before = (time.monotonic(), _machine_cpu_s(), _own_cpu_s())
 
     def cores(self) -> float:
-        """Returns the mean number of cores that other processes kept busy; our own children have to have ended."""
+        """Returns the mean number of cores that other processes kept busy; call it when our own children have ended."""
         seconds, machine, own = self._before
         others = (_machine_cpu_s() - machine) - (_own_cpu_s() - own)
         return max(0.0, others / (time.monotonic() - seconds))

@@ -63,7 +63,7 @@ def bench_sessions(
     rounds: int,
     progress: Progress,
 ) -> SwarmReport:
-    """Compares the tokens per second of several client processes together with those of one alone.
+    """Compares the tokens per second of several client processes together with one alone.
 
     Raises:
         SwarmError: If a session's tokens change when others run at the same time.

@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.noise import without_cli_remark
 
-__all__ = ["first_swarm_error", "read_recipe"]
+__all__ = ["read_recipe"]
 
 _IN_CLASS = re.compile(
     r"Problem with given class_path '([\w.]+)': (.*?)(?= Expected a <class 'NoneType'>| Not a valid subclass |$)"
@@ -43,13 +43,13 @@ def read_recipe(arguments: list[str]) -> LightningCLI:
         except SwarmError:
             raise
         except (ArgumentError, MisconfigurationException, TypeError, ValueError) as error:
-            found = first_swarm_error(error)
+            found = _first_swarm_error(error)
             if found is not None:
                 raise found from None
             raise ConfigError(f"the recipe cannot be read: {_sentence(error)}") from error
 
 
-def first_swarm_error(error: BaseException) -> SwarmError | None:
+def _first_swarm_error(error: BaseException) -> SwarmError | None:
     """Returns the error of this package behind another package's, if there is one: it names the cure."""
     cause: BaseException | None = error
     while cause is not None:
