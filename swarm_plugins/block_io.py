@@ -103,6 +103,16 @@ class SpanInputs:
         """Rows times new tokens."""
         return self.hidden.shape[0] * self.hidden.shape[1]
 
+    @property
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """The tensors that may get a gradient: hidden, all adapters' tensors, prefix."""
+        return (self.hidden, *self.adapters.tensors, *self.prefix)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether autograd is going to ask for a gradient."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.differentiable)
+
     def map(self: Inputs, change: Change) -> Inputs:
         """Returns the inputs with every tensor changed but those of adapters."""
         positions, mask = self.position_ids, self.attention_mask

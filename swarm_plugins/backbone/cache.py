@@ -9,19 +9,22 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm_plugins.client import CacheOp
-from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
-from swarm_plugins.client.connection import RemoteBlocks
-from swarm_plugins.client.session import ClientSession
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.transport.messages import CacheOp
 
-__all__ = ["RemoteCacheLayer", "RemoteCacheState", "adopt_cache"]
+if TYPE_CHECKING:
+    from swarm_plugins.client.connection import RemoteBlocks
+    from swarm_plugins.client.session import ClientSession
+
+__all__ = ["RemoteCacheLayer", "RemoteCacheState", "adopt_cache", "run_cached"]
 
 
 class RemoteCacheState:
@@ -42,7 +45,7 @@ class RemoteCacheState:
         self._session: ClientSession | None = None
         self._release: Callable[[], object] | None = None
         """Closes the session, once; also called when this state is collected."""
-        self._owed: list[BlockInputs] = []
+        self._owed: list[SpanInputs] = []
         """Inputs that ran with gradients, outside the session: sent first if the cache is used again."""
 
     @property
@@ -50,7 +53,7 @@ class RemoteCacheState:
         """Whether nothing but the prefix is cached."""
         return self._session is None and not self._owed
 
-    def step(self, inputs: BlockInputs) -> BlockOutputs:
+    def step(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs new tokens in the session."""
         session = self._ready_session()
         ops, self._ops = self._ops, []
@@ -73,17 +76,10 @@ class RemoteCacheState:
         self._release = weakref.finalize(self, self.remote.release, session)
         return session
 
-    def owe(self, inputs: BlockInputs) -> None:
+    def owe(self, inputs: SpanInputs) -> None:
         """Notes tokens that ran outside the session."""
-        with torch.no_grad():
-            self._owed.append(
-                BlockInputs(
-                    hidden=inputs.hidden.detach(),
-                    position_ids=inputs.position_ids,
-                    attention_mask=inputs.attention_mask,
-                    adapters=inputs.adapters,
-                )
-            )
+        plain = replace(inputs, hidden=inputs.hidden.detach(), collect_hidden=False, collect_router=False)
+        self._owed.append(plain)
         self.length += inputs.hidden.shape[1]
 
     def change(self, kind: str, *indices: int) -> None:
@@ -234,3 +230,23 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCa
     cache.layers = [RemoteCacheLayer(state, is_first=index == 0) for index in range(num_blocks)]
     cache.layer_class_to_replicate = None
     return state
+
+
+def run_cached(remote: RemoteBlocks, inputs: SpanInputs, cache: Cache) -> SpanOutputs:
+    """Runs all blocks on new tokens of a cache: in its session, or outside of it where gradients are wanted.
+
+    Raises:
+        UnsupportedError: If gradients would have to flow through cached tokens, or another model's tokens are cached.
+    """
+    state = adopt_cache(cache, remote, len(inputs.blocks))
+    with_prefix = replace(inputs, prefix=state.prefix)
+    if not with_prefix.needs_gradient:
+        return state.step(inputs)
+    if not state.is_untouched:
+        raise UnsupportedError(
+            "gradients cannot flow through a KV cache that lives on servers; run under torch.no_grad(), "
+            "or pass the whole sequence with use_cache=False"
+        )
+    outputs = remote.forward(with_prefix)
+    state.owe(inputs)
+    return outputs

@@ -24,6 +24,10 @@ class SwarmSettings:
     config: SwarmConfig
     """How the client behaves."""
 
+    def connection(self) -> SwarmConnection:
+        """Returns the connection that all models with these settings share; it may not be started yet."""
+        return connect(self.initial_peers, self.config)
+
 
 _active: ContextVar[SwarmSettings | None] = ContextVar("active_swarm", default=None)
 
@@ -80,9 +84,9 @@ def find_settings(initial_peers: Sequence[str] | str | None, config: SwarmConfig
 
 
 def join_swarm(settings: SwarmSettings) -> SwarmConnection:
-    """Returns the connection that all models with these settings share, started.
+    """Returns the shared connection of these settings, started.
 
     Raises:
         TransportError: If no peer answers.
     """
-    return connect(settings.initial_peers, settings.config).start()
+    return settings.connection().start()

@@ -7,14 +7,16 @@ layers. That shows here, before any data is read, and not as a wrong token later
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from swarm_plugins.backbone.arguments import read_arguments
-from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from swarm_plugins.backbone.stack import RemoteStack
 
 __all__ = ["probe_layer_loop"]
 

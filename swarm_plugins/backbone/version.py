@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peft import PeftModel
 from torch import nn
 
-from swarm_plugins.backbone.block import RemoteBlock
+from swarm_plugins.backbone.decoder_layer import RemoteDecoderLayer
 from swarm_plugins.backbone.recognition import cached_commit
-from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint, block_fingerprints, layer_list_name
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.hub_errors import repo_id_fault
 from swarm_plugins.versions import ModelVersion
+
+if TYPE_CHECKING:
+    from swarm_plugins.backbone.stack import RemoteStack
 
 __all__ = ["ServedBlocks", "base_blocks", "base_version", "served_blocks"]
 
@@ -108,4 +110,4 @@ def served_blocks(model: nn.Module) -> list[ServedBlocks]:
 
 
 def _stack_of(model: nn.Module) -> RemoteStack | None:
-    return next((part.swarm_stack for part in model.modules() if isinstance(part, RemoteBlock)), None)
+    return next((part.swarm_stack for part in model.modules() if isinstance(part, RemoteDecoderLayer)), None)

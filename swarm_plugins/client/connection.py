@@ -11,16 +11,18 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from torch import Tensor
 
-from swarm_plugins.client.adapters import DigestCache
-from swarm_plugins.client.autograd import run_blocks
-from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, ChainCall
+from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
+from swarm_plugins.client.answers import check_same_routers
+from swarm_plugins.client.autograd import run_chain
+from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.loop import LoopThread
 from swarm_plugins.client.network import LastingNetwork, Network
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.session import ClientSession
-from swarm_plugins.client.splitting import run_in_row_chunks, tokens_per_message
+from swarm_plugins.client.splitting import cut_rows, tokens_per_message
+from swarm_plugins.client.view import SwarmView
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.messages import CacheOp
@@ -120,8 +122,6 @@ class RemoteBlocks:
         if connection.peers is None or connection.network is None:
             raise SwarmError("the connection is not started")
         self.connection = connection
-        self.peers = connection.peers
-        self.digests = DigestCache()
         self.view = SwarmView(
             connection.network,
             connection.peers,
@@ -131,6 +131,7 @@ class RemoteBlocks:
             model=model,
             initial_peers=connection.initial_peers,
         )
+        self.servers = Servers(connection.peers, self.view)
 
     def check(self) -> None:
         """Looks for a chain that covers all blocks.
@@ -140,30 +141,27 @@ class RemoteBlocks:
         """
         self.connection.loop.run(self.view.chain(range(self.view.num_blocks), Demand()))
 
-    def forward(self, inputs: BlockInputs, blocks: range) -> BlockOutputs:
+    def forward(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs blocks without a session; differentiable to hidden states, adapter tensors and prefix.
 
         Raises:
             MissingBlocksError: If no living server holds some block.
             SwarmError: If a server refuses the request, or too many servers failed.
         """
+        loop = self.connection.loop
         if not self.view.infos:
-            self.connection.loop.run(self.view.refresh(force=False))
-        largest = tokens_per_message(inputs, len(blocks))
-        return run_in_row_chunks(
-            inputs,
-            min(self.view.max_batch_tokens(blocks) or largest, largest),
-            lambda part: run_blocks(self.connection.loop, self._new_call, part, blocks),
-        )
-
-    def _new_call(self, inputs: BlockInputs, *, keep: bool) -> ChainCall:
-        return ChainCall(self.peers, self.view, self.digests, inputs, keep=keep)
+            loop.run(self.view.refresh(force=False))
+        limit = tokens_per_message(inputs)
+        parts = cut_rows(inputs, min(self.view.max_batch_tokens(inputs.blocks) or limit, limit))
+        outputs = [run_chain(loop, ChainCall(self.servers, part, keep=part.needs_gradient)) for part in parts]
+        check_same_routers(outputs, "the swarm")
+        return join_outputs(outputs, dim=0)
 
     def open_session(self, blocks: range, prefix: Sequence[Tensor] = ()) -> ClientSession:
         """Returns a new session; servers hear of it at its first step."""
-        return ClientSession(self.peers, self.view, self.digests, blocks=blocks, prefix=prefix)
+        return ClientSession(self.servers, blocks=blocks, prefix=prefix)
 
-    def step(self, session: ClientSession, inputs: BlockInputs, ops: Sequence[CacheOp]) -> BlockOutputs:
+    def step(self, session: ClientSession, inputs: SpanInputs, ops: Sequence[CacheOp]) -> SpanOutputs:
         """Runs new tokens of a session, after the queued changes of its cache.
 
         Raises:

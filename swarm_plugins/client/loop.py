@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from swarm_plugins.errors import TransportError
+from swarm_plugins.errors import SwarmError, TransportError
 
 __all__ = ["LoopThread"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LEAVE_S = 2.0
@@ -70,6 +73,10 @@ class LoopThread:
         future = self.submit(coroutine)
         try:
             return future.result()
+        except SwarmError as exc:
+            # Its message says what failed and what to do; frames and causes inside the network code would bury it.
+            log.debug("failed on the loop", exc_info=exc)
+            raise exc.with_traceback(None) from None
         except BaseException:
             future.cancel()
             raise

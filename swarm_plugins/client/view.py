@@ -1,15 +1,14 @@
-"""The client's picture of the swarm: who serves which blocks of one model version, how fast, who is banned."""
+"""A client's view of the swarm: who serves which blocks of one model version, how fast, who is banned."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import time
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from swarm_plugins.client.advice import serve_command
-from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import (
     MissingBlocksError,
     ProtocolError,
@@ -25,7 +24,11 @@ from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import check_server_info
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["SwarmView"]
+if TYPE_CHECKING:
+    from swarm_plugins.client.config import SwarmConfig
+    from swarm_plugins.client.peers import Peers
+
+__all__ = ["SwarmView", "serve_command"]
 
 log = logging.getLogger(__name__)
 
@@ -243,3 +246,23 @@ def _ranges(blocks: Sequence[int]) -> str:
         else:
             parts.append([block, block + 1])
     return ", ".join(f"{start}:{end}" for start, end in parts)
+
+
+def serve_command(
+    model: str, revision: str, blocks: range, initial_peers: Sequence[str], *, without: Collection[str] = ()
+) -> str:
+    """Returns the command line of a server that fills a gap; it can be pasted.
+
+    Args:
+        model: Directory, or id of a repository on the Hub; it may be a stranger's word.
+        revision: Commit on the Hub, or ``local-`` and the fingerprint of a directory, which is left out.
+        blocks: The gap.
+        initial_peers: Addresses that the swarm was joined by; one of them is named.
+        without: Peers not to join by, if there is a choice.
+    """
+    living = [address for address in initial_peers if address.rpartition("/")[2] not in without]
+    address = next(iter([*living, *initial_peers]), "ADDRESS")
+    # On the Hub another commit would be another version, which does not fill the gap.
+    commit = [] if revision.startswith("local-") else ["--revision", revision]
+    span = f"{blocks.start}:{blocks.stop}"
+    return shlex.join(["swarm", "serve", model, *commit, "--blocks", span, "--initial-peers", address])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
 from swarm_plugins.backbone.standin import StandIn, is_hollow
-from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter
 from swarm_plugins.errors import UnsupportedError
 
 __all__ = ["AdapterReader"]
@@ -50,10 +50,10 @@ class AdapterReader:
         self._weights: list[tuple[int, str, dict[str, nn.Parameter | None]]] = []
         self._seen = -1
         self._state: list[object] | None = None
-        self._last = AdapterSelection()
+        self._last = AdapterUse()
         self._is_checked = False
 
-    def select(self, structure: int, indices: range, batch_size: int) -> AdapterSelection:
+    def select(self, structure: int, indices: range, batch_size: int) -> AdapterUse:
         """Returns the adapters that are active now on some blocks.
 
         Args:
@@ -163,19 +163,19 @@ def _check_options(item: _Tuned, name: str) -> None:
         )
 
 
-def _selection(tuned: Sequence[_Tuned], names: Sequence[str] | None, batch_size: int) -> AdapterSelection:
+def _selection(tuned: Sequence[_Tuned], names: Sequence[str] | None, batch_size: int) -> AdapterUse:
     if names is None:
         # One for each name: PEFT applies several on one layer one after the other, and a frozen one is not sent again.
         distinct = list(dict.fromkeys(name for item in tuned for name in _active(item)))
         found = [_collect([item for item in tuned if name in _active(item)], name) for name in distinct]
-        return AdapterSelection(adapters=tuple(adapter for adapter in found if adapter.tensors))
+        return AdapterUse(adapters=tuple(adapter for adapter in found if adapter.tensors))
     if len(names) != batch_size:
         raise UnsupportedError(
             f"adapter_names has {len(names)} names for a batch of {batch_size} rows; give one for each"
         )
     distinct = [name for name in dict.fromkeys(names) if name != "__base__"]
     rows = tuple(-1 if name == "__base__" else distinct.index(name) for name in names)
-    return AdapterSelection(adapters=tuple(_collect(tuned, name) for name in distinct), rows=rows)
+    return AdapterUse(adapters=tuple(_collect(tuned, name) for name in distinct), rows=rows)
 
 
 def _per_row_names(tuned: Sequence[_Tuned]) -> list[str] | None:
@@ -195,7 +195,7 @@ def _active(item: _Tuned) -> list[str]:
     return [] if item.layer.disable_adapters else list(item.layer.active_adapters)
 
 
-def _collect(tuned: Sequence[_Tuned], name: str) -> ClientAdapter:
+def _collect(tuned: Sequence[_Tuned], name: str) -> LoadedAdapter:
     modules: list[AdapterModule] = []
     tensors: list[Tensor] = []
     for item in tuned:
@@ -204,7 +204,7 @@ def _collect(tuned: Sequence[_Tuned], name: str) -> ClientAdapter:
             _check_options(item, name)
             modules.append(found[0])
             tensors.extend(found[1])
-    return ClientAdapter(AdapterSpec(modules=tuple(modules)), tuple(tensors))
+    return LoadedAdapter(spec=AdapterSpec(modules=tuple(modules)), tensors=tuple(tensors))
 
 
 def _dropout(item: _Tuned, name: str) -> float:
