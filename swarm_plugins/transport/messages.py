@@ -86,7 +86,7 @@ class ServerInfo(_Message, kw_only=True):
     """Compute dtype, such as ``float32``."""
     quantization: str
     """``none``, ``int8`` or ``nf4``."""
-    state: Literal["joining", "online", "draining"] = "online"
+    state: Literal["joining", "online"] = "online"
     throughput: float = 0.0
     """Tokens per second through one block in a batched forward, measured by the server itself."""
     decode_s: float = 0.0
