@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
 
-__all__ = ["AdapterUse", "LoadedAdapter", "SpanInputs", "SpanOutputs", "chain_outputs", "join_outputs"]
+__all__ = ["AdapterUse", "CacheOp", "LoadedAdapter", "SpanInputs", "SpanOutputs", "chain_outputs", "join_outputs"]
 
 Inputs = TypeVar("Inputs", bound="SpanInputs")
 Outputs = TypeVar("Outputs", bound="SpanOutputs")
@@ -219,3 +219,14 @@ def chain_outputs(parts: Sequence[SpanOutputs], *, collect_hidden: bool) -> Span
         router_logits=tuple(logits for part in parts for logits in part.router_logits),
         router_blocks=tuple(block for part in parts for block in part.router_blocks),
     )
+
+
+class CacheOp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A change of a session's KV cache that takes effect before the next step.
+
+    ``crop``: keep the first ``indices[0]`` tokens. ``reorder`` and ``select``: row ``i`` becomes the old row
+    ``indices[i]``. ``repeat``: each row ``indices[0]`` times, copies side by side. ``reset``: forget all tokens.
+    """
+
+    kind: Literal["crop", "reorder", "select", "repeat", "reset"]
+    indices: tuple[int, ...] = ()

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.transport.messages import CacheOp
 
 if TYPE_CHECKING:
     from swarm_plugins.client.connection import RemoteBlocks

@@ -22,7 +22,7 @@ from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, 
 
 if TYPE_CHECKING:
     from swarm_plugins.client.digests import AdapterPart
-    from swarm_plugins.client.servers import Servers
+    from swarm_plugins.client.view import Servers
 
 __all__ = ["ChainCall"]
 

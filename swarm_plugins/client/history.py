@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import SpanInputs
-from swarm_plugins.transport.messages import CacheOp
+from swarm_plugins.block_io import CacheOp, SpanInputs
 
 __all__ = ["History"]
 

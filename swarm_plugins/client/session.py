@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.history import History
 from swarm_plugins.client.retries import Retries
@@ -21,7 +21,6 @@ from swarm_plugins.client.splitting import tokens_per_message
 from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.messages import (
-    CacheOp,
     Codec,
     Message,
     SessionOpen,
@@ -32,7 +31,7 @@ from swarm_plugins.transport.messages import (
 
 if TYPE_CHECKING:
     from swarm_plugins.client.peers import Peers
-    from swarm_plugins.client.servers import Servers
+    from swarm_plugins.client.view import Servers
     from swarm_plugins.transport.channel import Channel
 
 __all__ = ["ClientSession"]

@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from swarm_plugins.backbone.cache import RemoteCacheLayer, RemoteCacheState, adopt_cache
-from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
 from swarm_plugins.errors import RemoteError, UnsupportedError
 from swarm_plugins.testing.models import tiny_config
-from swarm_plugins.transport.messages import CacheOp
 
 NUM_BLOCKS = 3
 

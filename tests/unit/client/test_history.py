@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
+from swarm_plugins.block_io import AdapterUse, CacheOp, LoadedAdapter, SpanInputs
 from swarm_plugins.client.history import History
-from swarm_plugins.transport.messages import CacheOp
 
 BATCH = 3
 

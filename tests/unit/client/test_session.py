@@ -12,16 +12,14 @@ import pytest
 import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.block_io import LoadedAdapter, SpanInputs
+from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.servers import Servers
 from swarm_plugins.client.session import ClientSession
-from swarm_plugins.client.view import SwarmView
+from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import CapacityError, MissingBlocksError
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
-    CacheOp,
     Failure,
     Message,
     SessionOpen,
