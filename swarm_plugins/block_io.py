@@ -1,4 +1,4 @@
-"""What goes into consecutive blocks of a model and what comes out, on both ends of the wire.
+"""Inputs and outputs of consecutive blocks, the same record on both ends of the wire.
 
 Shapes: ``B`` batch, ``S`` new tokens, ``P`` prefix or cached tokens, ``D`` hidden width, ``E`` experts.
 """

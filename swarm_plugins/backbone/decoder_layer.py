@@ -1,4 +1,4 @@
-"""A decoder layer that runs on the swarm."""
+"""Decoder layers that run on the swarm."""
 
 from __future__ import annotations
 

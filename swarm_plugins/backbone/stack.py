@@ -1,8 +1,8 @@
 """All remote blocks of one model: the first one called runs the whole chain, the others hand its result on.
 
-transformers calls decoder layers one after the other; a request for each would cost a round trip for each. So the
-first block sends the hidden states through all spans and returns the result; the following blocks recognise that
-very tensor and return it (or their own output, when every block's hidden states are wanted).
+transformers calls decoder layers one by one; a request for each would cost a round trip for each. So the first block
+sends the hidden states through all spans and returns the result; the others recognise that very tensor and return it
+(or their own output, if every block's hidden states are wanted).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RemoteStack:
         version: The model version that servers must serve.
         num_blocks: Blocks of the model.
         settings: Which swarm. None when a connection is given.
-        connection: A connection of one's own (an in-process transport, say).
+        connection: Your own connection (in-process, say).
         model: The model's directory or id, as its user wrote it; for messages.
     """
 
@@ -98,8 +98,7 @@ class RemoteStack:
         """Returns the output of one block; the first of a pass runs them all.
 
         Raises:
-            UnsupportedError: If hidden states were changed between blocks, or something is asked for that servers
-                cannot give.
+            UnsupportedError: If hidden states were changed between blocks, or servers cannot give what is asked for.
         """
         running: _Running | None = getattr(self._local, "running", None)
         if running is not None and running.next_block == index:
@@ -138,7 +137,7 @@ class RemoteStack:
             self._reader = AdapterReader(self.layers)
         inputs = SpanInputs(
             blocks=blocks,
-            # What is sent leaves an accelerator once here, and not once for each server, nor waits there for a replay.
+            # Leaves an accelerator once, not once for each server, and does not wait there for a replay.
             hidden=hidden.cpu(),
             position_ids=arguments.position_ids,
             attention_mask=arguments.attention_mask,
@@ -153,7 +152,7 @@ class RemoteStack:
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Live handles are dropped; they are made again at the first use."""
+        """Drops live handles; they are made again at first use."""
         kept = dict(self.__dict__)
         kept.update(connection=None, _remote=None, _reader=None, _local=None)
         return kept

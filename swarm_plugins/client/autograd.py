@@ -41,12 +41,12 @@ class _ChainFunction(torch.autograd.Function):
         ctx: Any, loop: LoopThread, call: ChainCall, layout: list[SpanOutputs], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         outputs = loop.run(call.forward())
-        # The caller learns from it how many tensors of each kind the flat answer holds.
+        # Tells the caller how many tensors of each kind the flat result holds.
         layout.append(outputs)
         ctx.call, ctx.loop = call, loop
-        # Without the tensors: autograd holds on to what this function returned for as long as it needs it.
+        # Without tensors, which autograd keeps for as long as they are needed.
         ctx.layout = outputs.map(lambda tensor: tensor.new_empty(0))
-        # Saved so that autograd raises when a tensor is changed in place between forward and backward.
+        # Saved so that autograd raises if a tensor is changed in place before the backward.
         ctx.save_for_backward(*tensors)
         return outputs.tensors
 
@@ -57,7 +57,7 @@ class _ChainFunction(torch.autograd.Function):
         needs_hidden, *needs = ctx.needs_input_grad[3:]
         backward = ctx.call.backward(ctx.layout.with_tensors(grads), needs_hidden=needs_hidden, needs=needs)
         grad_hidden, *gradients = ctx.loop.run(backward)
-        # Adapters may live on an accelerator; what comes over the wire is in ordinary memory.
+        # Adapters may live on an accelerator; gradients arrive in ordinary memory.
         wanted = [
             gradient.to(tensor.device) if need and gradient is not None else None
             for gradient, need, tensor in zip(gradients, needs, tensors, strict=True)

@@ -1,7 +1,7 @@
 """One forward through a chain of servers and its backward, repaired span by span when servers fail.
 
-Everything a span needs to be run again (its input) stays here for as long as the graph does, so a lost server costs
-one span's work, never the step, and a second backward (``retain_graph=True``) gets the same gradients.
+The inputs of each span stay here as long as the graph does: a lost server costs one span's work, never the step, and
+a second backward (``retain_graph=True``) gets the same gradients.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ChainCall:
             except SwarmError as exc:
                 retries.note(peer, exc)
                 if isinstance(exc, RefusedError):
-                    # Only these blocks: no other server may hold the others, and this one may do well with them.
+                    # Only these blocks: no other server may hold the rest, and this one may serve it well.
                     queue.extendleft(reversed(await retries.chain(range(start, end), demand)))
                 else:
                     queue = deque(await retries.chain(range(start, inputs.blocks.stop), demand))
@@ -154,7 +154,7 @@ class ChainCall:
                 answer = await self._backward_span(run, grad, grads, collected, needs_input=blocks.start > lowest)
             except SwarmError as exc:
                 if isinstance(exc, TicketLostError) and run.response.ticket is not None:
-                    # The server is well, only the graph is gone: it gets the inputs again.
+                    # The server is fine, only the graph is gone: send the inputs again.
                     pending.append(run.without_ticket())
                 else:
                     retries.note(run.peer, exc)
@@ -165,7 +165,7 @@ class ChainCall:
             if self.inputs.collect_hidden and before > 0 and grad is not None:
                 grad = grad + grads.hidden_states[before - 1]
         retries.succeeded()
-        # Graphs on servers serve one backward; another one starts from the inputs.
+        # A kept graph serves one backward; another one starts from the inputs.
         self._runs = [run.without_ticket() for run in self._runs]
         return [grad if needs_hidden else None, *collected.adapters, *collected.prefix]
 
@@ -174,7 +174,7 @@ class ChainCall:
         return block - self.inputs.blocks.start
 
     def _lowest_block_with_gradient(self, needs_hidden: bool, needs: Sequence[bool]) -> int:
-        """Below this block nothing needs a gradient, so the backward stops there."""
+        """Returns the block at which the backward can stop: below it nothing needs a gradient."""
         if needs_hidden or any(needs[len(self.inputs.adapters.tensors) :]):
             return -1
         lowest = self._runs[-1].inputs.blocks.stop if self._runs else 0

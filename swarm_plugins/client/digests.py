@@ -46,7 +46,7 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Named:
-    """A cut with the name that its content had."""
+    """A cut and the name of its content."""
 
     cut: _Cut
     contents: list[int]

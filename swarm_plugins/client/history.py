@@ -1,7 +1,7 @@
-"""What a client has sent to the session of one span: enough to open the same session elsewhere.
+"""What a client has sent to the session of one span: enough to rebuild it on another server.
 
-Changes of the cache (crop, reorder, ...) are applied to the record itself, so a replay needs no changes: it sends
-what is left. ``B`` batch, ``S`` tokens of a step, ``L`` cached tokens, ``D`` width.
+Changes of the cache (crop, reorder, ...) are applied to the record, so a replay sends only what is left.
+``B`` batch, ``S`` tokens of a step, ``L`` cached tokens, ``D`` width.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class History:
     def __init__(self, prefix: tuple[Tensor, ...] = ()) -> None:
         self.prefix = prefix
         self.steps: list[SpanInputs] = []
-        """What was sent, positions always included."""
+        """What was sent, with positions."""
         self.length = self._prefix_length
-        """Cached tokens per row; kept, not summed up: it is asked for several times with each token."""
+        """Cached tokens per row. A running count: summing up the steps for every token made decoding quadratic."""
 
     @property
     def _prefix_length(self) -> int:
@@ -82,7 +82,7 @@ class History:
     def _crop(self, length: int) -> None:
         if length < self._prefix_length:
             self.prefix = tuple(tensor[:, :, :length] for tensor in self.prefix)
-        # From the end: what is cropped is a few tokens as a rule, what stays may be thousands of steps.
+        # From the end: usually a few tokens go and thousands of steps stay.
         while self.steps and self.length > length:
             last = self.steps.pop()
             self.length -= last.hidden.shape[1]
@@ -92,7 +92,7 @@ class History:
         self.length = min(self.length, length)
 
     def merged(self) -> list[SpanInputs]:
-        """Returns the steps joined to as few as possible: many decode steps replay as one prefill."""
+        """Returns as few steps as possible: many decode steps replay as one prefill."""
         groups: list[list[SpanInputs]] = []
         for step in self.steps:
             if groups and groups[-1][-1].adapters.is_same(step.adapters):
@@ -124,7 +124,7 @@ def _joined(steps: Sequence[SpanInputs], cached: int) -> SpanInputs:
 
 
 def _joined_mask(steps: Sequence[SpanInputs], position_ids: Tensor, cached: int) -> Tensor | None:
-    """Returns the mask of joined steps, ``[B, L]``: the last one known, and nothing hidden behind it."""
+    """Returns the mask of joined steps, ``[B, L]``: the last known one, then all visible."""
     known = next((step.attention_mask for step in reversed(steps) if step.attention_mask is not None), None)
     follow_on = bool((position_ids[:, 1:] - position_ids[:, :-1] == 1).all())
     if known is None and follow_on:

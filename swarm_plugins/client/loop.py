@@ -1,4 +1,4 @@
-"""The thread that runs the client's asyncio code, so that ordinary PyTorch code can wait for it."""
+"""Runs the client's asyncio code in a thread of its own, for ordinary PyTorch code to wait for."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LEAVE_S = 2.0
-"""What is still running when the loop ends has this long to clean up."""
+"""Time that tasks get to clean up when the loop ends."""
 
 
 class LoopThread:
-    """Runs an event loop in a daemon thread of its own."""
+    """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -46,7 +46,7 @@ class LoopThread:
             for task in tasks:
                 task.cancel()
             if tasks:
-                # What they close on their way out takes a moment; threads that wait for them wait no longer then.
+                # They close streams on their way out; threads waiting for them are released then.
                 loop.run_until_complete(asyncio.wait(tasks, timeout=_LEAVE_S))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
@@ -63,9 +63,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine (which has deadlines of its own) and returns its result.
-
-        An interrupt (Ctrl-C) cancels the coroutine before it is raised here.
+        """Runs a coroutine (which has its own deadlines) and returns its result; Ctrl-C cancels it.
 
         Raises:
             TransportError: If the connection is closed.
@@ -82,7 +80,7 @@ class LoopThread:
             raise
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Runs a callback on the loop; does nothing when the loop is gone. May be called by a garbage collector."""
+        """Runs a callback on the loop, if that still runs; safe to call from a garbage collector."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(callback)

@@ -43,7 +43,7 @@ _MAX_IDLE_CHANNELS = 4
 """Open streams kept for each peer and rpc; more are closed after use."""
 _MAX_UPLOADS_REMEMBERED = 4096
 _UPLOAD_UNIT_BYTES = 4096
-"""What counts as one token where the pace of uploads is learnt."""
+"""Counts as one token where the pace of uploads is learnt."""
 
 
 class Peers:
@@ -107,7 +107,7 @@ class Peers:
                 raise
             raise StreamLostError(f"server {peer} closed the stream before it answered: {exc}") from exc
         checked = check_answer(answer, kind, peer)
-        # Only of work done: a refusal comes at once and says nothing of the server's pace.
+        # Only finished work counts: a refusal comes at once and says nothing about the pace.
         self.deadlines.observe(peer, work, units, time.perf_counter() - started)
         return checked
 
@@ -121,7 +121,7 @@ class Peers:
         """
         idle = self._idle[peer, rpc]
         if idle:
-            # A kept stream may have died unnoticed (the server was restarted): then a fresh one gets its chance.
+            # A kept stream may have died unnoticed (the server was restarted): then try a fresh one.
             with contextlib.suppress(StreamLostError):
                 return await self._request_on(idle.pop(), rpc, message, kind, timeout_s)
         return await self._request_on(await self.open(peer, rpc), rpc, message, kind, timeout_s)
@@ -170,7 +170,7 @@ class Peers:
         try:
             return await ask()
         except UnknownAdapterError:
-            # The server has dropped it to make room since: once more, then the error is real.
+            # The server has dropped it since, to make room: upload once more, then the error is real.
             await self.upload(peer, adapters, again=True)
             return await ask()
 

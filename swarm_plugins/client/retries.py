@@ -1,4 +1,4 @@
-"""How often one call may fail, and what happens between two tries."""
+"""Retries of one call: how often it may fail, and what changes between two tries."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Retries:
         self.failures = 0
         self.last: SwarmError | None = None
         self.full: set[str] = set()
-        """Servers without room for this call; the next call may be smaller, so they are not banned."""
+        """Servers without room for this call; not banned, as the next call may be smaller."""
         self.refusals: dict[str, RefusedError] = {}
-        """Servers that found fault with the request itself, until a second one has been asked."""
+        """Servers that refused the request itself, until another one has been asked."""
 
     def note(self, peer: str, error: SwarmError) -> None:
-        """Leaves the peer out from now on, or raises the error if no other would help or there were too many.
+        """Leaves the peer out from now on; raises the error if no other server would help, or after too many.
 
-        When a server refuses the request itself, one other is asked; if that refuses too, they are believed.
+        A refusal of the request itself is checked with one other server, then believed.
         """
         self.failures += 1
         self.last = error
@@ -81,7 +81,7 @@ class Retries:
                     # No other server has the blocks: that these are full, or refuse, is the true reason.
                     raise self.last from None
                 if self.last is None or self.failures >= self.limit:
-                    # It says what failed last, and ends with what to do, which no traceback before it should hide.
+                    # The message holds the last failure and ends with the cure; no other traceback should hide it.
                     raise exc from None
                 self.failures += 1
                 await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (self.failures - 1), _LONGEST_PAUSE_S))

@@ -1,7 +1,7 @@
-"""One generation stream over a chain: a session on every server, changes of the cache queued, replay on failure.
+"""One generation stream over a chain: a session on every server, queued cache changes, replay on failure.
 
-The client keeps what it has sent to each span. When a server is lost, the blocks it ran are opened elsewhere and
-get the same inputs again: the tokens that follow are the same as without the loss.
+The client keeps what it has sent to each span. When a server is lost, another one gets the same inputs again, so the
+tokens that follow are the same as without the loss.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class _SpanSession:
         self.channel: Channel | None = None
         self.name = ""
         self.room = (0, 0)
-        """Rows it was opened with, and tokens that the server then said it holds in each."""
+        """Rows it was opened with, and how many tokens per row the server then promised to hold."""
         self.unsent_ops: list[CacheOp] = []
-        """Changes that the history has seen and the server has not."""
+        """Changes already in the history, but not on the server."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether something was sent to a session that is no more."""
+        """Whether the session ended after something was sent to it."""
         return self.channel is None and bool(self.history.steps)
 
     def apply(self, ops: Sequence[CacheOp]) -> None:
@@ -76,14 +76,10 @@ class _SpanSession:
             self.apply([CacheOp(kind="crop", indices=(length,))])
 
     def check_room(self, rows: int, new_tokens: int) -> None:
-        """Raises before the parts of a long input are sent one by one, if the server has said they are too many.
-
-        Raises:
-            CapacityError: If there is no room.
-        """
+        """Raises CapacityError before a long input is sent in parts, if the server has promised less room."""
         rows_then, limit = self.room
         length = self.history.length + new_tokens
-        # With other rows since then, what it said is no longer about this batch.
+        # The promise holds for this number of rows only.
         if rows == rows_then and length > limit:
             raise CapacityError(
                 f"server {self.peer} holds {limit} tokens per row at most in a session of {rows} rows, {length} "
@@ -99,9 +95,9 @@ class _SpanSession:
         try:
             return await peers.exchange(self.channel, request, kind, work=work, units=units, codec=codec)
         except UnknownAdapterError:
-            raise  # to be asked again
+            raise  # the stream lives on
         except BaseException:
-            # Also when interrupted: an answer may be on its way that would be taken for the next one's.
+            # Also when interrupted: a late answer would be taken for the next one.
             await self.close()
             raise
 
@@ -130,7 +126,7 @@ class ClientSession:
     async def step(self, inputs: SpanInputs, ops: Sequence[CacheOp] = ()) -> SpanOutputs:
         """Applies the queued changes of the cache, then runs new tokens through the chain.
 
-        If it raises, the changes are in the cache and the new tokens are not: the step can be tried again.
+        If it raises, the changes stay in the cache and the new tokens do not: the step can be tried again.
 
         Raises:
             MissingBlocksError: If no living server holds some block.
@@ -144,7 +140,7 @@ class ClientSession:
         try:
             return await self._run(inputs, cached, retries)
         except BaseException:
-            # Also when interrupted: the first spans may have the new tokens already.
+            # Also when interrupted: the first spans may already have the new tokens.
             for current in self._spans:
                 current.crop(cached)
             raise
@@ -153,7 +149,7 @@ class ClientSession:
         for current in self._spans:
             current.apply(ops)
         if not self._spans:
-            # Nothing has run yet (or the first step has failed): only the prefix is there to be changed.
+            # Nothing has run yet, or the first step failed: there is only a prefix to change.
             start = History(self.prefix)
             for op in ops:
                 start.apply(op)
@@ -171,18 +167,18 @@ class ClientSession:
                 answers.append(await self._advance(current, replace(inputs, hidden=hidden)))
             except SwarmError as exc:
                 await current.close()
-                # Some chunks of a long input may be in it.
+                # Some chunks of a long input may have gone through.
                 current.crop(cached)
                 retries.note(current.peer, exc)
                 if not current.is_lost:
-                    # Nothing was in it yet: a fresh plan for the blocks is all it takes.
+                    # It was empty: a fresh plan for its blocks is enough.
                     parts = await self._plan(current.blocks, inputs, current.history, retries)
                     self._spans[position : position + 1] = parts
         retries.succeeded()
         return chain_outputs(answers, collect_hidden=inputs.collect_hidden)
 
     async def _plan(self, blocks: range, inputs: SpanInputs, history: History, retries: Retries) -> list[_SpanSession]:
-        """Plans sessions that start with the history's prefix, with room for all of it and the new tokens."""
+        """Plans sessions with room for a history and the new tokens; they start with its prefix."""
         batch, tokens = inputs.hidden.shape[:2]
         demand = Demand(tokens=batch * tokens, kv_tokens=batch * (history.length + tokens))
         parts = []
@@ -192,7 +188,7 @@ class ClientSession:
         return parts
 
     async def _moved(self, lost: _SpanSession, inputs: SpanInputs, retries: Retries) -> list[_SpanSession]:
-        """Opens the blocks of a lost server elsewhere and replays what was sent to it."""
+        """Replays what was sent to a lost server on others."""
         while True:
             parts = await self._plan(lost.blocks, inputs, lost.history, retries)
             running = parts[0]
@@ -211,7 +207,7 @@ class ClientSession:
             return parts
 
     async def _advance(self, current: _SpanSession, inputs: SpanInputs) -> SpanOutputs:
-        """Runs new tokens on one span, cut along the sequence where the server allows fewer at once."""
+        """Runs new tokens on one span, in chunks the server accepts."""
         inputs = replace(inputs, blocks=current.blocks)
         rows, tokens = inputs.hidden.shape[:2]
         if current.channel is None:
@@ -241,14 +237,14 @@ class ClientSession:
             fork_of=fork_of,
             prefix=() if fork_of else current.history.prefix,
         )
-        # What has to be copied takes time: the prefix, or all tokens of the session to fork.
+        # Copying takes time: the prefix, or all tokens of the session to fork.
         tokens = max(1, batch_size * current.history.length) if request.prefix or fork_of else 1
         opened = await current.ask(peers, request, SessionOpened, work="open session", units=tokens)
         current.name, current.room = opened.session, (batch_size, opened.max_tokens)
 
     async def _send(self, current: _SpanSession, inputs: SpanInputs) -> SpanOutputs:
         peers, history = self.servers.peers, current.history
-        # Nothing trains between the tokens of a generation; a prompt may follow a step of training.
+        # Nothing trains between the tokens of a generation, but a prompt may follow a training step.
         is_prompt = inputs.hidden.shape[1] > 1 or history.length == 0
         part = self.servers.digests.part(inputs.adapters, current.blocks, verify=is_prompt)
         request = SessionStep(
@@ -280,7 +276,7 @@ class ClientSession:
         for current in self._spans:
             twin = _SpanSession(current.peer, current.blocks, current.history.copy())
             if current.channel is not None and current.history.length:
-                # A copy that fails is no loss: the twin replays its history at its first step.
+                # If the copy fails, the twin replays its history at its first step.
                 try:
                     await self._open(twin, batch_size=current.history.batch_size, fork_of=current.name)
                     twin.unsent_ops = list(current.unsent_ops)
