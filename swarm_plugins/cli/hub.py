@@ -20,7 +20,7 @@ def hub(
 ) -> None:
     """Serve a Hub from a folder until stopped; print what to export for the libraries of Hugging Face to use it."""
     with one_sentence_errors("hub"):
-        from swarm_plugins.local_hub.local_hub import LocalHub
+        from swarm_plugins.local_hub import LocalHub
 
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

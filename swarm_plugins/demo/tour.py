@@ -22,7 +22,7 @@ from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.demo.model import VARIANTS, default_folder, demo_model
 from swarm_plugins.demo.text import Pieces, demo_pieces
 from swarm_plugins.errors import ConfigError, SwarmError
-from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.noise import quiet_loading
 from swarm_plugins.talk.turns import WordStreamer

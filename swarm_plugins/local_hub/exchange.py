@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from swarm_plugins.local_hub.hub_store import Commit, Repo
+from swarm_plugins.local_hub.hub_store import Commit, HubStore, Repo
 
-if TYPE_CHECKING:
-    from swarm_plugins.local_hub.local_hub import LocalHub
-
-__all__ = ["Exchange", "HubRequest", "Route", "route"]
+__all__ = ["Exchange", "HubFaults", "HubRequest", "Route", "route"]
 
 _IDLE_S = 30.0
 _MAX_BODY_BYTES = 4 << 30
@@ -31,6 +29,49 @@ class HubRequest:
     path: str
     range: str | None
     authorization: str | None
+
+
+@dataclass(slots=True)
+class HubFaults:
+    """What goes wrong with the next requests."""
+
+    statuses: list[int] = field(default_factory=list)
+    """Answers given instead of the next files, one each."""
+    cut_after_bytes: list[int] = field(default_factory=list)
+    """The connections of the next files break after so many bytes, one each."""
+    ignore_ranges: bool = False
+    """Send whole files whatever is asked."""
+    is_down: bool = False
+    """Every connection is closed without an answer."""
+    routes: dict[str, list[int | str]] = field(default_factory=dict)
+    """By route (``create_repo``, ``preupload``, ``lfs_batch``, ``lfs_put``, ``commit``, ``create_tag`` ...), what
+    becomes of its next requests: a status, ``"cut"`` (closed before anything is done), ``"lost"`` (done, but the answer
+    is lost) or ``"ok"``."""
+    delays_s: dict[str, float] = field(default_factory=dict)
+    """By route, how long each request waits before anything is done."""
+
+    def of_next(self, route: str) -> int | str:
+        """Takes the fault of a request from the lists."""
+        if self.is_down:
+            return "cut"
+        scripted = self.routes.get(route)
+        return scripted.pop(0) if scripted else "ok"
+
+
+class _Hub(Protocol):
+    """What an exchange needs of the Hub it belongs to."""
+
+    store: HubStore
+    faults: HubFaults
+
+    @property
+    def endpoint(self) -> str: ...
+    def track(self, connection: socket.socket, *, is_open: bool) -> None: ...
+    def record(self, request: HubRequest) -> None: ...
+    def pause(self, route: str) -> bool: ...
+    def user(self, authorization: str | None) -> str | None: ...
+    def may_write(self, user: str | None, repo_id: str) -> bool: ...
+    def count(self, repo_id: str, path: str, num_bytes: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +105,7 @@ class Exchange(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
-    hub: LocalHub
+    hub: _Hub
     routes: tuple[Route, ...]
     # Of the request that is being answered.
     repo: Repo | None

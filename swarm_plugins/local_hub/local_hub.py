@@ -21,47 +21,19 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.local_hub.exchange import Exchange, HubRequest
+from swarm_plugins.local_hub.exchange import Exchange, HubFaults, HubRequest
 from swarm_plugins.local_hub.hub_store import Blob, HubStore
 from swarm_plugins.local_hub.read import READ_ROUTES
 from swarm_plugins.local_hub.write import WRITE_ROUTES
 
-__all__ = ["HubFaults", "HubRequest", "LocalHub"]
+__all__ = ["LocalHub"]
 
 _ANYBODY = "user"
 _CLOSE_S = 5.0
-
-
-@dataclass(slots=True)
-class HubFaults:
-    """What goes wrong with the next requests."""
-
-    statuses: list[int] = field(default_factory=list)
-    """Answers given instead of the next files, one each."""
-    cut_after_bytes: list[int] = field(default_factory=list)
-    """The connections of the next files break after so many bytes, one each."""
-    ignore_ranges: bool = False
-    """Send whole files whatever is asked."""
-    is_down: bool = False
-    """Every connection is closed without an answer."""
-    routes: dict[str, list[int | str]] = field(default_factory=dict)
-    """By route (``create_repo``, ``preupload``, ``lfs_batch``, ``lfs_put``, ``commit``, ``create_tag`` ...), what
-    becomes of its next requests: a status, ``"cut"`` (closed before anything is done), ``"lost"`` (done, but the answer
-    is lost) or ``"ok"``."""
-    delays_s: dict[str, float] = field(default_factory=dict)
-    """By route, how long each request waits before anything is done."""
-
-    def of_next(self, route: str) -> int | str:
-        """Takes the fault of a request from the lists."""
-        if self.is_down:
-            return "cut"
-        scripted = self.routes.get(route)
-        return scripted.pop(0) if scripted else "ok"
 
 
 class LocalHub:

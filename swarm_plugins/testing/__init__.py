@@ -1,7 +1,39 @@
-"""Public test kit: small models, and stand-ins for the Hub and the network."""
+"""Public test kit: tiny models, a swarm in one process, and transports that fail on purpose.
+
+Names are resolved at first use: a test that needs a tiny model does not load the server.
+"""
 
 from __future__ import annotations
 
-from swarm_plugins.local_hub.local_hub import LocalHub
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LocalHub"]
+if TYPE_CHECKING:
+    from swarm_plugins.testing.in_process import InProcessSwarm
+    from swarm_plugins.testing.models import save_tiny, smollm2, tiny_config, tiny_model, tiny_tokenizer
+    from swarm_plugins.testing.transports import Faults, FaultyTransport, LocalTransport
+
+__all__ = [
+    "Faults",
+    "FaultyTransport",
+    "InProcessSwarm",
+    "LocalTransport",
+    "save_tiny",
+    "smollm2",
+    "tiny_config",
+    "tiny_model",
+    "tiny_tokenizer",
+]
+
+_HOMES = {
+    "models": ("save_tiny", "smollm2", "tiny_config", "tiny_model", "tiny_tokenizer"),
+    "in_process": ("InProcessSwarm",),
+    "transports": ("Faults", "FaultyTransport", "LocalTransport"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarm_plugins.hub import Manifest, PushTarget
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 
 WAIT_S = 60.0
 FILES = {".gitattributes", "adapter_config.json", "adapter_model.safetensors", "swarm.json"}

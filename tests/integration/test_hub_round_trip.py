@@ -16,7 +16,7 @@ from swarm_plugins.backbone import base_version
 from swarm_plugins.callbacks.publishing import Publishing
 from swarm_plugins.checkpoint import Checkpoint, block_fingerprints
 from swarm_plugins.hub import Manifest
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 

@@ -16,7 +16,7 @@ from swarm_plugins.blocks.load import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, TransportError
 from swarm_plugins.hub import download, fetch_adapter
-from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.testing.models import save_tiny

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM, base_blocks, base_version, served_blocks
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny, tiny_model
 from swarm_plugins.versions import ModelVersion

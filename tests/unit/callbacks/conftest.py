@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
 

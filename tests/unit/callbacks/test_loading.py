@@ -18,7 +18,7 @@ from swarm_plugins import load_adapter
 from swarm_plugins.callbacks import loading
 from swarm_plugins.callbacks.publishing import Publishing
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.versions import ModelVersion
 

@@ -20,7 +20,7 @@ from swarm_plugins.callbacks import saving
 from swarm_plugins.callbacks.publishing import Publishing
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub import Manifest, PushTarget, RetryPlan, open_adapter
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.versions import ModelVersion
 
 Adapted = Callable[..., PeftModel]

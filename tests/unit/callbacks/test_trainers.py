@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from swarm_plugins import HubAdapterCallback, HubAdapterTrainerCallback, load_adapter
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub import Manifest, RetryPlan
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 
 FAST = RetryPlan(attempts=2, first_pause_s=0.01, attempt_s=20.0)
 SPELLINGS = ("lightning.pytorch", "pytorch_lightning")

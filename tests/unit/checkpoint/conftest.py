@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import save_tiny
 
 

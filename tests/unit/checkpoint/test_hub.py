@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from swarm_plugins.checkpoint import Checkpoint, block_tensors, client_tensors, range_cache, ranges
 from swarm_plugins.checkpoint import hub as hub_module
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub import LocalHub
 
 REPO = "alice/tiny"
 LAYERS = "model.layers"

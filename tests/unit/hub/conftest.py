@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarm_plugins.hub import AdapterFacts, Manifest, PushTarget, card_text
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 
 BASE, SHA = "org/base", "a" * 40
 

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
 from swarm_plugins.hub import PushTarget, fetch_adapter, open_adapter, push_folder
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.versions import ModelVersion
 
 MakeFolder = Callable[..., Path]

@@ -11,7 +11,7 @@ import pytest
 
 from swarm_plugins.errors import ConfigError, HubError
 from swarm_plugins.hub import PushTarget, find_adapters, push_folder
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.versions import ModelVersion
 
 TOKEN = "token-of-alice"

@@ -14,7 +14,7 @@ import pytest
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError
 from swarm_plugins.hub import PushTarget, RetryPlan, push_folder
 from swarm_plugins.hub.folder import push_command
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 
 TOKEN = "token-of-alice"
 FAST = RetryPlan(attempts=3, first_pause_s=0.01, attempt_s=20.0)

@@ -15,7 +15,7 @@ import swarm_plugins.hub.worker as worker_module
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub import PushedVersion, PushTarget, PushWorker, RetryPlan
 from swarm_plugins.hub.push import push_folder
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 
 TOKEN = "token-of-alice"
 HELD_S = 10.0

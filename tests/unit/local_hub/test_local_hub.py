@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub import LocalHub
 
 REPO = "alice/tiny"
 FILES = {"config.json": b"{}", "model.safetensors": bytes(200_000), "sub/notes.txt": b"notes"}

@@ -13,7 +13,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.testing import LocalHub
+from swarm_plugins.local_hub import LocalHub
 
 REPO = "alice/repo"
 # What a slow Hub is given to answer, and a client to ask.

@@ -14,7 +14,7 @@ from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.blocks import load_span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.offload.plan.sizes import model_sizes
 

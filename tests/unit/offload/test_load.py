@@ -31,7 +31,7 @@ from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.backbone.recognition import cached_commit
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
-from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.offload.model.standin import OffloadedWeight
 from swarm_plugins.testing.models import save_tiny
 

@@ -8,7 +8,7 @@ import pytest
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError
-from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.offload import OffloadConfig, quantize_checkpoint
 from swarm_plugins.offload.store.manifest import MANIFEST_FILE
 from swarm_plugins.offload.widths import Width
