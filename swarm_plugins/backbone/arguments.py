@@ -1,4 +1,4 @@
-"""Reduces the arguments of a decoder layer to what servers need: positions, padding and the cache."""
+"""What transformers hands to a decoder layer, reduced to what servers need: positions, padding and the cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from swarm_plugins.errors import UnsupportedError
 
 __all__ = ["LayerArguments", "by_name", "read_arguments"]
 
-_KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "cache_position"}) | frozenset({
-    # Meant for the loss; models hand all keyword arguments on to their layers, which ignore these.
-    "num_items_in_batch",
-    "shift_labels",
-})  # fmt: skip
+_KNOWN = frozenset(
+    {
+        "attention_mask",
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        # Meant for the loss; models hand all keyword arguments on to their layers, which ignore these.
+        "num_items_in_batch",
+        "shift_labels",
+    }
+)
 """Tensors that transformers hands to every decoder layer; servers compute position embeddings themselves."""
 
 
 class LayerArguments(NamedTuple):
-    """Arguments of a decoder layer that matter to a server."""
+    """The arguments of a decoder layer that matter to a server."""
 
     position_ids: Tensor | None
     """``[B or 1, S]``."""
@@ -46,7 +52,7 @@ def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
         kwargs: All other arguments of the layer, by name.
 
     Raises:
-        UnsupportedError: If servers cannot take one of them.
+        UnsupportedError: If there is something that servers cannot take.
     """
     # Not by name: some families call it `layer_past`, and without it every token would be the first.
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
@@ -64,8 +70,8 @@ def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
 def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor | None:
     """Returns the padding mask as bool, or None when nothing is padded."""
     if mask is None:
-        # Without mask and cache transformers takes positions that start again for packed sequences. Servers see
-        # neither an empty cache nor a mask that hides nothing, so an explicit mask tells them.
+        # transformers takes positions that start again for packed sequences, but not where it has a mask or a cache;
+        # servers see neither an empty cache nor a mask that hides nothing, unless they are told.
         is_empty = cache is not None and cache.get_seq_length() == 0
         return torch.ones(hidden.shape[:2], dtype=torch.bool) if is_empty and _restart(positions) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -79,5 +85,5 @@ def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache |
 
 
 def _restart(positions: Tensor | None) -> bool:
-    """Returns whether positions start again within a row."""
+    """Whether positions start again within a row."""
     return positions is not None and bool((positions[..., 1:] - positions[..., :-1] != 1).any())

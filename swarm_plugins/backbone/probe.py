@@ -1,28 +1,26 @@
-"""Probes a model's layer loop while it is loaded.
+"""Tries, while a model is loaded, whether its layer loop is one that remote blocks can stand in.
 
-A few families build masks of their own, pass more than hidden states from layer to layer, or do something between
+A few families build masks of their own, hand more than hidden states from layer to layer, or do something between
 layers. That shows here, before any data is read, and not as a wrong token later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from swarm_plugins.backbone.arguments import read_arguments
+from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from swarm_plugins.backbone.stack import RemoteStack
 
 __all__ = ["probe_layer_loop"]
 
 
 class _Watch:
-    """Takes the place of remote blocks and checks how they are called."""
+    """Stands in for the remote blocks and checks how they are called."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -33,21 +31,21 @@ class _Watch:
             raise UnsupportedError(f"hidden states are changed between blocks {index - 1} and {index}")
         read_arguments(hidden, kwargs)
         self.calls.append(index)
-        # A new tensor, like a server's answer.
+        # New tensors, as a server's answers are.
         self.last = hidden.clone()
         return self.last
 
 
 def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device | str) -> None:
-    """Calls the base model once with blocks that return their input.
+    """Calls the base model once with remote blocks that hand hidden states on.
 
     Args:
         base: HF's base model.
-        stack: Its remote blocks; learns whether they must return tuples.
+        stack: Of its remote blocks; learns in which form they return hidden states.
         device: Where the local weights are.
 
     Raises:
-        UnsupportedError: If the model's forward does something servers cannot know about.
+        UnsupportedError: If the model's own forward does what servers could not know of.
     """
     reasons = []
     for in_tuple in (False, True):

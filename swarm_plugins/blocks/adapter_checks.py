@@ -1,7 +1,7 @@
-"""Checks shipped adapters against the span they are for, before anything is allocated for them.
+"""Checks the structure of shipped adapters against the span they are for, before anything is allocated for them.
 
 A server applies what strangers ship: only known kinds, on modules that exist, in shapes that fit, of bounded rank and
-size, and finite.
+size. That values are finite is checked where they come in: at the rpc, or when a file is read.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.quantize import ExpertWeights
-from swarm_plugins.blocks.span import Span
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
+
+if TYPE_CHECKING:
+    from swarm_plugins.blocks.span import Span
 
 __all__ = ["AdapterLimits", "check_adapter"]
 
@@ -31,13 +34,14 @@ class AdapterLimits:
 
     max_rank: int = 1024
     """Largest rank of a low-rank product."""
+
     max_bytes: int = 1 << 30
     """Largest size of all tensors together."""
+
     max_modules: int = 1 << 16
     """Largest number of adapted modules."""
 
     def __post_init__(self) -> None:
-        """Checks the values."""
         for name in ("max_rank", "max_bytes", "max_modules"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -57,11 +61,11 @@ def check_adapter(
         spec: Its structure.
         tensors: Its tensors, in the order of ``spec.tensor_shapes()``.
         span: The blocks it is for.
-        limits: What is accepted. None: the defaults.
-        digest: Its content hash, if it is known already.
+        limits: What the server accepts. None: the defaults.
+        digest: Its content hash. None: computed here.
 
     Raises:
-        ConfigError: If anything about it is not allowed; the message says what.
+        ConfigError: If the adapter does not fit the span or exceeds a limit.
     """
     limits = limits or AdapterLimits()
     _check_size(spec, tensors, limits)
@@ -72,44 +76,44 @@ def check_adapter(
             raise ConfigError(f"the adapter names {_where(entry)} twice")
         seen.add(key)
         _check_entry(entry, span, limits)
-    for name, tensor in zip(_names(spec), tensors, strict=True):
-        if not bool(torch.isfinite(tensor).all()):
-            raise ConfigError(f"the adapter tensor of {name} has values that are not finite")
     return LoadedAdapter(
         digest=adapter_digest(spec, tensors) if digest is None else digest,
         spec=spec,
-        tensors=tuple(tensor.to(span.device) for tensor in tensors),
+        tensors=tuple(tensor.to(span.spec.device) for tensor in tensors),
     )
 
 
 def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor], limits: AdapterLimits) -> None:
     if len(spec.modules) > limits.max_modules:
-        raise ConfigError(f"the adapter has {len(spec.modules)} modules; allowed are at most {limits.max_modules}")
+        raise ConfigError(f"the adapter has {len(spec.modules)} modules; the limit is {limits.max_modules}")
     shapes = spec.tensor_shapes()
     if len(shapes) != len(tensors):
         raise ConfigError(f"the adapter names {len(shapes)} tensors, {len(tensors)} came with it")
-    for name, shape, tensor in zip(_names(spec), shapes, tensors, strict=True):
+    names = [_where(entry) for entry in spec.modules for _ in entry.shapes]
+    for name, shape, tensor in zip(names, shapes, tensors, strict=True):
         if tuple(shape) != tuple(tensor.shape):
             raise ConfigError(
                 f"the adapter tensor of {name} has shape {list(tensor.shape)}, announced as {list(shape)}"
             )
         if tensor.dtype not in _DTYPES:
-            allowed = ", ".join(str(dtype) for dtype in _DTYPES)
-            raise ConfigError(f"the adapter tensor of {name} is {tensor.dtype}; allowed are {allowed}")
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            known = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise ConfigError(f"the adapter tensor of {name} is {tensor.dtype}; expected one of {known}")
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
     if num_bytes > limits.max_bytes:
-        raise ConfigError(f"the adapter has {num_bytes} bytes; allowed are at most {limits.max_bytes}")
+        raise ConfigError(f"the adapter has {num_bytes} bytes; the limit is {limits.max_bytes}")
 
 
 def _check_entry(entry: AdapterModule, span: Span, limits: AdapterLimits) -> None:
     if entry.block not in span.blocks:
-        raise ConfigError(f"the adapter names {_where(entry)}; this span has blocks {span.start} to {span.end}")
+        raise ConfigError(
+            f"the adapter names {_where(entry)}; this span has blocks {span.blocks.start} to {span.blocks.stop}"
+        )
     if entry.parameter is not None and entry.kind != "lora_parameter":
         raise ConfigError(f"{_where(entry)} names a parameter, which only the kind lora_parameter has")
     if not math.isfinite(entry.scaling):
-        raise ConfigError(f"the scaling of {_where(entry)} is {entry.scaling}; allowed are finite numbers")
+        raise ConfigError(f"the scaling of {_where(entry)} is {entry.scaling}; expected a finite number")
     if not 0.0 <= entry.dropout < 1.0:
-        raise ConfigError(f"the dropout of {_where(entry)} is {entry.dropout}; allowed is 0 up to but not 1")
+        raise ConfigError(f"the dropout of {_where(entry)} is {entry.dropout}; expected 0 <= dropout < 1")
     try:
         module = span.module(entry.block, entry.module)
     except AttributeError:
@@ -127,7 +131,7 @@ def _check_ia3(entry: AdapterModule, linear: nn.Linear) -> None:
     features = linear.in_features if entry.is_feedforward else linear.out_features
     if len(entry.shapes) != 1 or math.prod(entry.shapes[0]) != features or len(entry.shapes[0]) > 2:
         raise ConfigError(
-            f"the IA3 vector of {_where(entry)} has shapes {_listed(entry)}; allowed is one of {features} elements"
+            f"the IA3 vector of {_where(entry)} has shapes {_listed(entry)}; expected one of {features} elements"
         )
 
 
@@ -137,11 +141,11 @@ def _check_parameter(entry: AdapterModule, module: nn.Module, limits: AdapterLim
     if shape is None or parameter is None:
         raise ConfigError(f"the adapter names the parameter {entry.parameter!r} of {_where(entry)}: there is none")
     if entry.dropout:
-        raise ConfigError(f"{_where(entry)} has dropout {entry.dropout}; LoRA on a bare parameter allows none")
+        raise ConfigError(f"{_where(entry)} has dropout {entry.dropout}: LoRA on a bare parameter supports none")
     if len(shape) == 3 and (not is_fused_experts(module) or entry.parameter not in EXPERT_PARAMETERS):
         raise ConfigError(
             f"{_where(entry)} is a {type(module).__name__}: LoRA on its {entry.parameter!r} is not supported; "
-            f"allowed are {', '.join(EXPERT_PARAMETERS)} of fused experts"
+            f"supported are {', '.join(EXPERT_PARAMETERS)} of fused experts"
         )
     if len(shape) == 3:
         experts, rows, columns = shape
@@ -155,7 +159,9 @@ def _check_parameter(entry: AdapterModule, module: nn.Module, limits: AdapterLim
     elif len(shape) == 2 and entry.num_experts == 1:
         width_out, width_in = shape
     else:
-        raise ConfigError(f"{_where(entry)} has shape {list(shape)}, {entry.num_experts} experts named: no such LoRA")
+        raise ConfigError(
+            f"{_where(entry)} has shape {list(shape)}: LoRA for {entry.num_experts} experts does not fit it"
+        )
     _check_factors(entry, width_in, width_out, entry.num_experts, limits)
 
 
@@ -165,11 +171,11 @@ def _check_factors(entry: AdapterModule, width_in: int, width_out: int, experts:
     if not is_pair or rank < 1 or entry.shapes != ((rank * experts, width_in), (width_out, rank * experts)):
         times = f"{experts} x rank" if experts > 1 else "rank"
         raise ConfigError(
-            f"the LoRA factors of {_where(entry)} have shapes {_listed(entry)}; allowed are [{times}, {width_in}] and "
+            f"the LoRA factors of {_where(entry)} have shapes {_listed(entry)}; expected [{times}, {width_in}] and "
             f"[{width_out}, {times}]"
         )
     if rank > limits.max_rank:
-        raise ConfigError(f"the rank of {_where(entry)} is {rank}; allowed is at most {limits.max_rank}")
+        raise ConfigError(f"the rank of {_where(entry)} is {rank}; the limit is {limits.max_rank}")
 
 
 def _linear(entry: AdapterModule, module: nn.Module) -> nn.Linear:
@@ -179,12 +185,12 @@ def _linear(entry: AdapterModule, module: nn.Module) -> nn.Linear:
 
 
 def _shape_of(module: nn.Module, name: str) -> tuple[int, ...] | None:
-    """Returns the shape of a module's parameter as HF stores it, None if there is none."""
+    """Returns the shape of a module's parameter as HF stores it, None if the module lacks it."""
     if isinstance(module, nn.Linear) and name == "weight":
         # A quantized weight is stored in another shape.
         return module.out_features, module.in_features
     parameter = getattr(module, name, None) if name.isidentifier() else None
-    # Quantized experts are no tensor, but know the shape of the parameter that they stand for.
+    # Quantized experts are not tensors, but know the shape of the parameter they replace.
     return tuple(parameter.shape) if isinstance(parameter, (Tensor, ExpertWeights)) else None
 
 
@@ -194,7 +200,3 @@ def _where(entry: AdapterModule) -> str:
 
 def _listed(entry: AdapterModule) -> str:
     return ", ".join(str(list(shape)) for shape in entry.shapes) or "none"
-
-
-def _names(spec: AdapterSpec) -> list[str]:
-    return [_where(entry) for entry in spec.modules for _ in entry.shapes]

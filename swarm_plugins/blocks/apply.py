@@ -1,7 +1,7 @@
-"""Applies adapters while a call runs: replaces the forward of the adapted modules by one that adds the adapter.
+"""Applies adapters while a call runs: replaces the forward of adapted modules with one that adds the adapter.
 
-The mathematics is PEFT's, including where it casts. A low-rank product is applied as two products, never by adding
-``B A`` to the weight.
+The mathematics is PEFT's, casts included. A low-rank update is applied as two products; ``B A`` is never added to the
+weight.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from swarm_plugins.adapter_spec import AdapterModule
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
-from swarm_plugins.blocks.experts import adapted_experts_forward
-from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.blocks.adapted_experts import adapted_experts_forward
+from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta
 
 __all__ = ["TokenRows", "adapter_dropout_mask", "adapter_patches"]
@@ -38,7 +38,7 @@ class TokenRows:
     Args:
         new: New tokens of each row.
         total: Cached and new tokens of each row.
-        device: Where indices are wanted.
+        device: Device of the indices.
     """
 
     def __init__(self, new: Sequence[int], total: Sequence[int], device: torch.device) -> None:
@@ -47,10 +47,10 @@ class TokenRows:
         self._indices: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def index(self, rows: tuple[int, ...], num_tokens: int) -> Tensor:
-        """Returns the indices of some rows' tokens among all tokens that a module sees.
+        """Returns the indices of some rows' tokens among the ``num_tokens`` that a module sees.
 
         Raises:
-            UnsupportedError: If the module sees another set of tokens.
+            UnsupportedError: If these are neither the new tokens nor all tokens.
         """
         key = (rows, num_tokens)
         if key not in self._indices:
@@ -78,7 +78,7 @@ class _Applied:
     """Seed and index of the adapter. None: no dropout."""
 
     def index(self, num_tokens: int) -> Tensor | None:
-        """Returns the tokens it applies to, None for all."""
+        """Returns the indices of the tokens it applies to; None for all."""
         return None if self.rows is None else self.tokens.index(self.rows, num_tokens)
 
 
@@ -91,13 +91,10 @@ def adapter_patches(
     """Returns the modules that adapters change in a call, with their new forward.
 
     Args:
-        uses: For each session of the call what it uses, and its number of rows.
+        uses: The adapters and the number of rows of each session in the call.
         blocks: The blocks that run.
         module_of: Finds a module by block and path.
         tokens: The tokens of the call's rows.
-
-    Raises:
-        ConfigError: If rows name adapters that are not there.
     """
     applied: dict[nn.Module, list[_Applied]] = {}
     for adapter, rows, dropout in _by_adapter(uses):
@@ -114,21 +111,16 @@ def adapter_patches(
 def _by_adapter(
     uses: Sequence[tuple[AdapterUse, int]],
 ) -> Iterable[tuple[LoadedAdapter, tuple[int, ...] | None, tuple[int, int] | None]]:
-    """Joins the rows of all sessions that use the same adapter, so that its products run once."""
+    """Joins the rows of all sessions that use the same adapter, so its products run once."""
     rows_of: dict[int, list[int]] = {}
     found: dict[int, tuple[LoadedAdapter, tuple[int, int] | None]] = {}
     first = 0
     for use, num_rows in uses:
-        if use.rows is not None and len(use.rows) != num_rows:
-            raise ConfigError(f"adapter rows name {len(use.rows)} rows; the batch has {num_rows}")
         for index, adapter in enumerate(use.adapters):
             rows = [row for row in range(num_rows) if use.rows is None or use.rows[row] == index]
             rows_of.setdefault(id(adapter), []).extend(first + row for row in rows)
             dropout = None if use.dropout_seed is None else (use.dropout_seed, index)
             found.setdefault(id(adapter), (adapter, dropout))
-        for row, index in enumerate(use.rows or ()):
-            if not -1 <= index < len(use.adapters):
-                raise ConfigError(f"row {row} names adapter {index}; allowed are -1 to {len(use.adapters) - 1}")
         first += num_rows
     for key, (adapter, dropout) in found.items():
         rows = rows_of[key]
@@ -183,7 +175,7 @@ def adapter_dropout_mask(seed: int, block: int, module: str, adapter_index: int,
     """Returns uniform numbers in [0, 1) that decide which input elements an adapter's dropout keeps.
 
     An element is kept where its number is at least the dropout's probability. The same arguments give the same
-    numbers on every machine, so that a recomputation sees the same mask.
+    numbers on every machine, so a recomputation sees the same mask.
 
     Args:
         seed: The request's seed.
@@ -253,7 +245,6 @@ class _AddToLinear(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, layers: list[_Applied]) -> None:
         super().__init__()
-        # The tensors themselves are kept, so that no other tensor can take their id meanwhile.
         self._watched = [(getattr(module, layer.entry.parameter or ""), layer) for layer in layers]
         self.missing = {layer.entry.parameter for layer in layers}
 

@@ -18,18 +18,20 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from swarm_plugins.block_io import SpanOutputs
+
 __all__ = ["BlockList", "Call", "CallStack", "Passing", "SkippedBlock", "Watched"]
 
 
 class BlockList(nn.ModuleList):
-    """A layer list that yields, while a call runs, what the call wants to be run."""
+    """A layer list that yields the running call's table instead of its own layers."""
 
     active: Sequence[Any] | None = None
     """One callable for each layer; None: the layers themselves."""
 
     def set_active(self, active: Sequence[Any] | None) -> None:
-        """Sets what iteration and slices yield."""
-        # Past nn.Module's attribute hook, which costs more than everything else of a call's set-up.
+        """Sets the table that iteration and slices yield."""
+        # Bypasses nn.Module's attribute hook, which costs more than the rest of a call's set-up.
         self.__dict__["active"] = active
 
     def __iter__(self) -> Iterator[Any]:
@@ -42,7 +44,7 @@ class BlockList(nn.ModuleList):
 
 
 class Passing(nn.Module):
-    """Stands in the layer list for a block that this span does not hold.
+    """Replaces a block that this span does not hold.
 
     Args:
         original: The block; its plain attributes are kept, since some models read them (an attention type).
@@ -60,10 +62,10 @@ class Passing(nn.Module):
 
 
 class SkippedBlock:
-    """Stands for a block in one call: hands the hidden states on, in the form in which the model's layers do.
+    """Replaces a block in one call: passes the hidden states on in the form that the model's layers return.
 
     Args:
-        original: The block, or what stands for it; its attributes are forwarded.
+        original: The block or its replacement; its attributes are forwarded.
         in_tuple: Whether the model's layers return a tuple.
     """
 
@@ -72,7 +74,7 @@ class SkippedBlock:
         self._in_tuple = in_tuple
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        """Hands the hidden states on."""
+        """Passes the hidden states on."""
         return (hidden_states,) if self._in_tuple else hidden_states
 
     def __getattr__(self, name: str) -> Any:
@@ -80,7 +82,7 @@ class SkippedBlock:
 
 
 class Watched:
-    """A block whose output somebody wants to see.
+    """A block whose output is observed.
 
     Args:
         layer: The block.
@@ -94,7 +96,7 @@ class Watched:
         self._seen = seen
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block and shows its output."""
+        """Runs the block and reports its output."""
         output = self._layer(*args, **kwargs)
         self._seen(self._block, output[0] if isinstance(output, tuple) else output)
         return output
@@ -108,19 +110,29 @@ class Call:
     """What one call changes about the model."""
 
     table: Sequence[Any]
-    """What stands at each place of the layer list."""
+    """One callable for each layer."""
     attention: str
     """Name of the attention implementation."""
     patches: Mapping[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     """Modules whose forward is replaced."""
     router_logits: dict[int, Tensor] | None = None
-    """Collects router logits by block; None: not wanted."""
+    """Collects router logits by block. None: not wanted."""
     between: list[Tensor] | None = None
-    """Collects the blocks' outputs; None: not wanted."""
+    """Collects the outputs between the blocks. None: not wanted."""
+
+    def outputs(self, hidden: Tensor) -> SpanOutputs:
+        """Returns everything that was collected, with the last hidden states."""
+        routers = self.router_logits or {}
+        return SpanOutputs(
+            hidden=hidden,
+            hidden_states=tuple(self.between or ()),
+            router_logits=tuple(routers.values()),
+            router_blocks=tuple(routers),
+        )
 
 
 class CallStack:
-    """Puts calls in force, one inside another.
+    """Enters calls, one inside another.
 
     Args:
         layers: The model's layer list.
@@ -135,7 +147,7 @@ class CallStack:
 
     @contextmanager
     def running(self, call: Call) -> Iterator[None]:
-        """Puts a call in force."""
+        """Enters a call; restores the outer one at the end."""
         outer = self.current
         self._replace(outer, call)
         try:
@@ -154,5 +166,5 @@ class CallStack:
             self._config._attn_implementation = attention
         if new is not None:
             for module, forward in new.patches.items():
-                # An instance's attribute hides the class's method; past nn.Module's attribute hook, for speed.
+                # Hides the class's method; bypasses nn.Module's attribute hook for speed.
                 module.__dict__["forward"] = forward

@@ -1,8 +1,8 @@
 """Attention of families without a fused kernel, a bounded number of query rows at a time.
 
-Such a family (gpt_oss: attention sinks) makes the whole matrix of scores, ``[B, H, S, L]``, which grows with the
-square of the length. Rows of queries do not depend on one another, so they are cut until the matrix fits a budget;
-where gradients are wanted each cut is computed again in the backward, so that no more is kept.
+Such a family (gpt_oss: attention sinks) computes the whole matrix of scores, ``[B, H, S, L]``, which grows with the
+square of the length. Rows of queries are independent, so they are cut until the matrix fits a budget; where gradients
+are wanted the backward computes each cut again, so only one is kept at a time.
 
 Letters: ``B`` rows, ``H`` heads, ``S`` new tokens, ``L`` cached and new tokens, ``W`` head width.
 """
@@ -27,7 +27,7 @@ EAGER = "swarm_eager"
 """Name of the attention and mask implementation."""
 
 MAX_SCORE_BYTES = 1 << 28
-"""Largest matrix of scores at once, in float32; a handful of that size exist for a moment."""
+"""Largest matrix of scores at once, in float32; a handful of this size exist briefly."""
 
 
 class Cut(NamedTuple):
@@ -39,17 +39,17 @@ class Cut(NamedTuple):
 
 
 def eager_attention(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Returns the attention function that a family has beside its attention module.
+    """Returns the eager attention function in the module of a family's attention class.
 
     Raises:
-        UnsupportedError: If it has none.
+        UnsupportedError: If that module does not have one.
     """
     for ancestor in kind.__mro__:
         found = getattr(sys.modules.get(ancestor.__module__), "eager_attention_forward", None)
         if found is not None:
             eager: Callable[..., Any] = found
             return eager
-    raise UnsupportedError(f"{kind.__name__} has no eager_attention_forward beside it: its attention cannot be cut")
+    raise UnsupportedError(f"{kind.__name__} comes without an eager_attention_forward: its attention cannot be cut")
 
 
 def attend_in_cuts(
@@ -67,11 +67,11 @@ def attend_in_cuts(
         query: ``[B, H, S, W]``.
         key: ``[B, KV heads, L, W]``.
         value: The same.
-        mask_of: Makes the mask of so many queries from one on, ``[B or 1, 1, length, L]`` or None.
-        **kwargs: What the family's attention function takes.
+        mask_of: Makes the mask of queries by start and length, ``[B or 1, 1, length, L]`` or None.
+        **kwargs: Further arguments of the family's attention function.
 
     Raises:
-        CapacityError: If the scores of a single query of a single row are over the budget.
+        CapacityError: If the scores of a single query of a single row exceed the budget.
     """
     function = eager_attention(type(module))
     cuts = _cuts(tuple(query.shape), key.shape[2])
@@ -104,8 +104,8 @@ def _cuts(shape: tuple[int, ...], length: int) -> list[Cut]:
     fitting = MAX_SCORE_BYTES // row_bytes
     if fitting < 1:
         raise CapacityError(
-            f"attention of one token to {length} tokens takes {row_bytes} bytes of scores, {MAX_SCORE_BYTES} are "
-            "allowed: shorten the sequence"
+            f"attention of one token to {length} tokens takes {row_bytes} bytes of scores, the limit is "
+            f"{MAX_SCORE_BYTES}: shorten the sequence"
         )
     rows, at_once = min(batch, fitting), min(queries, max(1, fitting // batch))
     return [
@@ -116,28 +116,24 @@ def _cuts(shape: tuple[int, ...], length: int) -> list[Cut]:
 
 
 class _Mask:
-    """What a family asked a mask for, to be made for some queries at a time."""
+    """The arguments of a family's mask; makes the mask of some queries at a time."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._arguments = arguments
         self._last: tuple[int, int, Tensor | None] | None = None
 
     def of(self, start: int, length: int) -> Tensor | None:
-        """Returns the mask of some queries; the last one made is kept, which serves all blocks when nothing is cut."""
+        """Returns the mask of some queries; keeps the last one, which serves all blocks when nothing is cut."""
         if self._last is None or self._last[:2] != (start, length):
             sizes = {"q_length": length, "q_offset": self._arguments.get("q_offset", 0) + start}
             self._last = (start, length, ALL_MASK_ATTENTION_FUNCTIONS["eager"](**{**self._arguments, **sizes}))
         return self._last[2]
 
 
-def _no_mask(start: int, length: int) -> None:
-    return None
-
-
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: _Mask | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    mask_of = _no_mask if attention_mask is None else attention_mask.of
+    mask_of = (lambda start, length: None) if attention_mask is None else attention_mask.of
     return attend_in_cuts(module, query, key, value, mask_of, **kwargs), None
 
 

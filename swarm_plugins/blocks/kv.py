@@ -1,9 +1,8 @@
 """Keys and values of sessions, under one budget in bytes.
 
-A session's buffers are allocated in whole pages of tokens and grow geometrically, so that appending costs amortised
-one copy and attention reads one contiguous run of tokens per row and head. The pool only counts: what a growth or a
-reordering needs on top while old and new buffers exist side by side is counted too, so the budget is never exceeded,
-not even for a moment.
+A cache's buffers are allocated in whole pages of tokens and grow geometrically: appending costs one copy, amortised,
+and attention reads one contiguous run of tokens per row and head. The pool only counts bytes. Old and new buffers
+exist at the same time while a cache grows or is reordered; both are counted, so the budget is never exceeded.
 
 Letters in shapes: ``B`` rows, ``H`` key/value heads, ``C`` allocated tokens, ``L`` cached tokens, ``S`` new tokens,
 ``W`` head width.
@@ -56,7 +55,7 @@ class KVPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are not in use."""
+        """Unused bytes."""
         return self.budget_bytes - self.used_bytes
 
     def free_tokens(self, token_bytes: int) -> int:
@@ -64,14 +63,14 @@ class KVPool:
         return self.free_bytes // (token_bytes * PAGE_TOKENS) * PAGE_TOKENS if token_bytes else 0
 
     def fits(self, num_bytes: int) -> bool:
-        """Says whether ``num_bytes`` more are within the budget."""
+        """Returns whether ``num_bytes`` more are within the budget."""
         return self.used_bytes + num_bytes <= self.budget_bytes
 
     def reserve(self, num_bytes: int) -> None:
         """Takes ``num_bytes`` from the budget.
 
         Raises:
-            CapacityError: If they are not there; nothing is taken then.
+            CapacityError: If the budget has no room; nothing is taken then.
         """
         if not self.fits(num_bytes):
             raise CapacityError(
@@ -81,22 +80,22 @@ class KVPool:
         self.used_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Gives ``num_bytes`` back."""
+        """Returns ``num_bytes`` to the budget."""
         self.used_bytes -= num_bytes
 
 
 class KVCache:
-    """Keys and values of one session; see `SessionCache`.
+    """Keys and values of one session; fulfils `SessionCache`.
 
     Args:
         pool: The budget.
         layouts: What each block caches; blocks without an entry cache nothing.
         blocks: Global indices of the session's blocks.
         batch_size: Rows.
-        device: Where the buffers lie.
+        device: Device of the buffers.
 
     Raises:
-        CapacityError: If there is no room for a first page.
+        CapacityError: If the budget has no room for a first page.
     """
 
     def __init__(
@@ -130,25 +129,19 @@ class KVCache:
         """Makes room for ``new_tokens`` more tokens per row, in all blocks at once.
 
         Raises:
-            CapacityError: If the budget has no room; the session is as it was then.
-            ConfigError: If the session is closed.
+            CapacityError: If the budget has no room; the cache is unchanged then.
+            ConfigError: If the cache is closed.
         """
         self._check_open()
         needed = self.length + new_tokens
         if needed > self.capacity:
             ample = _pages(max(needed, self.capacity + self.capacity // 2))
-            # Grow by half where there is room, else by what is needed.
+            # Grow by half where there is room, else by the minimum.
             exact = _pages(needed)
             self._move(ample if self._pool.fits(self._cost(ample)) else exact, None)
 
     def append(self, block: int, keys: Tensor, values: Tensor) -> None:
-        """Writes new tokens behind the cached ones; they count when ``length`` is advanced.
-
-        Args:
-            block: Global index.
-            keys: ``[B, H, S, W]``.
-            values: ``[B, H, S, W]``.
-        """
+        """Writes ``[B, H, S, W]`` after the cached tokens of a block; they count when ``length`` is advanced."""
         key_buffer, value_buffer = self._buffers[block]
         num_new = keys.shape[2]
         key_buffer.narrow(2, self.length, num_new).copy_(keys)
@@ -160,24 +153,22 @@ class KVCache:
         return key_buffer.narrow(2, 0, length), value_buffer.narrow(2, 0, length)
 
     def crop(self, length: int) -> None:
-        """Keeps the first ``length`` tokens. The memory stays with the session.
+        """Keeps the first ``length`` tokens. The memory stays with the cache.
 
         Raises:
             ConfigError: If the cache is shorter, or closed.
         """
         self._check_open()
         if not 0 <= length <= self.length:
-            raise ConfigError(
-                f"cannot crop to {length} tokens: the cache holds {self.length}; allowed 0 to {self.length}"
-            )
+            raise ConfigError(f"cannot crop to {length} tokens: the cache holds {self.length}")
         self.length = length
 
     def select(self, indices: Sequence[int]) -> None:
         """Makes row ``i`` the old row ``indices[i]``.
 
         Raises:
-            ConfigError: If there are no indices, or one is not a row.
-            CapacityError: If the budget has no room; the session is as it was then.
+            ConfigError: If ``indices`` is empty or names a row that does not exist.
+            CapacityError: If the budget has no room; the cache is unchanged then.
         """
         self._check_open()
         rows = list(indices)
@@ -185,7 +176,7 @@ class KVCache:
             raise ConfigError("select needs at least one row index")
         for row in rows:
             if not 0 <= row < self._batch_size:
-                raise ConfigError(f"row index {row} is out of range: the session has {self._batch_size} rows")
+                raise ConfigError(f"row index {row} is out of range: the cache has {self._batch_size} rows")
         if rows != list(range(self._batch_size)):
             self._move(self.capacity, rows)
 
@@ -208,7 +199,7 @@ class KVCache:
         return copy
 
     def close(self) -> None:
-        """Gives the memory back to the budget. Idempotent."""
+        """Returns the memory to the budget. Idempotent."""
         if not self._is_closed:
             self._pool.release(self.num_bytes)
             self._is_closed = True
@@ -217,14 +208,14 @@ class KVCache:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ConfigError("the session is closed: open another one")
+            raise ConfigError("the session's cache is closed: open another session")
 
     def _cost(self, capacity: int, batch_size: int | None = None) -> int:
-        """Bytes needed on top to move to a capacity, with the largest block's old and new buffers side by side."""
+        """Bytes needed on top to move to a capacity, while the largest block has both its old and new buffers."""
         rows = self._batch_size if batch_size is None else batch_size
         largest = max((layout.token_bytes for layout in self._layouts.values()), default=0)
         old, new = self._batch_size * self.capacity, rows * capacity
-        # Blocks move one by one; whether the peak is at the first or at the last depends on which side is larger.
+        # Blocks move one by one: the peak is at the last when growing, at the first when shrinking.
         return max(new - old, 0) * self._token_bytes + largest * min(old, new)
 
     def _move(self, capacity: int, rows: list[int] | None) -> None:
@@ -237,7 +228,7 @@ class KVCache:
             for block, layout in self._layouts.items():
                 self._buffers[block] = self._moved(block, layout, capacity, rows, num_rows)
         except BaseException:
-            # Out of real memory half-way: the buffers differ in shape now, so that the session cannot go on.
+            # Out of real memory half-way: the buffers differ in shape now, so the cache is unusable.
             self._pool.release(cost)
             self.close()
             raise
@@ -247,13 +238,12 @@ class KVCache:
     def _moved(
         self, block: int, layout: BlockKV, capacity: int, rows: list[int] | None, num_rows: int
     ) -> tuple[Tensor, Tensor]:
-        shape = (num_rows, layout.key_heads, capacity, layout.key_width)
-        keys = torch.empty(shape, dtype=layout.dtype, device=self._device)
-        shape = (num_rows, layout.value_heads, capacity, layout.value_width)
-        values = torch.empty(shape, dtype=layout.dtype, device=self._device)
+        def empty(heads: int, width: int) -> Tensor:
+            return torch.empty(num_rows, heads, capacity, width, dtype=layout.dtype, device=self._device)
+
+        keys, values = empty(layout.key_heads, layout.key_width), empty(layout.value_heads, layout.value_width)
         if self.length:
-            old_keys, old_values = self.view(block, self.length)
-            for new, old in ((keys, old_keys), (values, old_values)):
+            for new, old in zip((keys, values), self.view(block, self.length), strict=True):
                 kept = new.narrow(2, 0, self.length)
                 if rows is None:
                     kept.copy_(old)

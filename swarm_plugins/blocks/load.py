@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.blocks.calls import BlockList, Passing
+from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.offloaded import offload_experts, offloaded_parts, quantized_linears, remove_experts
+from swarm_plugins.blocks.probe import probe
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import (
@@ -116,7 +118,8 @@ def load_span(
         experts = offload_experts(model, parts, offload, torch.device(device))
         if store is not None:
             store.install_linears(model, torch.device(device), quantized_linears(parts, path, blocks))
-    return Span(model, path, blocks, pool, wanted, experts)
+    cut = CutModel(model, path, blocks, wanted)
+    return Span(cut, probe(cut), pool, experts)
 
 
 def _groups(checkpoint: Checkpoint, path: str, blocks: range, is_wanted: _IsWanted | None) -> list[range]:

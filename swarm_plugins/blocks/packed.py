@@ -1,9 +1,9 @@
 """Several sessions in one forward: projections and experts see all tokens, attention runs session by session.
 
-The tokens of all sessions lie one behind another in one sequence ``[1, T, D]``. Two functions under a name of ours
-take the place of a family's attention and mask: the mask function returns a recipe instead of a tensor, the attention
-function cuts queries by session and calls the family's own attention on each session's keys and values, with the mask
-that the recipe makes for it.
+The tokens of all sessions follow one another in one sequence ``[1, T, D]``. Two functions, registered in transformers
+under the name `PACKED`, replace a family's attention and mask: the mask function returns a recipe instead of a tensor;
+the attention function cuts queries by session and calls the family's own attention on each session's keys and values,
+with the mask that the recipe makes for it.
 
 Letters in shapes: ``T`` tokens of all sessions, ``B`` rows of a session, ``S`` its new tokens per row, ``L`` its
 cached and new tokens, ``H`` heads, ``W`` head width.
@@ -22,11 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.blocks.calls import Call
 from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.past import Past
+from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["PACKED", "PackedPast", "PackedRows", "packed_past"]
+__all__ = ["PACKED", "PackedPast", "PackedRows", "packed_past", "padding_of"]
 
 PACKED = "swarm_packed"
 """Name of the attention and mask implementation."""
@@ -38,28 +41,50 @@ class PackedRows:
     """The tokens of one session in a packed forward.
 
     Args:
-        session: Its cache.
-        start: Where its tokens start in the packed sequence.
-        num_new: New tokens per row.
-        attention_mask: ``[B, L]``, bool. None: no padding.
+        step: Its step.
+        cache: Its cache.
+        start: Position of its first token in the packed sequence.
     """
 
-    def __init__(self, session: KVCache, start: int, num_new: int, attention_mask: Tensor | None) -> None:
-        self.session = session
-        self.batch_size = session.batch_size
-        self.num_new = num_new
+    def __init__(self, step: StepInputs, cache: KVCache, start: int) -> None:
+        self.step = step
+        self.cache = cache
         self.start = start
-        self.num_tokens = session.batch_size * num_new
-        self.length = session.length + num_new
-        self.attention_mask = attention_mask
+        self.batch_size, self.num_new = step.hidden.shape[:2]
+        self.num_tokens = self.batch_size * self.num_new
+        self.length = cache.length + self.num_new
+        self.attention_mask = padding_of(step)
 
     def rows(self, packed: Tensor) -> Tensor:
-        """Cuts this session's tokens out of ``[1, H, T, W]``, as ``[B, H, S, W]``."""
-        cut = packed.narrow(2, self.start, self.num_tokens)
-        if self.batch_size == 1:
-            return cut
-        _, heads, _, width = cut.shape
-        return cut.reshape(heads, self.batch_size, self.num_new, width).transpose(0, 1)
+        """Cuts this session's new tokens out of ``[1, H, T, W]``, as ``[B, H, S, W]``."""
+        return _cut(packed, self.start, self.batch_size, self.num_new)
+
+    def positions(self) -> Tensor:
+        """Returns the position of each new token, ``[1, B * S]``."""
+        positions = self.step.position_ids
+        if positions is None:
+            positions = torch.arange(self.length - self.num_new, self.length, device=self.step.hidden.device)[None]
+        return positions.expand(self.batch_size, -1).reshape(1, -1)
+
+    def outputs(self, hidden: Tensor, call: Call) -> SpanOutputs:
+        """Cuts this session's outputs out of those of a packed call."""
+        routers = (call.router_logits or {}) if self.step.collect_router else {}
+        between = (call.between or ()) if self.step.collect_hidden else ()
+        first, *states = (
+            state.narrow(1, self.start, self.num_tokens).reshape(self.step.hidden.shape) for state in (hidden, *between)
+        )
+        return SpanOutputs(
+            hidden=first,
+            hidden_states=tuple(states),
+            router_logits=tuple(logits.narrow(0, self.start, self.num_tokens) for logits in routers.values()),
+            router_blocks=tuple(routers),
+        )
+
+
+def padding_of(step: StepInputs) -> Tensor | None:
+    """Returns a step's padding mask; None where nothing is padded: most kernels then need no mask."""
+    mask = step.attention_mask
+    return None if mask is None or bool(mask.all()) else mask
 
 
 class PackedPast(Past):
@@ -69,7 +94,7 @@ class PackedPast(Past):
         parts: The sessions' tokens, in their order in the packed sequence.
         attention: The attention implementation that the family uses otherwise.
         joined: By block, whether a family works on keys and values between the cache and attention (as MLA does, which
-            caches latents): then it gets all sessions' in one tensor. Learnt on the way.
+            caches latents): it then gets those of all sessions in one tensor. Learnt while running.
     """
 
     def __init__(self, parts: Sequence[PackedRows], attention: str, joined: dict[int, bool]) -> None:
@@ -84,7 +109,7 @@ class PackedPast(Past):
     ) -> tuple[Tensor, Tensor]:
         """Appends each session's tokens to its cache."""
         for part in self.parts:
-            part.session.append(layer_idx, part.rows(key_states), part.rows(value_states))
+            part.cache.append(layer_idx, part.rows(key_states), part.rows(value_states))
         if self._joined.get(layer_idx, True):
             key_states, value_states = self._join(layer_idx)
         self._handed = (layer_idx, key_states, value_states)
@@ -106,9 +131,9 @@ class PackedPast(Past):
         start = 0
         for index, part in enumerate(self.parts):
             if is_untouched:
-                keys, values = part.session.view(block, part.length)
+                keys, values = part.cache.view(block, part.length)
             else:
-                keys, values = _cut(key, start, part), _cut(value, start, part)
+                keys, values = (_cut(each, start, part.batch_size, part.length) for each in (key, value))
                 start += part.batch_size * part.length
             part_mask = None if mask is None else mask.of(index)
             output = function(module, part.rows(query), keys, values, part_mask, **kwargs)[0]  # [B, S, H, W]
@@ -116,12 +141,12 @@ class PackedPast(Past):
         return torch.cat(outputs, dim=1), None  # [1, T, H, W]
 
     def _join(self, block: int) -> tuple[Tensor, Tensor]:
-        keys, values = zip(*(part.session.view(block, part.length) for part in self.parts), strict=True)
+        keys, values = zip(*(part.cache.view(block, part.length) for part in self.parts), strict=True)
         return _flat(keys), _flat(values)
 
 
 class PackedMask:
-    """What a family asked a mask for, to be made for each session when its attention runs."""
+    """The arguments of a family's mask; makes the mask of each session when its attention runs."""
 
     def __init__(self, past: PackedPast, arguments: dict[str, Any]) -> None:
         self._past = past
@@ -129,7 +154,7 @@ class PackedMask:
         self._made: dict[int, Tensor | None] = {}
 
     def of(self, index: int) -> Tensor | None:
-        """Returns the mask of a session, None where its attention needs none."""
+        """Returns the mask of a session; None where its attention does not need one."""
         if index not in self._made:
             part = self._past.parts[index]
             sizes = {
@@ -147,7 +172,7 @@ class PackedMask:
 
 @contextmanager
 def packed_past(past: PackedPast) -> Iterator[PackedPast]:
-    """Makes a packed past the one that this thread's attention works on."""
+    """Sets the packed past that this thread's attention works on."""
     token = _PAST.set(past)
     try:
         yield past
@@ -181,13 +206,12 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(flat, dim=2)
 
 
-def _cut(joined: Tensor, start: int, part: PackedRows) -> Tensor:
-    """Cuts a session's ``[B, H, L, W]`` out of ``[1, H, sum of B * L, W]``."""
-    cut = joined.narrow(2, start, part.batch_size * part.length)
-    if part.batch_size == 1:
+def _cut(joined: Tensor, start: int, batch_size: int, length: int) -> Tensor:
+    """Cuts a session's ``[B, H, length, W]`` out of all sessions' tokens, ``[1, H, tokens, W]``."""
+    cut = joined.narrow(2, start, batch_size * length)
+    if batch_size == 1:
         return cut
-    _, heads, _, width = cut.shape
-    return cut.reshape(heads, part.batch_size, part.length, width).transpose(0, 1)
+    return cut.reshape(cut.shape[1], batch_size, length, cut.shape[3]).transpose(0, 1)
 
 
 AttentionInterface.register(PACKED, _packed_attention)

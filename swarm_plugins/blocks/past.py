@@ -1,13 +1,13 @@
 """What a model's forward gets as ``past_key_values``: a session's cache, several sessions' caches, or a prefix.
 
-Each is a transformers ``Cache`` without layers of its own: it answers how long the past is, and takes and returns
-keys and values. Sliding-window layers keep everything; their mask makes the window.
+Each is a transformers ``Cache`` without layers of its own: it knows the length of the past, takes new keys and values
+and returns those to attend to. Sliding-window layers keep everything; their mask makes the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,8 +19,18 @@ from swarm_plugins.errors import UnsupportedError
 __all__ = ["Past", "PrefixPast", "ProbePast", "SessionPast"]
 
 
+def _refused(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "blocks that cache more than keys and values (recurrent or convolution states, an indexer) are not supported: "
+        "serve a model whose blocks use attention"
+    )
+
+
 class Past(Cache):
-    """A past of a known length."""
+    """A past of a known length; refuses blocks that cache anything but keys and values."""
+
+    has_previous_state = get_conv_state = update_conv_state = _refused
+    get_recurrent_state = update_recurrent_state = update_indexer = _refused
 
     def __init__(self, length: int) -> None:
         super().__init__(layers=[])
@@ -44,60 +54,34 @@ class Past(Cache):
         """Takes new keys and values of a block, returns those of all its tokens."""
         raise NotImplementedError
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Refuses blocks with a recurrent state."""
-        raise _no_state()
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Refuses blocks with a recurrent state."""
-        raise _no_state()
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Refuses blocks with a recurrent state."""
-        raise _no_state()
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Refuses blocks with a recurrent state."""
-        raise _no_state()
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        """Refuses blocks with a recurrent state."""
-        raise _no_state()
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Refuses blocks that cache more than keys and values."""
-        raise _no_state()
-
 
 class SessionPast(Past):
     """One session's cache: appends in place and returns views.
 
     Args:
-        session: The cache.
+        cache: The session's cache.
         joined: By block, whether the family computes with what the cache returns before it attends to it.
     """
 
-    def __init__(self, session: KVCache, joined: Mapping[int, bool]) -> None:
-        super().__init__(session.length)
-        self._session = session
+    def __init__(self, cache: KVCache, joined: Mapping[int, bool]) -> None:
+        super().__init__(cache.length)
+        self._cache = cache
         self._joined = joined
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Appends, and returns the whole sequence."""
-        self._session.append(layer_idx, key_states, value_states)
-        keys, values = self._session.view(layer_idx, self.length + key_states.shape[2])
+        self._cache.append(layer_idx, key_states, value_states)
+        keys, values = self._cache.view(layer_idx, self.length + key_states.shape[2])
         if self._joined.get(layer_idx, False):
-            # Matrix products take another path, with other rounding, when rows do not lie one behind another.
+            # Matrix products of rows with gaps between them take another path, with other rounding.
             return keys.contiguous(), values.contiguous()
         return keys, values
 
 
 class PrefixPast(Past):
-    """Keys and values put before the sequence, differentiable.
+    """Keys and values before the sequence, differentiable.
 
     Args:
         prefix: K then V for each block, ``[B, H, P, W]``.
@@ -106,7 +90,7 @@ class PrefixPast(Past):
 
     def __init__(self, prefix: Sequence[Tensor], blocks: range) -> None:
         super().__init__(prefix[0].shape[2])
-        self._prefix = {block: (prefix[2 * i], prefix[2 * i + 1]) for i, block in enumerate(blocks)}
+        self._prefix = dict(zip(blocks, zip(prefix[::2], prefix[1::2], strict=True), strict=True))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -117,7 +101,7 @@ class PrefixPast(Past):
 
 
 class ProbePast(Past):
-    """Notes what each block caches, for a first token."""
+    """Notes what each block caches for a token."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -126,15 +110,8 @@ class ProbePast(Past):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Notes shapes and type, returns what came in."""
+        """Notes shapes and type, returns its input."""
         self.layouts[layer_idx] = BlockKV(
             key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3], key_states.dtype
         )
         return key_states, value_states
-
-
-def _no_state() -> UnsupportedError:
-    return UnsupportedError(
-        "blocks that cache more than keys and values (recurrent or convolution states, an indexer) are not supported: "
-        "serve a model whose blocks use attention"
-    )

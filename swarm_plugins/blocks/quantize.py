@@ -1,9 +1,9 @@
 """Keeps the weights of blocks in few bits.
 
 int8 is LLM.int8() (Dettmers et al. 2022), nf4 is the type of QLoRA (Dettmers et al. 2023). Linear layers become
-bitsandbytes' own. Fused experts keep each expert quantized and widen it when tokens are routed to it; nothing wide is
-saved for the backward pass, which widens again. Activations, norms, routers and caches stay as they are, and gradients
-flow to activations and adapters.
+bitsandbytes' own. Fused experts stay quantized and are widened when tokens are routed to them; the backward pass
+widens them again, so no wide weight is kept. Activations, norms, routers and caches stay as they are; gradients flow
+to activations and adapters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["QUANTIZATIONS", "ExpertWeights", "check_quantization", "quantize_blo
 QUANTIZATIONS = ("none", "int8", "nf4")
 """Known ways to keep weights."""
 
-# A layer with fewer features on a side (a gate of one output) saves nothing and would lose the most.
+# A smaller layer (a gate with one output) saves nothing and loses the most precision.
 _MIN_FEATURES = 16
 _NF4_BLOCK = 64
 # Columns of activations above this are multiplied in the wide type on CUDA: LLM.int8(), section 3.2.
@@ -31,13 +31,9 @@ _OUTLIER_THRESHOLD = 6.0
 
 
 def check_quantization(kind: str) -> None:
-    """Checks the name of a quantization.
-
-    Raises:
-        ConfigError: If it is unknown.
-    """
+    """Raises ConfigError if the name of a quantization is unknown."""
     if kind not in QUANTIZATIONS:
-        raise ConfigError(f"quantization {kind!r} is unknown; known: {', '.join(QUANTIZATIONS)}")
+        raise ConfigError(f"unknown quantization {kind!r}; known: {', '.join(QUANTIZATIONS)}")
 
 
 def quantize_block(block: nn.Module, kind: str, dtype: torch.dtype) -> None:
@@ -62,7 +58,7 @@ class ExpertWeights(nn.Module):
     Args:
         weight: ``[E, out, in]``, or ``[E, in, out]`` if transposed.
         kind: ``int8`` or ``nf4``.
-        is_transposed: Whether it is stored ``[E, in, out]``.
+        is_transposed: Whether ``weight`` is ``[E, in, out]``.
     """
 
     codes: Tensor
@@ -98,7 +94,7 @@ class ExpertWeights(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A product with an expert's weight, which is widened again for the gradient instead of being kept."""
+    """A product with an expert's weight, which is widened again for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: ExpertWeights, expert: int) -> Tensor:

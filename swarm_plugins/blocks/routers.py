@@ -1,4 +1,4 @@
-"""Collects router logits, as transformers records them, with the block that they belong to."""
+"""Collects router logits by block, as transformers records them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Routers"]
 
 
 class _NoModule(nn.Module):
-    """A class that nothing is of, for recorders that go by name only."""
+    """A class without instances, for recorders that match by name only."""
 
 
 class Routers:
     """Watches the routers of a span's blocks.
 
     Args:
-        model: HF's base model; its ``_can_record_outputs`` says what its routers are.
+        model: HF's base model; its ``_can_record_outputs`` defines its routers.
         layers: Its layer list.
         blocks: Global indices of the blocks to watch.
-        current: Returns the call that is running.
+        current: Returns the running call.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Settings of a server."""
+"""Settings of a server. Imports nothing heavy: the command checks them before anything else."""
 
 from __future__ import annotations
 
@@ -8,19 +8,60 @@ from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.server.service_limits import ServiceLimits
+from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
-__all__ = ["DEFAULT_HOST_MADDRS", "DTYPES", "QUANTIZATIONS", "ServeConfig"]
+__all__ = ["DEFAULT_HOST_MADDRS", "DTYPES", "QUANTIZATIONS", "ServeConfig", "ServiceLimits"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_HOST_MADDRS = ("/ip4/127.0.0.1/tcp/0",)
-"""Reachable from this machine only: nothing is offered to the world by default."""
+"""Reachable from this machine only, by default."""
 QUANTIZATIONS = ("none", "int8", "nf4")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceLimits:
+    """Limits on one peer and on one request."""
+
+    max_batch_tokens: int = 16_384
+    """Largest ``B * S`` of one request."""
+
+    max_backward_bytes: int = 4 << 30
+    """Largest graph of a backward whose forward was not kept. A larger one is made block by block; the graph of one
+    block must fit."""
+
+    max_answer_bytes: int = DEFAULT_LIMITS.max_message_bytes
+    """Largest size of the tensors in one answer; clients refuse larger messages."""
+
+    max_session_tokens: int = 32_768
+    """Longest sequence of one session."""
+
+    max_sessions_per_peer: int = 96
+    """Sessions that one peer may hold open; each also holds a stream."""
+
+    max_peer_kv_share: float = 1.0
+    """Share of the KV budget that all sessions of one peer may take."""
+
+    idle_session_s: float = 1800.0
+    """A session is closed after this long without a step."""
+
+    idle_stream_s: float = 600.0
+    """Any other stream is closed after this long without a request."""
+
+    request_timeout_s: float = 600.0
+    """Longest time that one request may wait and run."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value!r}")
+        if self.max_peer_kv_share > 1:
+            raise ConfigError(f"max_peer_kv_share must be at most 1, got {self.max_peer_kv_share}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """What to serve, how to join the swarm, and what clients may take."""
+    """What to serve, how to join the swarm, and how much clients may use."""
 
     model: str
     """Directory, or id of a repository on the Hub."""
@@ -35,19 +76,19 @@ class ServeConfig:
     """``(k, n)``: the k-th, from 1, of n equal parts of the model. An alternative to ``blocks``."""
 
     num_blocks: int | None = None
-    """Length of the span that the swarm lacks most. None, without ``blocks``: as many as memory holds."""
+    """Length of a span chosen where servers are most needed. None, without ``blocks``: as many as fit in memory."""
 
     initial_peers: tuple[str, ...] = ()
-    """Addresses to join by. Empty: a swarm of one's own."""
+    """Addresses of peers to join. Empty: starts a new swarm."""
 
     host_maddrs: tuple[str, ...] = DEFAULT_HOST_MADDRS
     """Addresses to listen on."""
 
     announce_maddrs: tuple[str, ...] = ()
-    """Addresses that others are told, if not those listened on."""
+    """Addresses announced to others, if not those listened on."""
 
     identity: Path | None = None
-    """File of the key that makes the peer id. None: a new id each time."""
+    """File of the private key that the peer id is derived from. None: a new id each time."""
 
     device: str = "cpu"
     """Device to compute on, as torch names it."""
@@ -59,7 +100,7 @@ class ServeConfig:
     """How the weights are kept: ``none``, ``int8`` or ``nf4``."""
 
     offload: OffloadConfig | None = None
-    """Budgets of experts that stay on disk. None: all weights are loaded."""
+    """Budgets for experts that stay on disk. None: all weights are loaded."""
 
     kv_bytes: int = 1 << 30
     """Budget for the keys and values of all sessions."""
@@ -71,38 +112,37 @@ class ServeConfig:
     """Budget for the adapters that clients upload."""
 
     adapters: tuple[str, ...] = ()
-    """Published adapters to hold: directories, or ``REPO`` or ``REPO@TAG`` on the Hub."""
+    """Published adapters to keep loaded: directories, or ``REPO`` or ``REPO@TAG`` on the Hub."""
 
     max_pack_tokens: int = 1024
     """Tokens in one packed forward of session steps."""
 
     limits: ServiceLimits = field(default_factory=ServiceLimits)
-    """What one client, and one request, may take."""
+    """Limits on one client and on one request."""
 
     announce_every_s: float = 20.0
     """Time between announcements."""
 
     announce_ttl_s: float = 60.0
-    """Life of an announcement."""
+    """Lifetime of an announcement."""
 
     show_progress: bool = False
     """Whether loading shows a progress bar on standard error."""
 
     grace_s: float = 5.0
-    """How long ``close`` lets running requests finish."""
+    """How long ``close`` waits for running requests."""
 
     def __post_init__(self) -> None:
-        """Checks the settings."""
         if not self.model:
             raise ConfigError("model is empty: give a directory or the id of a repository on the Hub")
         given = list(self._span_choices())
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} exclude each other: give one")
+            raise ConfigError(f"{' and '.join(given)} exclude each other: give only one")
         if self.part is not None and not 1 <= self.part[0] <= self.part[1]:
-            raise ConfigError(f"part {self.part[0]}/{self.part[1]} is no part: K/N with 1 <= K <= N is allowed")
+            raise ConfigError(f"invalid part {self.part[0]}/{self.part[1]}: expected K/N with 1 <= K <= N")
         if self.blocks is not None and (self.blocks.step != 1 or not 0 <= self.blocks.start < self.blocks.stop):
             raise ConfigError(
-                f"blocks {self.blocks.start}:{self.blocks.stop} are no span: START:END with 0 <= START < END is allowed"
+                f"invalid blocks {self.blocks.start}:{self.blocks.stop}: expected START:END with 0 <= START < END"
             )
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {self.num_blocks}")
@@ -129,26 +169,26 @@ class ServeConfig:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
         if self.announce_ttl_s < 2 * self.announce_every_s:
             raise ConfigError(
-                f"announce_ttl_s is {self.announce_ttl_s:g}, announce_every_s {self.announce_every_s:g}: "
-                "an announcement must outlive the next one, so at least twice as long"
+                f"announce_ttl_s is {self.announce_ttl_s:g}, announce_every_s {self.announce_every_s:g}: it must be at "
+                "least twice as long, to outlive the next announcement"
             )
 
     def span_of(self, num_blocks: int) -> range | None:
-        """Returns the span that the settings name in a model of ``num_blocks``; None if it is to be chosen.
+        """Returns the span that the settings name in a model of ``num_blocks``; None if they leave the choice.
 
         Raises:
-            ConfigError: If the model does not have these blocks.
+            ConfigError: If the model lacks these blocks.
         """
         if self.num_blocks is not None and self.num_blocks > num_blocks:
             raise ConfigError(f"num_blocks is {self.num_blocks}, {self.model} has only {num_blocks} blocks")
         if self.part is not None:
             index, count = self.part
             if count > num_blocks:
-                raise ConfigError(f"{self.model} has {num_blocks} blocks, which cannot be cut in {count} parts")
+                raise ConfigError(f"{self.model} has {num_blocks} blocks: they cannot be cut into {count} parts")
             return range((index - 1) * num_blocks // count, index * num_blocks // count)
         if self.blocks is not None and self.blocks.stop > num_blocks:
             raise ConfigError(
-                f"blocks {self.blocks.start}:{self.blocks.stop} are not all in {self.model}: "
-                f"it has {num_blocks} blocks, 0:{num_blocks} at most"
+                f"blocks {self.blocks.start}:{self.blocks.stop} are out of range: {self.model} has blocks "
+                f"0:{num_blocks}"
             )
         return self.blocks

@@ -1,7 +1,7 @@
 """Turns what went wrong while serving a request into the typed answer its sender gets.
 
-The message tells the sender what was wrong with the request; it never holds paths, stack frames or other inner
-state of this machine. Those go to the log.
+The message tells the sender what was wrong with the request. Paths, stack frames and other inner state of this machine
+go to the log only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from swarm_plugins.errors import CapacityError, CheckpointError, ProtocolError
 from swarm_plugins.transport.messages import Failure, FailureKind
 
-__all__ = ["RequestError", "failure_of"]
+__all__ = ["BadRequestError", "RequestError", "failure_of"]
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +22,15 @@ class RequestError(Exception):
     """A request cannot be served; becomes a ``Failure`` of this kind."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
-        """Stores the kind and the sentence."""
         super().__init__(message)
         self.kind: FailureKind = kind
+
+
+class BadRequestError(RequestError):
+    """A request that every server would refuse."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("bad_request", message)
 
 
 def failure_of(error: Exception, *, peer: str, rpc: str) -> Failure:
@@ -45,7 +51,7 @@ def _kind_of(error: Exception) -> FailureKind:
         return "out_of_memory"
     if isinstance(error, CheckpointError):
         return "internal"
-    # UnsupportedError is a NotImplementedError: something that cannot work on these blocks, whoever asks.
+    # UnsupportedError is a NotImplementedError: it cannot work on these blocks for any client.
     if isinstance(error, (ProtocolError, ValueError, NotImplementedError)):
         return "bad_request"
     if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):

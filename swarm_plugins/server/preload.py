@@ -1,6 +1,6 @@
-"""Published adapters that a server holds from the start: PEFT's files, read without PEFT.
+"""Reads published adapters that a server holds from the start: PEFT's files, without PEFT.
 
-LoRA on linear layers and IA3; of an adapter for the whole model only the part on the span is read.
+Supports LoRA on linear layers and IA3; reads only the part on the span.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.hub import fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE, WEIGHTS_FILE
+from swarm_plugins.transport.codec import has_non_finite
 
 __all__ = ["preload_adapter"]
 
 _MAX_KEY_CHARS = 512
-# The first number in a name is the block's: later ones are of experts.
+# The first number in a name is the block's; later ones are experts'.
 _NAME = re.compile(r"(?:.+?\.)?\w+\.(?P<block>\d{1,6})\.(?P<module>.+)\.(?P<part>lora_A|lora_B|ia3_l)(?:\.weight)?")
 _CHANGED_MATHS = ("use_dora", "fan_in_fan_out", "modules_to_save", "target_parameters", "lora_bias")
-"""Settings of LoRA under which its tensors mean something else, or are not all there is."""
+"""Settings of LoRA that change the meaning of its tensors, or add others."""
 
 
 def preload_adapter(name: str, span: Span) -> LoadedAdapter:
@@ -43,9 +44,9 @@ def preload_adapter(name: str, span: Span) -> LoadedAdapter:
     Raises:
         CheckpointError: If files are missing or damaged.
         HubError: If the Hub does not have it, or cannot be reached.
-        CapacityError: If a file is larger than any adapter.
-        UnsupportedError: If it is of a kind that servers cannot apply.
-        ConfigError: If it does not fit the span, or has nothing on it.
+        CapacityError: If a file is too large for an adapter.
+        UnsupportedError: If servers cannot apply this kind of adapter.
+        ConfigError: If it does not fit the span, or adapts nothing on it.
     """
     folder = _folder(name)
     config = _config(name, folder / CONFIG_FILE)
@@ -60,7 +61,8 @@ def preload_adapter(name: str, span: Span) -> LoadedAdapter:
         raise CheckpointError(f"cannot read the adapter weights {weights_path}: {error}") from error
     if not parts:
         raise ConfigError(
-            f"adapter {name} has nothing on blocks {span.start}:{span.end}: leave it out, or serve the blocks it is for"
+            f"adapter {name} adapts nothing on blocks {span.blocks.start}:{span.blocks.stop}: leave it out, or serve "
+            "blocks it adapts"
         )
     modules: list[AdapterModule] = []
     tensors: list[Tensor] = []
@@ -69,18 +71,18 @@ def preload_adapter(name: str, span: Span) -> LoadedAdapter:
             module, factors = _module(name, config, place, parts[place])
         except (TypeError, ValueError, IndexError, AttributeError, OverflowError, re.error) as error:
             raise CheckpointError(
-                f"adapter {name} has settings or tensors that make no sense for block {place.block}, {place.module}: "
-                f"{error}"
+                f"adapter {name} has invalid settings or tensors for block {place.block}, {place.module}: {error}"
             ) from error
+        if any(has_non_finite(factor) for factor in factors):
+            raise CheckpointError(f"adapter {name} holds NaN or infinity in block {place.block}, {place.module}")
         modules.append(module)
         tensors.extend(factors)
-    spec = AdapterSpec(modules=tuple(modules))
-    return check_adapter(spec, tensors, span, digest=adapter_digest(spec, tensors))
+    return check_adapter(AdapterSpec(modules=tuple(modules)), tensors, span)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a layer of the adapter sits."""
+    """An adapted module."""
 
     block: int
     module: str
@@ -103,20 +105,20 @@ def _config(name: str, path: Path) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind not in ("LORA", "IA3"):
-        raise UnsupportedError(f"adapter {name} is of kind {kind!r}: servers can hold LORA and IA3")
+        raise UnsupportedError(f"adapter {name} is of kind {kind!r}: servers support LORA and IA3")
     changed = [setting for setting in _CHANGED_MATHS if config.get(setting)]
     if config.get("bias", "none") != "none":
         changed.append("bias")
     if changed:
         raise UnsupportedError(
-            f"adapter {name} uses {', '.join(changed)}: servers can hold plain LoRA and IA3 on linear layers; "
+            f"adapter {name} uses {', '.join(changed)}: servers support plain LoRA and IA3 on linear layers; "
             "clients can still send what their own model supports"
         )
     return dict(config)
 
 
 def _on_span(keys: Sequence[str], blocks: range) -> dict[_Place, dict[str, str]]:
-    """Returns for each adapted module in the span the keys of its tensors, by part."""
+    """Returns the keys of the tensors of each adapted module in the span, by part."""
     found: dict[_Place, dict[str, str]] = {}
     for key in keys:
         match = _NAME.fullmatch(key) if len(key) <= _MAX_KEY_CHARS else None
@@ -126,7 +128,7 @@ def _on_span(keys: Sequence[str], blocks: range) -> dict[_Place, dict[str, str]]
 
 
 def _in_model_order(parts: Mapping[_Place, object], span: Span) -> Iterator[_Place]:
-    """Yields the places as a client's model lists them, so that both compute the same digest."""
+    """Yields the places in the order of a client's model, so that both compute the same digest."""
     left = dict.fromkeys(parts)
     for block in span.blocks:
         for path, _ in span.module(block, "").named_modules():
@@ -134,7 +136,7 @@ def _in_model_order(parts: Mapping[_Place, object], span: Span) -> Iterator[_Pla
             if place in left:
                 del left[place]
                 yield place
-    # What the span does not have is left for the check to refuse, by name.
+    # check_adapter refuses by name what the span lacks.
     yield from left
 
 
@@ -177,7 +179,7 @@ def _matches(module: str, names: Sequence[str] | str) -> bool:
 
 
 def _pattern(pattern: Mapping[str, float] | None, place: _Place, default: float) -> float:
-    """Returns the value that PEFT takes for a module: of the first pattern that its name ends with."""
+    """Returns a module's value as PEFT does: by the first pattern that its name ends with."""
     path = f"layers.{place.block}.{place.module}"
     for expression, value in (pattern or {}).items():
         if re.match(rf"(.*\.)?({expression})$", path):

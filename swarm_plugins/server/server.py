@@ -21,12 +21,11 @@ from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.routing.placement import block_coverage, choose_span
+from swarm_plugins.server.background import drain, in_thread, sweep
+from swarm_plugins.server.capacity import blocks_that_fit, measure
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
-from swarm_plugins.server.fit import blocks_that_fit
-from swarm_plugins.server.free_memory import return_free_memory
 from swarm_plugins.server.identity import identity_of
-from swarm_plugins.server.measure import measure
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc.adapter import adapter_handler
@@ -37,7 +36,6 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
-from swarm_plugins.server.threads import in_thread
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.node import NodeConfig
@@ -57,9 +55,6 @@ _HANDLERS = {
 _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
 _MIN_PACK_TOKENS = 64
-_SWEEP_EVERY_S = 10.0
-_IDLE_LOAD = 0.02
-"""A server less busy than this has time to tidy up."""
 
 
 def service_handlers(service: Service) -> dict[str, Handler]:
@@ -84,7 +79,7 @@ class SwarmServer:
 
     @property
     def info(self) -> ServerInfo:
-        """What the server announces at this moment.
+        """What the server announces now.
 
         Raises:
             ConfigError: If it has not been started.
@@ -114,7 +109,7 @@ class SwarmServer:
         """Joins the swarm, loads the span, serves and announces it.
 
         Args:
-            on_joined: Called with the server as soon as others can join by its addresses; the span is loaded then.
+            on_joined: Called with the server as soon as others can join by its addresses, before the span is loaded.
 
         Raises:
             SwarmError: If the checkpoint, a setting or the network is at fault.
@@ -149,7 +144,7 @@ class SwarmServer:
         blocks = named or await self._choose_blocks(checkpoint, version, num_blocks)
         self._info = ServerInfo(
             version=version,
-            # The name without its path: it is announced to everybody.
+            # Without its path: it is announced to everyone.
             model=identity.version.name,
             num_blocks=num_blocks,
             start=blocks.start,
@@ -162,7 +157,7 @@ class SwarmServer:
             adapters=tuple(_public_name(name) for name in config.adapters),
             software=__version__,
         )
-        # Before the load, which may take minutes: others that join meanwhile see that these blocks will be served.
+        # Before the load, which may take minutes: others that join meanwhile see these blocks as taken.
         await self._presence.announce(lambda: self.info)
         span = await in_thread(
             lambda: load_span(
@@ -190,31 +185,26 @@ class SwarmServer:
 
     async def _serve(self, span: Span, version: str, num_blocks: int) -> None:
         config, presence = self.config, self._joined()
-        scheduler = Scheduler(span, SchedulerConfig(max_pack_tokens=config.max_pack_tokens), device=span.device)
+        scheduler = Scheduler(span, SchedulerConfig(max_pack_tokens=config.max_pack_tokens))
         limits = config.limits
-        speed = await in_thread(
-            lambda: measure(span, span.hidden_size, span.dtype, span.device, max_tokens=limits.max_batch_tokens)
-        )
-        pack_tokens = int(speed.throughput / (span.end - span.start) * _PACK_S)
+        speed = await in_thread(lambda: measure(span, max_tokens=limits.max_batch_tokens))
+        pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
         scheduler.chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
-        kv_tokens = config.kv_bytes // max(1, span.kv_token_bytes)
+        kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
         info = self.info
         self._info = msgspec.structs.replace(
             info,
-            dtype=str(span.dtype).removeprefix("torch."),
+            dtype=str(span.spec.dtype).removeprefix("torch."),
             state="online",
             throughput=round(speed.throughput, 3),
             decode_s=speed.decode_s,
             total_kv_tokens=kv_tokens,
-            max_session_tokens=min(limits.max_session_tokens, span.max_positions, kv_tokens),
+            max_session_tokens=min(limits.max_session_tokens, span.spec.max_positions, kv_tokens),
         )
         self._span = span
         self._service = Service(
             version=version,
             num_blocks=num_blocks,
-            hidden_size=span.hidden_size,
-            dtype=span.dtype,
-            device=span.device,
             runner=span,
             scheduler=scheduler,
             info=lambda: self.info,
@@ -229,12 +219,12 @@ class SwarmServer:
         for name in config.adapters:
             self._service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
         scheduler.start()
-        self._sweeper = asyncio.create_task(_sweep(self._service), name="drop expired graphs")
+        self._sweeper = asyncio.create_task(sweep(self._service), name="drop expired graphs")
         await presence.serve(service_handlers(self._service))
         await presence.announce(lambda: self.info)
 
     async def close(self) -> None:
-        """Leaves the DHT, lets running requests finish for a moment, ends everything. Idempotent."""
+        """Leaves the DHT, waits a moment for running requests, ends everything. Idempotent."""
         presence, self._presence = self._presence, None
         service = self._service
         sweeper, self._sweeper = self._sweeper, None
@@ -245,7 +235,7 @@ class SwarmServer:
             if presence is not None:
                 await presence.retract()
                 if service is not None:
-                    await _drain(service.scheduler, self.config.grace_s)
+                    await drain(service, self.config.grace_s)
                 await presence.close()
         finally:
             if service is not None:
@@ -270,26 +260,8 @@ class SwarmServer:
 
 
 def _public_name(adapter: str) -> str:
-    """Returns what the swarm is told of an adapter: of a directory only its name, not where it lies."""
+    """Returns an adapter's name as announced: of a directory only its last part."""
     return Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
-
-
-async def _sweep(service: Service) -> None:
-    was_busy = False
-    while True:
-        await asyncio.sleep(_SWEEP_EVERY_S)
-        service.activations.drop_expired()
-        is_busy = service.scheduler.load > _IDLE_LOAD
-        if was_busy and not is_busy:
-            await in_thread(return_free_memory)
-        was_busy = is_busy
-
-
-async def _drain(scheduler: Scheduler, grace_s: float) -> None:
-    """Waits until nothing is asked of the scheduler any more, but not for long."""
-    deadline = asyncio.get_running_loop().time() + grace_s
-    while scheduler.num_waiting and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(0.05)
 
 
 def _storages(model: nn.Module) -> Collection[int]:
@@ -301,11 +273,9 @@ def _checked_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}; cpu, cuda and cuda:INDEX are allowed") from None
+        raise ConfigError(f"unknown device {name!r}: expected cpu, cuda or cuda:INDEX") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported; cpu, cuda and cuda:INDEX are allowed")
+        raise ConfigError(f"unsupported device {name!r}: expected cpu, cuda or cuda:INDEX")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"there is no device {name!r} here: torch sees {torch.cuda.device_count()} CUDA devices; use cpu"
-        )
+        raise ConfigError(f"device {name!r} not found: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
     return device

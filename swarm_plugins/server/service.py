@@ -1,4 +1,4 @@
-"""What the rpc handlers of one server share: the span, its limits and its stores."""
+"""What the rpc handlers of a server share: the span, its limits and its stores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerRunner
-from swarm_plugins.server.service_limits import ServiceLimits
+from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
@@ -32,19 +33,14 @@ class Service:
     """Model version; requests must name it."""
     num_blocks: int
     """Blocks of the whole model."""
-    hidden_size: int
-    """Width of the hidden states."""
-    dtype: torch.dtype
-    """What hidden states are computed in."""
     runner: SchedulerRunner
     scheduler: Scheduler
     info: Callable[[], ServerInfo]
-    """Says what the server announces at this moment."""
+    """Returns what the server announces now."""
     check_adapter: AdapterCheck
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     kv_tokens: int | None = None
-    """Tokens that the whole KV budget holds, for the whole span; None: unknown."""
+    """Tokens that the whole KV budget holds, for the whole span. None: unknown."""
     weights: Collection[int] = ()
     """Addresses of the span's own storages."""
     activations: ActivationStore[KeptForward] = field(default_factory=lambda: ActivationStore(0))
@@ -52,6 +48,6 @@ class Service:
     sessions: SessionTable = field(default_factory=lambda: SessionTable(ServiceLimits().max_sessions_per_peer))
 
     @property
-    def blocks(self) -> range:
-        """The span."""
-        return range(self.runner.start, self.runner.end)
+    def spec(self) -> SpanSpec:
+        """What the span holds and accepts."""
+        return self.runner.spec

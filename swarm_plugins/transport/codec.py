@@ -7,13 +7,11 @@ codec ask for. (The compiled blockwise decoders of other packages trust lengths 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from swarm_plugins.transport.messages import Codec
+from swarm_plugins.transport.messages import Codec
 
 __all__ = ["BLOCK_ELEMENTS", "MIN_PACKED_ELEMENTS", "has_non_finite", "is_packable", "pack", "packed_bytes", "unpack"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarm_plugins.block_io import SpanOutputs, join_outputs
-from swarm_plugins.blocks.types import StepInputs
+from swarm_plugins.blocks.runner import StepInputs
 
 __all__ = ["PartialStep", "choose_pack"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanOutputs
-from swarm_plugins.blocks.types import SpanRunner, StepInputs
+from swarm_plugins.blocks.runner import SpanRunner, StepInputs
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.compute.busy import BusyMeter
 from swarm_plugins.server.compute.pack import choose_pack
@@ -65,7 +65,6 @@ class SchedulerConfig:
     """Share of the waiting requests, of either kind, that may be one peer's."""
 
     def __post_init__(self) -> None:
-        """Checks the bounds."""
         for name in ("max_pack_tokens", "max_waiting_steps", "max_waiting_trainings"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -74,27 +73,22 @@ class SchedulerConfig:
 
 
 class AbandonedError(Exception):
-    """Stops a training item in mid-run because nobody waits for it any more."""
+    """Stops a training item in mid-run because its client is gone."""
 
 
 class Scheduler:
     """Runs everything that touches the span, in one thread of its own.
 
     Args:
-        runner: The span. Only the compute thread calls it.
+        runner: The span. Only the compute thread calls it; steps and their results are on the CPU.
         config: Bounds of the queues.
-        device: Where the runner computes; steps and their results are on the CPU.
     """
 
-    def __init__(
-        self, runner: SchedulerRunner, config: SchedulerConfig | None = None, *, device: torch.device | None = None
-    ) -> None:
-        """Stores the settings; ``start`` starts the thread."""
+    def __init__(self, runner: SchedulerRunner, config: SchedulerConfig | None = None) -> None:
         self.config = config or SchedulerConfig()
         self.chunk_tokens = self.config.max_pack_tokens
         """Tokens in one packed forward; the server lowers it so that a pack takes a bounded time here."""
         self._runner = runner
-        self._device = device or torch.device("cpu")
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._calls: deque[Call] = deque()
         self._steps: list[Step] = []
@@ -148,7 +142,7 @@ class Scheduler:
         return result
 
     def post(self, function: Callable[[], object]) -> None:
-        """Runs a short function before any waiting step; nobody waits for it, so it is never refused."""
+        """Runs a short function before any waiting step, without a result; it is never refused."""
         item = Call(function, is_training=False)
         item.future.add_done_callback(_log_outcome)
         self._inbox.put(item)
@@ -168,10 +162,10 @@ class Scheduler:
         """Runs the new tokens of one session, packed with those of others.
 
         Args:
-            inputs: The step. Its cache may have other work in the queue only if that does not touch it.
+            inputs: The step. Other queued work must not touch its cache.
             timeout_s: Longest wait for the result.
             prepare: Runs on the compute thread right before the step: the cache operations that come with it.
-            peer: Who asks; peers take turns when not all waiting steps fit in one forward.
+            peer: The client; peers take turns when not all waiting steps fit in one forward.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
@@ -186,21 +180,21 @@ class Scheduler:
         if self._num_submitted[kind] >= limit:
             raise RequestError(
                 "overloaded",
-                f"{self._num_submitted[kind]} {kind} requests wait at this server, which is its limit: "
-                "try another server, or later",
+                f"{self._num_submitted[kind]} {kind} requests wait here, the limit is {limit}: try another server, or "
+                "later",
             )
         of_peer = (kind, item.peer)
         most = max(1, int(limit * self.config.max_peer_share))
         if item.peer and self._num_of_peer[of_peer] >= most:
             raise RequestError(
                 "overloaded",
-                f"{self._num_of_peer[of_peer]} {kind} requests of this client wait here, {most} are allowed: "
-                "wait for their answers, or use more servers",
+                f"{self._num_of_peer[of_peer]} {kind} requests of this client wait here, the limit is {most}: wait for "
+                "their answers, or use more servers",
             )
         self._num_submitted[kind] += 1
         self._num_of_peer[of_peer] += 1
-        # Cheaper than asyncio.timeout; and all set before the item is handed over, because from then on the compute
-        # thread waits for this thread to let go of the interpreter.
+        # Cheaper than asyncio.timeout. Set before the item is handed over: from then on the compute thread waits for
+        # this thread to release the interpreter.
         timer = item.loop.call_later(timeout_s, item.expire, timeout_s)
         self._inbox.put(item)
         try:
@@ -234,7 +228,7 @@ class Scheduler:
         self._fail_waiting()
 
     def _collect(self, *, is_waiting: bool) -> None:
-        """Moves what has been submitted to the queues; blocks for the first item if ``is_waiting``."""
+        """Sorts submitted work into the queues; blocks for the first item if ``is_waiting``."""
         try:
             item = self._inbox.get() if is_waiting else self._inbox.get_nowait()
             while True:
@@ -244,7 +238,7 @@ class Scheduler:
             return
 
     def _gather(self) -> None:
-        """Waits a moment for sessions that are about to come, if they can share a forward with those that wait."""
+        """Waits a moment for sessions that are about to come, if they can share the next forward."""
         while self._steps and not self._trainings and all(step.part.num_left == 1 for step in self._steps):
             now = time.monotonic()
             wait_s = self._rhythm.wait_s({id(step.part.inputs.cache) for step in self._steps}, now)
@@ -285,13 +279,13 @@ class Scheduler:
             self._current_training = None
 
     def _between_blocks(self) -> None:
-        """Runs what is urgent in the middle of a training item; called by the runner between two blocks."""
+        """Runs urgent work in the middle of a training item; called by the runner between two blocks."""
         training = self._current_training
         if training is not None and training.abandoned:
             raise AbandonedError
         self._collect(is_waiting=False)
         if self._calls or self._steps:
-            # Steps must not call back in their turn: only the training item is interrupted.
+            # Only the training item is interrupted, never a step.
             self._runner.on_block_boundary = None
             try:
                 self._run_urgent()
@@ -303,7 +297,7 @@ class Scheduler:
             result = item.function()
         except AbandonedError:
             log.debug("a training request was abandoned in mid-run")
-        except BaseException as error:  # noqa: BLE001 - whatever happens belongs to the one who waits
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             item.finish(error=_without_frames(error))
         else:
             item.finish(result)
@@ -337,23 +331,23 @@ class Scheduler:
             if prepare is not None:
                 prepare()
             step.part.begin()
-        except Exception as error:  # noqa: BLE001 - belongs to the one who waits
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
             step.finish(error=_without_frames(error))
             return False
         return True
 
     def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
         try:
-            device = self._device
+            device = self._runner.spec.device
             chunks = [step.part.chunk(num_tokens).map(lambda tensor: tensor.to(device)) for step, num_tokens in group]
             started = time.monotonic()
             outputs = [output.map(Tensor.cpu) for output in self._runner.step(chunks)]
             ended = time.monotonic()
             for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
                 step.part.add(chunk, output)
-        except Exception as error:  # noqa: BLE001 - belongs to the one who waits
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
             if len(group) > 1:
-                # One of them is at fault: alone, only that one fails.
+                # One step is at fault: run alone, only that one fails.
                 for member in group:
                     self._run_group([member])
                 return
@@ -364,7 +358,7 @@ class Scheduler:
         for step, _ in group:
             if step.part.is_complete:
                 self._steps.remove(step)
-                # First: once its result is handed over, the event loop wants the interpreter.
+                # Before finish: once the result is handed over, the event loop takes the interpreter.
                 self._rhythm.answered(id(step.part.inputs.cache), ended)
                 step.finish(step.part.result())
 
@@ -392,6 +386,6 @@ def _log_outcome(future: asyncio.Future[Any]) -> None:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Drops the locals of the frames (tensors, graphs) that the traceback keeps alive; the lines stay for the log."""
+    """Drops the locals (tensors, graphs) that a traceback keeps alive; its lines stay for the log."""
     traceback.clear_frames(error.__traceback__)
     return error

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from swarm_plugins.blocks.types import StepInputs
+from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server.compute.pack import PartialStep
 from swarm_plugins.server.failures import RequestError
 

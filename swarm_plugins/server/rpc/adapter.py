@@ -8,7 +8,7 @@ import torch
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.service import Service
@@ -48,8 +48,7 @@ def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
         check_finite(tensor, "an adapter tensor")
     found = adapter_digest(upload.spec, upload.tensors)
     if found != upload.digest:
-        raise RequestError(
-            "bad_request",
+        raise BadRequestError(
             f"the adapter is named {upload.digest[:64]!r}, its content hashes to {found!r}: "
             "send tensors uncompressed and name the adapter by adapter_digest()",
         )

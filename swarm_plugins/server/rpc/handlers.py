@@ -1,4 +1,4 @@
-"""The server's side of every rpc, and the loop they share: any number of requests on one stream, one after another."""
+"""The loop that all rpcs share: any number of requests on one stream, one after another; and the two smallest rpcs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
-from swarm_plugins.server.failures import RequestError, failure_of
+from swarm_plugins.server.failures import BadRequestError, failure_of
 from swarm_plugins.server.service import Service
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, InfoRequest, Message
@@ -49,7 +49,7 @@ async def answer_requests(
         try:
             if not isinstance(request, kinds):
                 due = " or ".join(kind.__name__ for kind in kinds)
-                raise RequestError("bad_request", f"{rpc} got a {type(request).__name__} where {due} was due")
+                raise BadRequestError(f"{rpc} got a {type(request).__name__}, expected {due}")
             message, codec = await answer(request)
         except Exception as error:  # noqa: BLE001 - every fault becomes a typed answer
             if not await send_failure(channel, rpc, error):
@@ -63,7 +63,7 @@ async def answer_requests(
 
 
 async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
-    """Sends the failure that ``error`` means; False if the stream is broken."""
+    """Sends the failure of an error; returns False if the stream is broken."""
     try:
         await channel.send(failure_of(error, peer=channel.remote_peer, rpc=rpc))
     except TransportError:
@@ -72,7 +72,7 @@ async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
 
 
 async def info_handler(service: Service, channel: Channel) -> None:
-    """Says what is served here."""
+    """Answers what is served here."""
 
     async def answer(_: InfoRequest) -> Answer:
         return service.info(), "none"
@@ -82,5 +82,5 @@ async def info_handler(service: Service, channel: Channel) -> None:
 
 async def push_handler(service: Service, channel: Channel) -> None:
     """Refuses: this version of the server does not hand outputs on to other servers."""
-    error = RequestError("bad_request", "rpc_push is not served here: send the output to the next server yourself")
+    error = BadRequestError("rpc_push is not served here: send the output to the next server yourself")
     await send_failure(channel, "rpc_push", error)

@@ -9,18 +9,14 @@ import msgspec
 
 from swarm_plugins.block_io import AdapterUse
 from swarm_plugins.blocks.kv import PAGE_TOKENS
-from swarm_plugins.blocks.types import SessionCache, StepInputs
+from swarm_plugins.blocks.runner import SessionCache, StepInputs
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import (
-    check_answer_size,
     check_blocks,
     check_hidden,
-    check_mask,
-    check_positions,
     check_prefix,
-    check_rows,
-    check_version,
+    check_tensors,
     checked_outputs,
 )
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
@@ -76,11 +72,10 @@ class _Stream:
     async def _open(self, request: SessionOpen) -> SessionOpened:
         service = self._service
         if self._session is not None:
-            raise RequestError("bad_request", "this stream has a session already: open another stream for another one")
-        check_version(service, request.version)
-        blocks = check_blocks(service, request.start, request.end)
+            raise BadRequestError("this stream has a session already: open another stream for another one")
+        blocks = check_blocks(service, request.version, request.start, request.end)
         max_tokens = _max_tokens(service, blocks, request.batch_size)
-        prefix_tokens = check_prefix(request.prefix, blocks, request.batch_size)
+        prefix_tokens = check_prefix(service, request.prefix, blocks, request.batch_size)
         if prefix_tokens > max_tokens:
             raise _too_long(service, request.batch_size, prefix_tokens, max_tokens)
         _check_share(service, self._peer, blocks, request.batch_size * self._first_tokens(request, prefix_tokens))
@@ -95,7 +90,7 @@ class _Stream:
         return SessionOpened(session=self._session.name, max_tokens=max_tokens)
 
     def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
-        """Returns the tokens per row that memory is taken for at once; an empty cache has a page already."""
+        """Returns the tokens per row that memory is taken for at once; an empty cache already has a page."""
         if request.fork_of is None:
             return max(prefix_tokens, PAGE_TOKENS)
         return max(self._service.sessions.find(self._peer, request.fork_of).cache.length, PAGE_TOKENS)
@@ -117,14 +112,15 @@ class _Stream:
     def _maker(self, request: SessionOpen, blocks: range) -> Callable[[], SessionCache]:
         service, batch_size = self._service, request.batch_size
         if request.fork_of is None:
-            prefix = [tensor.to(service.dtype) for tensor in request.prefix]
-            return lambda: service.runner.new_cache(batch_size, blocks, [each.to(service.device) for each in prefix])
+            spec, prefix = service.spec, request.prefix
+            return lambda: service.runner.new_cache(
+                batch_size, blocks, [tensor.to(spec.device, spec.dtype) for tensor in prefix]
+            )
         if request.prefix:
-            raise RequestError("bad_request", "a forked session takes no prefix: it starts with the other one's cache")
+            raise BadRequestError("a forked session takes no prefix: it starts with the other session's cache")
         source = service.sessions.find(self._peer, request.fork_of)
         if source.blocks != blocks:
-            raise RequestError(
-                "bad_request",
+            raise BadRequestError(
                 f"the session to fork runs blocks {source.blocks.start}:{source.blocks.stop}, "
                 f"the request names {blocks.start}:{blocks.stop}: they must be the same",
             )
@@ -137,7 +133,7 @@ class _Stream:
             inputs = StepInputs(
                 cache=session.cache,
                 blocks=session.blocks,
-                hidden=request.hidden.to(service.dtype),
+                hidden=request.hidden.to(service.spec.dtype),
                 position_ids=request.position_ids,
                 attention_mask=request.attention_mask,
                 adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows),
@@ -160,12 +156,11 @@ def _close_all(caches: list[SessionCache]) -> None:
 
 
 def _fork(source: Session, batch_size: int) -> SessionCache:
-    """Runs on the compute thread, where the other session cannot change meanwhile."""
+    """Forks on the compute thread, where the other session cannot change meanwhile."""
     if source.is_closed:
         raise RequestError("unknown_session", "the session to fork has just been closed: open a new one and replay")
     if source.cache.batch_size != batch_size:
-        raise RequestError(
-            "bad_request",
+        raise BadRequestError(
             f"the session to fork has {source.cache.batch_size} rows, the request names {batch_size}: "
             "fork first, change the rows with the next step",
         )
@@ -173,23 +168,20 @@ def _fork(source: Session, batch_size: int) -> SessionCache:
 
 
 def _max_tokens(service: Service, blocks: range, batch_size: int) -> int:
-    """Returns the longest sequence of a batch that the KV budget could hold, were there no other sessions."""
+    """Returns the longest sequence of a batch that the KV budget could hold without other sessions."""
     if not 1 <= batch_size <= service.limits.max_batch_tokens:
-        raise RequestError(
-            "bad_request", f"batch_size is {batch_size}: 1 to {service.limits.max_batch_tokens} are allowed"
-        )
+        raise BadRequestError(f"batch_size is {batch_size}, expected 1 to {service.limits.max_batch_tokens}")
     most = service.limits.max_session_tokens
     if service.kv_tokens is None:
         return most
     share = service.kv_tokens * service.limits.max_peer_kv_share
-    return min(most, int(share * len(service.blocks) / len(blocks)) // batch_size)
+    return min(most, int(share * len(service.spec.blocks) / len(blocks)) // batch_size)
 
 
 def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) -> RequestError:
     most = service.limits.max_session_tokens
     if num_tokens > most:
-        return RequestError(
-            "bad_request",
+        return BadRequestError(
             f"the session would hold {num_tokens} tokens per row, this server allows {most}: "
             "shorten the prompt, or use a server that allows more",
         )
@@ -202,39 +194,35 @@ def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) ->
 
 def _check_step(service: Service, session: Session, request: SessionStep) -> None:
     check_hidden(service, request.hidden)
-    check_answer_size(service, request.hidden, session.blocks, collect_hidden=request.collect_hidden)
     rows, num_new = request.hidden.shape[:2]
     batch_size, cached = shape_after(
         request.ops, session.cache.batch_size, session.cache.length, max_rows=service.limits.max_batch_tokens
     )
     if rows != batch_size:
-        raise RequestError("bad_request", f"hidden has {rows} rows, the session has {batch_size}")
+        raise BadRequestError(f"hidden has {rows} rows, the session has {batch_size}")
     if request.cached_tokens != cached:
-        raise RequestError(
-            "bad_request",
+        raise BadRequestError(
             f"the client counts {request.cached_tokens} cached tokens, this session holds {cached}: "
             "open a new session and replay",
         )
     limit = _max_tokens(service, session.blocks, rows)
     if cached + num_new > limit:
         raise _too_long(service, rows, cached + num_new, limit)
-    check_positions(request.position_ids, rows, num_new)
-    check_mask(request.attention_mask, rows, cached + num_new)
-    check_rows(request.adapter_rows, rows, len(request.adapters))
+    check_tensors(service, request, session.blocks, cached)
     held = session.cache.batch_size * session.cache.capacity
     _check_share(service, session.peer, session.blocks, max(0, rows * (cached + num_new) - held))
 
 
 def _check_share(service: Service, peer: str, blocks: range, num_new: int) -> None:
-    """Refuses what would make one peer's caches too large; memory counts, filled with tokens or not."""
+    """Refuses what would make one peer's caches too large; counts memory, filled with tokens or not."""
     share = service.limits.max_peer_kv_share
     if service.kv_tokens is None or share >= 1:
         return
-    limit = share * service.kv_tokens * len(service.blocks)
+    limit = share * service.kv_tokens * len(service.spec.blocks)
     used = service.sessions.held_tokens(peer)
     asked = num_new * len(blocks)
     if used + asked > limit:
         raise CapacityError(
-            f"this client's sessions hold {used} tokens x blocks, {asked} more are asked, {int(limit)} are allowed: "
+            f"this client's sessions hold {used} tokens x blocks, {asked} more are asked, the limit is {int(limit)}: "
             "close sessions or use another server"
         )

@@ -12,18 +12,12 @@ from torch import Tensor
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.rpc.checks import (
-    check_answer_size,
-    check_batch_tokens,
+    check_batch,
     check_blocks,
     check_finite,
     check_hidden,
-    check_length,
-    check_mask,
-    check_positions,
     check_prefix,
-    check_rows,
-    check_seed,
-    check_version,
+    check_tensors,
     checked_output,
     checked_outputs,
 )
@@ -67,7 +61,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
                 if request.forward is None:
                     raise RequestError(
                         "unknown_ticket",
-                        "the graph of this forward is not kept here (any more): send the forward request along",
+                        "the graph of this forward is not kept here any more: send the forward request along",
                     )
                 kept = stack.enter_context(_checked_inputs(service, request.forward))
             found = await _backward(service, peer, kept, request)
@@ -78,27 +72,20 @@ async def backward_handler(service: Service, channel: Channel) -> None:
 
 @contextlib.contextmanager
 def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanInputs]:
-    """Gives a request's inputs, checked, in the server's dtype; its adapters stay held meanwhile."""
-    check_version(service, request.version)
-    blocks = check_blocks(service, request.start, request.end)
+    """Yields a request's inputs, checked and in the server's dtype; holds its adapters meanwhile."""
+    blocks = check_blocks(service, request.version, request.start, request.end)
     check_hidden(service, request.hidden)
-    check_batch_tokens(service, request.hidden)
-    check_answer_size(service, request.hidden, blocks, collect_hidden=request.collect_hidden)
-    batch_size, length = request.hidden.shape[:2]
-    check_positions(request.position_ids, batch_size, length)
-    prefix_tokens = check_prefix(request.prefix, blocks, batch_size)
-    check_length(service, prefix_tokens + length)
-    check_mask(request.attention_mask, batch_size, prefix_tokens + length)
-    check_rows(request.adapter_rows, batch_size, len(request.adapters))
-    check_seed(request.dropout_seed)
+    prefix_tokens = check_prefix(service, request.prefix, blocks, request.hidden.shape[0])
+    check_batch(service, request, prefix_tokens)
+    check_tensors(service, request, blocks, prefix_tokens)
     with service.adapters.using(request.adapters) as adapters:
         yield SpanInputs(
             blocks=blocks,
-            hidden=request.hidden.to(service.dtype),
+            hidden=request.hidden.to(service.spec.dtype),
             position_ids=request.position_ids,
             attention_mask=request.attention_mask,
             adapters=AdapterUse(adapters=adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
-            prefix=tuple(tensor.to(service.dtype) for tensor in request.prefix),
+            prefix=tuple(tensor.to(service.spec.dtype) for tensor in request.prefix),
             collect_hidden=request.collect_hidden,
             collect_router=request.collect_router,
         )
@@ -106,7 +93,7 @@ def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanI
 
 def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> tuple[SpanOutputs, str | None]:
     """Runs on the compute thread."""
-    inputs = inputs.map(lambda tensor: tensor.to(service.device))
+    inputs = inputs.map(lambda tensor: tensor.to(service.spec.device))
     budget = service.activations.budget_bytes
     if not keep or not budget:
         return forward_only(service.runner, inputs).map(Tensor.cpu), None
@@ -117,13 +104,11 @@ def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> 
 def _check_gradients(service: Service, request: BackwardRequest) -> None:
     check_hidden(service, request.grad_hidden, "grad_hidden")
     for tensor in (*request.grad_hidden_states, *request.grad_router_logits):
-        if not tensor.dtype.is_floating_point:
-            raise RequestError("bad_request", f"a gradient has dtype {tensor.dtype}: floating types are allowed")
         check_finite(tensor, "a gradient")
 
 
 async def _backward(service: Service, peer: str, kept: KeptForward | SpanInputs, request: BackwardRequest) -> Gradients:
-    device = service.device
+    device = service.spec.device
 
     def run() -> Gradients:
         found = gradients(

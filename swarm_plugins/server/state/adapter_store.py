@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.errors import CapacityError, ConfigError
-from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.failures import BadRequestError, RequestError
 
 __all__ = ["MAX_ADAPTERS", "MIN_HELD_BYTES", "AdapterStore"]
 
@@ -86,7 +86,7 @@ class AdapterStore:
             RequestError: ``unknown_adapter`` if one is not held, ``bad_request`` if too much is named.
         """
         if len(digests) > MAX_ADAPTERS:
-            raise RequestError("bad_request", f"{len(digests)} adapters in one request, {MAX_ADAPTERS} are allowed")
+            raise BadRequestError(f"{len(digests)} adapters in one request, the limit is {MAX_ADAPTERS}")
         for digest in digests:
             if digest not in self._held:
                 raise RequestError(
@@ -109,9 +109,8 @@ class AdapterStore:
         repeated = sum(self._held[digest].num_bytes for digest in digests)
         repeated -= sum(self._held[digest].num_bytes for digest in set(digests))
         if repeated > self.peer_bytes:
-            raise RequestError(
-                "bad_request",
-                f"the request names adapters more than once, {repeated} bytes in all, {self.peer_bytes} are allowed: "
+            raise BadRequestError(
+                f"the request names adapters more than once, {repeated} bytes in all, the limit is {self.peer_bytes}: "
                 "name each once, and the rows that use it",
             )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.blocks.types import SpanRunner
+from swarm_plugins.blocks.runner import SpanRunner
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.state.activations import GraphMeter
 

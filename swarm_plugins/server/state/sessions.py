@@ -6,9 +6,9 @@ import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 
-from swarm_plugins.block_io import CacheOp
-from swarm_plugins.blocks.types import SessionCache
-from swarm_plugins.server.failures import RequestError
+from swarm_plugins.blocks.runner import SessionCache
+from swarm_plugins.server.failures import BadRequestError, RequestError
+from swarm_plugins.transport.messages import CacheOp
 
 __all__ = ["MAX_OPS", "Session", "SessionTable", "apply_ops", "shape_after"]
 
@@ -58,7 +58,7 @@ class SessionTable:
         if self._per_peer[peer] >= self.max_per_peer:
             raise RequestError(
                 "overloaded",
-                f"{self._per_peer[peer]} sessions of this client are open here, {self.max_per_peer} are allowed: "
+                f"{self._per_peer[peer]} sessions of this client are open here, the limit is {self.max_per_peer}: "
                 "close some, or batch the sequences",
             )
         self._per_peer[peer] += 1
@@ -110,7 +110,7 @@ def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_r
         RequestError: ``bad_request`` if an operation cannot be applied; nothing has been changed then.
     """
     if len(ops) > MAX_OPS:
-        raise RequestError("bad_request", f"{len(ops)} cache operations in one step, {MAX_OPS} are allowed")
+        raise BadRequestError(f"{len(ops)} cache operations in one step, the limit is {MAX_OPS}")
     for op in ops:
         if op.kind == "crop":
             length = _length_after(op, length)
@@ -119,22 +119,20 @@ def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_r
         else:
             batch_size = _rows_after(op, batch_size)
         if batch_size > max_rows:
-            raise RequestError(
-                "bad_request", f"cache operation {op.kind} makes {batch_size} rows, {max_rows} are allowed"
-            )
+            raise BadRequestError(f"cache operation {op.kind} makes {batch_size} rows, the limit is {max_rows}")
     return batch_size, length
 
 
 def _only_index(op: CacheOp) -> int:
     if len(op.indices) != 1:
-        raise RequestError("bad_request", f"cache operation {op.kind} takes one index, got {len(op.indices)}")
+        raise BadRequestError(f"cache operation {op.kind} takes one index, got {len(op.indices)}")
     return op.indices[0]
 
 
 def _length_after(op: CacheOp, length: int) -> int:
     index = _only_index(op)
     if not 0 <= index <= length:
-        raise RequestError("bad_request", f"cannot crop a cache of {length} tokens to {index}")
+        raise BadRequestError(f"cannot crop a cache of {length} tokens to {index}")
     return index
 
 
@@ -142,18 +140,15 @@ def _rows_after(op: CacheOp, batch_size: int) -> int:
     if op.kind == "repeat":
         times = _only_index(op)
         if times < 1:
-            raise RequestError("bad_request", f"cannot repeat rows {times} times: 1 or more are allowed")
+            raise BadRequestError(f"cannot repeat rows {times} times, expected 1 or more")
         return batch_size * times
     wrong = [index for index in op.indices if not 0 <= index < batch_size]
     if wrong or not op.indices:
-        raise RequestError(
-            "bad_request",
+        raise BadRequestError(
             f"cache operation {op.kind} names row {wrong[0] if wrong else 'nothing'}, rows 0 to {batch_size - 1} exist",
         )
     if op.kind == "reorder" and len(op.indices) != batch_size:
-        raise RequestError(
-            "bad_request", f"cache operation reorder names {len(op.indices)} rows, the cache has {batch_size}"
-        )
+        raise BadRequestError(f"cache operation reorder names {len(op.indices)} rows, the cache has {batch_size}")
     return len(op.indices)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.blocks.types import SpanRunner
-from swarm_plugins.server.failures import RequestError
+from swarm_plugins.blocks.runner import SpanRunner
+from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.state.activations import GraphMeter
 from swarm_plugins.server.state.blockwise import Blockwise
 
@@ -157,15 +157,13 @@ def _paired(
         pairs.extend(zip(made, given, strict=False))
     for output, grad in pairs:
         if output.shape != grad.shape:
-            raise RequestError(
-                "bad_request", f"a gradient has shape {list(grad.shape)}, its output has {list(output.shape)}"
-            )
+            raise BadRequestError(f"a gradient has shape {list(grad.shape)}, its output has {list(output.shape)}")
     live = [(output, grad.to(output.dtype)) for output, grad in pairs if output.requires_grad]
     return [output for output, _ in live], [grad for _, grad in live]
 
 
-def _uneven(name: str, given: int, made: int) -> RequestError:
-    return RequestError("bad_request", f"{name} has {given} tensors, the forward had {made}: give one each, or none")
+def _uneven(name: str, given: int, made: int) -> BadRequestError:
+    return BadRequestError(f"{name} has {given} tensors, the forward had {made}: give one each, or none")
 
 
 def _wanted(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> list[Tensor]:

@@ -34,31 +34,29 @@ EXPERT = {
         pytest.param({"module": "self_attn.w"}, r"self_attn.w: the block has no such module", id="module"),
         pytest.param({"module": ""}, r"needs a linear layer", id="block-itself"),
         pytest.param({"module": "self_attn"}, r"MixtralAttention; lora needs a linear layer", id="not-linear"),
-        pytest.param(
-            {"shapes": ((4, 31), (32, 4))}, r"shapes \[4, 31\], \[32, 4\]; allowed are \[rank, 32\]", id="shape"
-        ),
+        pytest.param({"shapes": ((4, 31), (32, 4))}, r"shapes \[4, 31\], \[32, 4\]; expected \[rank, 32\]", id="shape"),
         pytest.param({"shapes": ((4, 32), (32, 5))}, r"\[32, 5\]", id="ranks-differ"),
         pytest.param({"shapes": ((0, 32), (32, 0))}, r"\[0, 32\]", id="rank-0"),
-        pytest.param({"shapes": ((4, 32),)}, r"shapes \[4, 32\]; allowed", id="one-factor"),
-        pytest.param({"shapes": ((65, 32), (32, 65))}, r"rank .* is 65; allowed is at most 64", id="rank"),
+        pytest.param({"shapes": ((4, 32),)}, r"shapes \[4, 32\]; expected", id="one-factor"),
+        pytest.param({"shapes": ((65, 32), (32, 65))}, r"rank .* is 65; the limit is 64", id="rank"),
         pytest.param({"scaling": float("nan")}, r"scaling .* is nan", id="scaling"),
         pytest.param({"parameter": "weight"}, r"names a parameter, which only the kind lora_parameter", id="parameter"),
         pytest.param({"dropout": 1.0}, r"dropout .* is 1.0", id="dropout"),
-        pytest.param({"kind": "ia3", "shapes": ((31,),)}, r"IA3 vector .* \[31\]; allowed is one of 32", id="ia3"),
+        pytest.param({"kind": "ia3", "shapes": ((31,),)}, r"IA3 vector .* \[31\]; expected one of 32", id="ia3"),
         pytest.param({**EXPERT, "num_experts": 3, "shapes": ((6, 48), (32, 6))}, r"4 experts, .* says 3", id="experts"),
         pytest.param(
             {**EXPERT, "transposed": True}, r"transposed False; the adapter says 4, transposed True", id="transposed"
         ),
         pytest.param({**EXPERT, "parameter": "act_fn"}, r"parameter 'act_fn' .*: there is none", id="no-parameter"),
         pytest.param({**EXPERT, "parameter": None}, r"parameter None .*: there is none", id="no-parameter-named"),
-        pytest.param({**EXPERT, "dropout": 0.1}, r"bare parameter allows none", id="parameter-dropout"),
+        pytest.param({**EXPERT, "dropout": 0.1}, r"bare parameter supports none", id="parameter-dropout"),
         pytest.param(
             {**EXPERT, "shapes": ((8, 32), (48, 8))}, r"\[4 x rank, 48\] and \[32, 4 x rank\]", id="expert-shape"
         ),
         pytest.param({**EXPERT, "shapes": ((7, 48), (32, 7))}, r"\[7, 48\]", id="expert-rank"),
         pytest.param(
             {"module": "input_layernorm", "kind": "lora_parameter", "parameter": "weight", "shapes": ((1, 32), (1, 1))},
-            r"no such LoRA",
+            r"does not fit it",
             id="vector-parameter",
         ),
     ],
@@ -75,20 +73,18 @@ def test_adapters_that_do_not_fit_are_refused(
 def test_sizes_types_and_values_are_checked(llama: Pair) -> None:
     spec = AdapterSpec(modules=(entry(),))
     good = [torch.zeros(4, 32), torch.zeros(32, 4)]
-    bad = [torch.zeros(4, 32), torch.full((32, 4), float("inf"))]
     cases: list[tuple[AdapterSpec, list[Tensor], AdapterLimits, str]] = [
         (spec, good[:1], AdapterLimits(), "names 2 tensors, 1 came"),
         (spec, good[::-1], AdapterLimits(), r"shape \[32, 4\], announced as \[4, 32\]"),
-        (spec, [tensor.long() for tensor in good], AdapterLimits(), "is torch.int64; allowed are torch.float32"),
-        (spec, good, AdapterLimits(max_bytes=1000), "has 1024 bytes; allowed are at most 1000"),
+        (spec, [tensor.long() for tensor in good], AdapterLimits(), "is torch.int64; expected one of torch.float32"),
+        (spec, good, AdapterLimits(max_bytes=1000), "has 1024 bytes; the limit is 1000"),
         (AdapterSpec(modules=(entry(), entry())), good * 2, AdapterLimits(), "names block 1, self_attn.q_proj twice"),
         (
             AdapterSpec(modules=(entry(),) * 3),
             good * 3,
             AdapterLimits(max_modules=2),
-            "3 modules; allowed are at most 2",
+            "3 modules; the limit is 2",
         ),
-        (spec, bad, AdapterLimits(), "values that are not finite"),
     ]
     for one, tensors, limits, message in cases:
         with pytest.raises(ConfigError, match=message):
@@ -97,17 +93,6 @@ def test_sizes_types_and_values_are_checked(llama: Pair) -> None:
     assert check_adapter(AdapterSpec(modules=()), [], llama.span).tensors == ()
     with pytest.raises(ConfigError, match="max_rank must be at least 1, got 0"):
         AdapterLimits(max_rank=0)
-
-
-def test_rows_must_name_adapters_that_are_there(llama: Pair) -> None:
-    loaded = check_adapter(AdapterSpec(modules=(entry(),)), [torch.zeros(4, 32), torch.zeros(32, 4)], llama.span)
-    hidden = states(2, 3, WIDTH)
-    for rows, message in (
-        ((0, 1), "row 1 names adapter 1; allowed are -1 to 0"),
-        ((0,), "name 1 rows; the batch has 2"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            llama.forward(hidden, adapters=AdapterUse(adapters=(loaded,), rows=rows))
 
 
 def test_a_parameter_that_is_not_used_in_a_linear_product_is_refused(

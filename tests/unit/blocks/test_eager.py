@@ -78,7 +78,7 @@ def packed_steps(span: Span) -> Tensor:
 def test_cuts_give_what_the_whole_gives(
     span: Span, scores: list[int], monkeypatch: pytest.MonkeyPatch, run: Callable[[Span], Tensor]
 ) -> None:
-    assert span._attention == EAGER
+    assert span._cut.attention == EAGER
     whole = run(span).detach()
     largest = max(scores)
     for limit in (largest // 4, largest // 50):
@@ -104,7 +104,7 @@ def test_a_graph_keeps_no_more_scores_than_one_cut(span: Span, monkeypatch: pyte
         return sum(sizes.values())
 
     whole = saved_bytes()
-    heads = int(span.config.num_attention_heads)
+    heads = int(span.model.config.num_attention_heads)
     matrix = heads * 200 * 200 * 4
     monkeypatch.setattr(eager_module, "MAX_SCORE_BYTES", matrix // 10)
     assert saved_bytes() < whole - len(BLOCKS) * matrix
@@ -112,5 +112,7 @@ def test_a_graph_keeps_no_more_scores_than_one_cut(span: Span, monkeypatch: pyte
 
 def test_scores_of_one_token_over_the_budget_are_refused(span: Span, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager_module, "MAX_SCORE_BYTES", 100)
-    with pytest.raises(CapacityError, match=rf"attention of one token to {LENGTH} tokens takes \d+ bytes .* 100 are"):
+    with pytest.raises(
+        CapacityError, match=rf"attention of one token to {LENGTH} tokens takes \d+ bytes .* limit is 100"
+    ):
         forward(span)

@@ -65,14 +65,14 @@ def test_another_type_is_computed_in(pair_of: Callable[[str], Pair], dtype: torc
     # Not `.to(dtype)`, which would round the rotary frequencies too.
     local = AutoModelForCausalLM.from_pretrained(pair.checkpoint.directory, dtype=dtype)
     base(local).norm = torch.nn.Identity()
-    assert span.dtype == dtype
+    assert span.spec.dtype == dtype
     assert torch.equal(span.forward(SpanInputs(blocks=BLOCKS, hidden=hidden)).hidden, run_local(local, hidden))
-    assert span.kv_token_bytes == pair.span.kv_token_bytes // 2
+    assert span.spec.kv_token_bytes == pair.span.spec.kv_token_bytes // 2
 
 
 def test_type_of_the_checkpoint_is_the_default(tmp_path: Path) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    assert load_span(Checkpoint.open(str(tmp_path)), range(1)).dtype == torch.bfloat16
+    assert load_span(Checkpoint.open(str(tmp_path)), range(1)).spec.dtype == torch.bfloat16
 
 
 def test_loading_in_groups_gives_the_same_span(pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_wrong_blocks_are_refused(llama: Pair, blocks: range, message: str) -> N
 
 
 def test_wrong_settings_are_refused(llama: Pair) -> None:
-    with pytest.raises(ConfigError, match="quantization 'int3' is unknown; known: none, int8, nf4"):
+    with pytest.raises(ConfigError, match="unknown quantization 'int3'; known: none, int8, nf4"):
         load_span(llama.checkpoint, range(1), quantization="int3")
     with pytest.raises(ConfigError, match="kv_bytes must be at least 1, got -5"):
         load_span(llama.checkpoint, range(1), kv_bytes=-5)

@@ -87,5 +87,5 @@ def forward_of(span: Span, length: int) -> None:
 
 def test_positions_at_which_frequencies_would_grow_for_all_are_refused(directory: Path) -> None:
     span = load_span(Checkpoint.open(str(directory)), BLOCKS)
-    with pytest.raises(ConfigError, match=f"the model allows {LONGEST} positions: shorten it"):
+    with pytest.raises(ConfigError, match=f"the model has {LONGEST} positions: shorten it"):
         forward_of(span, LONGEST + 1)

@@ -137,7 +137,7 @@ def test_session_with_prefix_equals_a_prefilled_local_cache(pair: Pair) -> None:
     hidden = states(2, 5, WIDTH)
     prefix, cache = [], full_cache()
     for block in BLOCKS:
-        layout = pair.span.kv_layouts[block]
+        layout = pair.span.spec.kv_layouts[block]
         prefix.append(states(2, layout.key_heads, 3, layout.key_width, seed=block))
         prefix.append(states(2, layout.value_heads, 3, layout.value_width, seed=10 + block))
         cache.update(prefix[-2], prefix[-1], block)
@@ -280,13 +280,13 @@ def test_outputs_of_a_step_can_go_into_a_graph(llama: Pair) -> None:
 
 def test_full_budget_fails_at_once_and_changes_nothing(llama: Pair) -> None:
     span = llama.span
-    budget, span.pool.budget_bytes = span.pool.budget_bytes, 3 * 64 * span.kv_token_bytes
+    budget, span.pool.budget_bytes = span.pool.budget_bytes, 3 * 64 * span.spec.kv_token_bytes
     try:
         one, two = span.new_cache(1, BLOCKS), span.new_cache(1, BLOCKS)
         llama.step(one, states(1, 60, WIDTH))
         used = span.pool.used_bytes
         with pytest.raises(
-            CapacityError, match=rf"{used} bytes used, \d+ more asked, limit {3 * 64 * span.kv_token_bytes}"
+            CapacityError, match=rf"{used} bytes used, \d+ more asked, limit {3 * 64 * span.spec.kv_token_bytes}"
         ):
             span.step(
                 [
@@ -336,14 +336,14 @@ def test_wrong_steps_are_refused_with_their_values(llama: Pair) -> None:
         ([StepInputs(cache=session, blocks=BLOCKS, hidden=states(2, 2, WIDTH))], "2 rows, the session has 1"),
         ([StepInputs(cache=part, blocks=BLOCKS, hidden=states(1, 2, WIDTH))], r"opened for blocks range\(0, 2\)"),
         ([good, StepInputs(cache=part, blocks=range(2), hidden=states(1, 2, WIDTH))], "group them by blocks"),
-        ([StepInputs(cache=session, blocks=BLOCKS, hidden=states(1, 513, WIDTH))], "513 tokens .* allows 512"),
+        ([StepInputs(cache=session, blocks=BLOCKS, hidden=states(1, 513, WIDTH))], "513 tokens .* has 512 positions"),
     ]
     for steps, message in cases:
         with pytest.raises(ConfigError, match=message):
             span.step(steps)
     assert span.step([]) == []
     session.close()
-    with pytest.raises(ConfigError, match="the session is closed"):
+    with pytest.raises(ConfigError, match="the session's cache is closed"):
         span.step([good])
     part.close()
 
@@ -354,5 +354,5 @@ def test_session_of_part_of_the_blocks_caches_only_them(llama: Pair) -> None:
     [outputs] = llama.span.step([StepInputs(cache=part, blocks=range(1, 3), hidden=hidden)])
     expected = llama.span.forward(SpanInputs(blocks=range(1, 3), hidden=hidden)).hidden
     assert torch.equal(outputs.hidden, expected)
-    assert part.num_bytes == 64 * llama.span.kv_token_bytes // 2
+    assert part.num_bytes == 64 * llama.span.spec.kv_token_bytes // 2
     part.close()

@@ -3,13 +3,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
-from fake_server import VERSION, WIDTH, FakeRunner, replace_info
+from fake_server import VERSION, FakeRunner, replace_info
 
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
+from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.service_limits import ServiceLimits
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
@@ -35,8 +34,6 @@ def service(runner: FakeRunner, scheduler: Scheduler) -> Service:
     return Service(
         version=VERSION,
         num_blocks=8,
-        hidden_size=WIDTH,
-        dtype=torch.float32,
         runner=runner,
         scheduler=scheduler,
         info=lambda: replace_info(info, load=scheduler.load),

@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
+import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.blocks.types import StepInputs
+from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.rpc.adapter import adapter_handler
 from swarm_plugins.server.rpc.handlers import info_handler, push_handler
@@ -22,6 +24,7 @@ from swarm_plugins.transport.messages import ServerInfo
 
 VERSION = "tiny@local-0123456789abcdef"
 WIDTH = 4
+MAX_POSITIONS = 200
 
 
 class FakeCache:
@@ -57,7 +60,14 @@ class FakeCache:
 
 
 class FakeRunner:
-    start, end = 2, 6
+    spec = SpanSpec(
+        blocks=range(2, 6),
+        hidden_size=WIDTH,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_positions=MAX_POSITIONS,
+        kv_layouts={block: BlockKV(1, 2, 1, 2, torch.float32) for block in range(2, 6)},
+    )
     on_block_boundary: Callable[[], None] | None = None
 
     def __init__(self) -> None:

@@ -9,10 +9,9 @@ import torch
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.server.config import ServeConfig
-from swarm_plugins.server.fit import blocks_that_fit
+from swarm_plugins.server.capacity import blocks_that_fit
+from swarm_plugins.server.config import ServeConfig, ServiceLimits
 from swarm_plugins.server.server import SwarmServer
-from swarm_plugins.server.service_limits import ServiceLimits
 from swarm_plugins.testing.models import save_tiny
 
 
@@ -20,14 +19,14 @@ from swarm_plugins.testing.models import save_tiny
     ("settings", "words"),
     [
         pytest.param({"model": ""}, "model is empty", id="model"),
-        pytest.param({"blocks": range(0, 4, 2)}, "blocks 0:4 are no span", id="step"),
-        pytest.param({"blocks": range(3, 3)}, "blocks 3:3 are no span", id="empty"),
+        pytest.param({"blocks": range(0, 4, 2)}, "invalid blocks 0:4: expected", id="step"),
+        pytest.param({"blocks": range(3, 3)}, "invalid blocks 3:3: expected", id="empty"),
         pytest.param({"blocks": range(1), "num_blocks": 2}, "blocks 0:1 and num_blocks 2 exclude", id="two-choices"),
-        pytest.param({"part": (3, 2)}, "part 3/2 is no part", id="part"),
+        pytest.param({"part": (3, 2)}, "invalid part 3/2: expected K/N", id="part"),
         pytest.param({"num_blocks": 0}, "num_blocks must be at least 1, got 0", id="no-blocks"),
         pytest.param({"kv_bytes": 0}, "kv_bytes must be above 0, got 0", id="kv"),
         pytest.param({"activation_bytes": -1}, "activation_bytes must be 0 or more, got -1", id="activations"),
-        pytest.param({"announce_ttl_s": 30.0}, "at least twice as long", id="ttl"),
+        pytest.param({"announce_ttl_s": 30.0}, "it must be at least twice as long", id="ttl"),
     ],
 )
 def test_wrong_setting_names_value_and_cure(settings: dict[str, Any], words: str) -> None:
@@ -39,7 +38,7 @@ def test_wrong_setting_names_value_and_cure(settings: dict[str, Any], words: str
     ("values", "words"),
     [
         pytest.param({"max_batch_tokens": 0}, "max_batch_tokens must be above 0, got 0", id="zero"),
-        pytest.param({"max_peer_kv_share": 1.5}, "1 at most, got 1.5", id="share"),
+        pytest.param({"max_peer_kv_share": 1.5}, "at most 1, got 1.5", id="share"),
     ],
 )
 def test_wrong_limit_names_value(values: dict[str, Any], words: str) -> None:
@@ -70,5 +69,5 @@ def test_blocks_that_fit_leave_the_budgets_their_room(tmp_path: Path) -> None:
     halves = dataclasses.replace(config, dtype="bfloat16")
     assert checkpoint.config.dtype == torch.float32
     assert blocks_that_fit(checkpoint, halves, available_bytes=available) == 4
-    with pytest.raises(ConfigError, match=r"no block of .* fits: one takes about"):
+    with pytest.raises(ConfigError, match=r"not one block of .* fits: a block takes about"):
         blocks_that_fit(checkpoint, config, available_bytes=2500)

@@ -64,7 +64,7 @@ def save_adapter(model: Path, config: Any, directory: Path) -> Any:
 def test_preloaded_adapter_computes_what_peft_does(model: Path, span: Span, tmp_path: Path, config: Any) -> None:
     tuned = save_adapter(model, config, tmp_path)
     adapter = preload_adapter(str(tmp_path), span)
-    hidden = torch.randn(1, 5, span.hidden_size, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(1, 5, span.spec.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         got = span.forward(SpanInputs(blocks=SPAN, hidden=hidden, adapters=AdapterUse(adapters=(adapter,)))).hidden
         plain = span.forward(SpanInputs(blocks=SPAN, hidden=hidden)).hidden
@@ -88,16 +88,22 @@ def cut(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
+def spoil(directory: Path) -> None:
+    path = directory / "adapter_model.safetensors"
+    save_file({key: torch.full_like(tensor, torch.inf) for key, tensor in load_file(path).items()}, path)
+
+
 @pytest.mark.parametrize(
     ("damage", "kind", "words"),
     [
         pytest.param(lambda d: change(d, peft_type="LOHA"), UnsupportedError, "of kind 'LOHA': servers", id="kind"),
         pytest.param(lambda d: change(d, use_dora=True), UnsupportedError, "uses use_dora: servers", id="dora"),
         pytest.param(lambda d: change(d, bias="all"), UnsupportedError, "uses bias: servers", id="bias"),
-        pytest.param(lambda d: change(d, lora_alpha="many"), CheckpointError, "no sense for block 1", id="alpha"),
-        pytest.param(lambda d: change(d, alpha_pattern={"(": 1}), CheckpointError, "no sense for", id="pattern"),
-        pytest.param(lambda d: change(d, alpha_pattern=[1]), CheckpointError, "no sense for block 1", id="patterns"),
+        pytest.param(lambda d: change(d, lora_alpha="many"), CheckpointError, "invalid .* for block 1", id="alpha"),
+        pytest.param(lambda d: change(d, alpha_pattern={"(": 1}), CheckpointError, "invalid settings", id="pattern"),
+        pytest.param(lambda d: change(d, alpha_pattern=[1]), CheckpointError, "invalid .* for block 1", id="patterns"),
         pytest.param(lambda d: change(d, lora_alpha="inf"), ConfigError, "scaling .* is inf", id="infinite-alpha"),
+        pytest.param(spoil, CheckpointError, "holds NaN or infinity in block 1", id="infinite-values"),
         pytest.param(cut, CheckpointError, "cannot read the adapter weights", id="truncated"),
         pytest.param(
             lambda d: (d / "adapter_config.json").write_text("{"), CheckpointError, "cannot be under", id="config"
@@ -121,7 +127,7 @@ def test_adapter_that_cannot_be_held_is_refused(
 
 def test_adapter_of_other_blocks_is_refused(model: Path, span: Span, tmp_path: Path) -> None:
     save_adapter(model, LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0]), tmp_path)
-    with pytest.raises(ConfigError, match=r"has nothing on blocks 1:3"):
+    with pytest.raises(ConfigError, match=r"adapts nothing on blocks 1:3"):
         preload_adapter(str(tmp_path), span)
 
 

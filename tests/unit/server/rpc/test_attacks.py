@@ -12,7 +12,7 @@ import torch
 from fake_server import VERSION, WIDTH, FakeCache, FakeRunner, transport_to
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
-from swarm_plugins.block_io import CacheOp, LoadedAdapter
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.adapter_store import MAX_ADAPTERS, AdapterStore
@@ -20,6 +20,7 @@ from swarm_plugins.server.state.sessions import MAX_OPS, apply_ops
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
+    CacheOp,
     Failure,
     ForwardRequest,
     Message,
@@ -63,7 +64,7 @@ def test_rows_cannot_explode_between_two_operations(service: Service) -> None:
         answer = await ask(SessionStep(hidden=HIDDEN, cached_tokens=1, ops=ops))
         assert isinstance(answer, Failure)
         assert answer.kind == "bad_request"
-        assert "makes 1000000000000000 rows, 256 are allowed" in answer.message
+        assert "makes 1000000000000000 rows, the limit is 256" in answer.message
         assert isinstance(await ask(SessionStep(hidden=HIDDEN, cached_tokens=1)), SessionStepResponse)
 
     play(service, "rpc_session", scene)
@@ -75,7 +76,7 @@ def test_number_of_operations_is_bounded(service: Service) -> None:
         step = SessionStep(hidden=torch.ones(2, 1, WIDTH), cached_tokens=0, ops=(SWAP,) * (MAX_OPS + 1))
         answer = await ask(step)
         assert isinstance(answer, Failure)
-        assert f"{MAX_OPS + 1} cache operations in one step, {MAX_OPS} are allowed" in answer.message
+        assert f"{MAX_OPS + 1} cache operations in one step, the limit is {MAX_OPS}" in answer.message
 
     play(service, "rpc_session", scene)
 
@@ -98,7 +99,7 @@ def test_request_names_so_many_adapters(service: Service) -> None:
         assert isinstance(answer, Failure)
         assert (answer.kind, answer.message) == (
             "bad_request",
-            f"20000 adapters in one request, {MAX_ADAPTERS} are allowed",
+            f"20000 adapters in one request, the limit is {MAX_ADAPTERS}",
         )
 
     play(service, "rpc_forward", scene)
@@ -113,7 +114,7 @@ def test_large_adapter_is_not_named_again_and_again() -> None:
     with store.using(["large", "small", "large", "small"]) as found:
         assert found == (large, small, large, small)
     with (
-        pytest.raises(RequestError, match="more than once, 800000 bytes in all, 524288 are allowed"),
+        pytest.raises(RequestError, match="more than once, 800000 bytes in all, the limit is 524288"),
         store.using(["large"] * 3),
     ):
         raise AssertionError
@@ -149,7 +150,7 @@ def test_prefix_is_bounded_also_where_positions_are_given(service: Service) -> N
         request = ForwardRequest(version=VERSION, start=2, end=6, hidden=HIDDEN, position_ids=positions, prefix=prefix)
         answer = await ask(request)
         assert isinstance(answer, Failure)
-        assert answer.message == "prefix and sequence have 1001 tokens, 256 are allowed: shorten the prefix"
+        assert answer.message == "prefix and sequence have 1001 tokens, the limit is 256: shorten the prefix"
 
     play(service, "rpc_forward", scene)
 
@@ -171,7 +172,7 @@ def test_an_answer_too_large_to_be_sent_is_not_computed(service: Service, runner
         answer = await ask(msgspec.structs.replace(message, collect_hidden=True))
         assert isinstance(answer, Failure)
         assert answer.kind == "bad_request"
-        assert "4 hidden states of 48 bytes = 192 bytes, 96 are allowed" in answer.message
+        assert "4 hidden states of 48 bytes = 192 bytes, the limit is 96" in answer.message
         assert runner.events == []
         assert not isinstance(await ask(message), Failure)
 

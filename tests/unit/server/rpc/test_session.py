@@ -10,12 +10,12 @@ import pytest
 import torch
 from fake_server import VERSION, WIDTH, FakeRunner, transport_to
 
-from swarm_plugins.block_io import CacheOp
+from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.service_limits import ServiceLimits
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
+    CacheOp,
     Failure,
     ForwardRequest,
     Message,
@@ -99,12 +99,12 @@ def test_sub_span_may_hold_longer_sessions(service: Service) -> None:
         pytest.param(
             msgspec.structs.replace(OPEN, end=9),
             "bad_request",
-            r"blocks 2:9 .* model has blocks 0:8",
+            r"blocks 2:9: the model has blocks 0:8",
             id="no-such-block",
         ),
         pytest.param(msgspec.structs.replace(OPEN, end=2), "bad_request", "blocks 2:2", id="empty-span"),
         pytest.param(
-            msgspec.structs.replace(OPEN, batch_size=257), "bad_request", "batch_size is 257: 1 to 256", id="wide-batch"
+            msgspec.structs.replace(OPEN, batch_size=257), "bad_request", "257, expected 1 to 256", id="wide-batch"
         ),
         pytest.param(
             msgspec.structs.replace(OPEN, fork_of="guess"), "unknown_session", "'guess' is not open", id="unknown-fork"
@@ -112,7 +112,7 @@ def test_sub_span_may_hold_longer_sessions(service: Service) -> None:
         pytest.param(
             msgspec.structs.replace(OPEN, prefix=(torch.zeros(1, 1, 2, 2),)),
             "bad_request",
-            "1 tensors, allowed is 2",
+            "1 tensors, expected 2",
             id="half-a-prefix",
         ),
         pytest.param(
@@ -124,7 +124,7 @@ def test_sub_span_may_hold_longer_sessions(service: Service) -> None:
         pytest.param(
             ForwardRequest(version=VERSION, start=2, end=6, hidden=torch.zeros(1, 1, WIDTH)),
             "bad_request",
-            "ForwardRequest where SessionOpen or SessionStep was due",
+            "ForwardRequest, expected SessionOpen or SessionStep",
             id="other-message",
         ),
     ],
@@ -162,7 +162,7 @@ def test_wrong_opening_is_refused_and_the_stream_lives_on(
         pytest.param(
             step_of(1, 4, attention_mask=torch.ones(1, 4, dtype=torch.bool)),
             "bad_request",
-            r"attention_mask has shape \[1, 4\], allowed is \[1, 5\]",
+            r"attention_mask has shape \[1, 4\], expected \[1, 5\]",
             id="mask",
         ),
         pytest.param(
@@ -170,7 +170,10 @@ def test_wrong_opening_is_refused_and_the_stream_lives_on(
         ),
         pytest.param(step_of(1, 4, adapters=("ab",)), "unknown_adapter", "'ab' is not held here", id="adapter"),
         pytest.param(
-            step_of(1, 4, adapter_rows=(0,)), "bad_request", "names adapter 0: -1 .none. to -1", id="adapter-rows"
+            step_of(1, 4, adapter_rows=(0,)),
+            "bad_request",
+            "adapter 0, expected -1 .none. to -1",
+            id="adapter-rows",
         ),
         pytest.param(
             step_of(1, 5, ops=(CacheOp(kind="crop", indices=(5,)),)),
@@ -187,7 +190,7 @@ def test_wrong_opening_is_refused_and_the_stream_lives_on(
         pytest.param(
             step_of(1, 4, ops=(CacheOp(kind="repeat", indices=(10**9,)),)),
             "bad_request",
-            "cache operation repeat makes 1000000000 rows, 256 are allowed",
+            "cache operation repeat makes 1000000000 rows, the limit is 256",
             id="repeat",
         ),
         pytest.param(OPEN, "bad_request", "has a session already", id="second-opening"),
@@ -273,7 +276,7 @@ def test_fork_copies_the_cache_of_the_same_peer_only(service: Service, runner: F
         answer = await ask(theirs, fork)
         assert isinstance(answer, Failure)
         assert answer.kind == "unknown_session"
-        wrong = await ask(theirs, msgspec.structs.replace(fork, prefix=(torch.zeros(1, 1, 1, 1),) * 8))
+        wrong = await ask(theirs, msgspec.structs.replace(fork, prefix=(torch.zeros(1, 1, 1, 2),) * 8))
         assert isinstance(wrong, Failure)
         await stranger.close()
 
@@ -293,7 +296,7 @@ def test_peer_may_hold_so_many_sessions(service: Service) -> None:
         assert [type(answer) for answer in answers] == [SessionOpened, SessionOpened, Failure]
         assert isinstance(answers[2], Failure)
         assert answers[2].kind == "overloaded"
-        assert "3 sessions of this client are open here, 3 are allowed" in answers[2].message
+        assert "3 sessions of this client are open here, the limit is 3" in answers[2].message
         await channel.close()
         async with asyncio.timeout(5):
             while not isinstance(await ask(others[2], OPEN), SessionOpened):
@@ -313,7 +316,7 @@ def test_share_of_the_kv_budget_is_kept(service: Service) -> None:
         answer = await ask(other, step_of(80, 0))
         assert isinstance(answer, Failure)
         assert answer.kind == "out_of_memory"
-        assert "hold 320 tokens x blocks, 320 more are asked, 560 are allowed" in answer.message
+        assert "hold 320 tokens x blocks, 320 more are asked, the limit is 560" in answer.message
         assert isinstance(await ask(other, step_of(60, 0)), SessionStepResponse)
 
     play(service, scene)
@@ -328,7 +331,7 @@ def test_empty_sessions_count_with_the_memory_they_hold(service: Service, runner
         answers = [await ask(one, OPEN) for one in (channel, *others)]
         assert [type(answer) for answer in answers] == [SessionOpened, SessionOpened, Failure]
         assert isinstance(answers[2], Failure)
-        assert "hold 512 tokens x blocks, 256 more are asked, 560 are allowed" in answers[2].message
+        assert "hold 512 tokens x blocks, 256 more are asked, the limit is 560" in answers[2].message
         # What is held already may be filled.
         assert isinstance(await ask(channel, step_of(64, 0)), SessionStepResponse)
 

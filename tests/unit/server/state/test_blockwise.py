@@ -49,7 +49,7 @@ def inputs_of(span: Span) -> SpanInputs:
     spec = AdapterSpec(modules=modules)
     tensors = [random(*shape) for module in modules for shape in module.shapes]
     adapter = check_adapter(spec, tensors, span, digest=adapter_digest(spec, tensors))
-    layout = span.kv_layouts[0]
+    layout = span.spec.kv_layouts[0]
     prefix = [random(2, layout.key_heads, 3, layout.key_width) for _ in range(2 * len(BLOCKS))]
     return SpanInputs(
         blocks=BLOCKS,

@@ -1,7 +1,7 @@
 """Low-rank adapters on fused expert parameters, applied to the tokens of each expert.
 
-transformers' own grouped implementation runs on the experts unchanged; what it calls between its products (the gate,
-the norm behind the experts) is where the adapters' products are added.
+transformers' own grouped implementation runs unchanged; the adapters' products are added in the functions that it
+calls between its own products (the gate, the norm after the experts).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def adapted_experts_forward(module: nn.Module, deltas: Sequence[ExpertDelta]) ->
 
 
 class _AdaptedExperts:
-    """What the grouped implementation takes for the experts' module: the module, with the products added on the way."""
+    """Poses as the experts' module for the grouped implementation and adds the adapters' products."""
 
     has_post_expert_norm = True
 
@@ -55,11 +55,11 @@ class _AdaptedExperts:
         return self._between(up, self._module._apply_gate)
 
     def act_fn(self, up: Tensor) -> Tensor:
-        """Stands for the activation of experts without a gate."""
+        """Replaces the activation of experts without a gate."""
         return self._between(up, self._module.act_fn)
 
     def post_expert_norm(self, down: Tensor) -> Tensor:
-        """Stands for the norm behind the experts: the place where the down projection's result is final."""
+        """Replaces the norm after the experts, where the down projection's result is final."""
         if self._down_input is not None:
             for delta in self._deltas:
                 if delta.parameter == "down_proj":

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.blocks.kv import BlockKV
 
-__all__ = ["SessionCache", "SpanRunner", "StepInputs"]
+__all__ = ["SessionCache", "SpanRunner", "SpanSpec", "StepInputs"]
 
 
 class SessionCache(Protocol):
@@ -44,8 +46,30 @@ class SessionCache(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives the memory back to the budget. Idempotent."""
+        """Returns the memory to the budget. Idempotent."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanSpec:
+    """What a span holds and accepts; requests are checked against it before they reach the span."""
+
+    blocks: range
+    """Global indices of its blocks."""
+    hidden_size: int
+    dtype: torch.dtype
+    """Type of hidden states and prefixes."""
+    device: torch.device
+    """Where hidden states and prefixes are expected."""
+    max_positions: int
+    """Longest sequence of the model."""
+    kv_layouts: Mapping[int, BlockKV]
+    """What each block caches, and what its prefix must look like."""
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes that one token of one row takes in the caches of all blocks."""
+        return sum(layout.token_bytes for layout in self.kv_layouts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +82,10 @@ class StepInputs(SpanInputs):
 class SpanRunner(Protocol):
     """Runs consecutive blocks of a model. All calls come from one thread."""
 
-    start: int
-    end: int
+    @property
+    def spec(self) -> SpanSpec:
+        """What the span holds and accepts."""
+        ...
 
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> SessionCache:
         """Opens an empty cache, or one that starts with ``prefix`` (K then V for each block).

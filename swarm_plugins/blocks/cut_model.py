@@ -1,0 +1,187 @@
+"""HF's own forward of a base model that has been cut down to some of its blocks.
+
+Callers check their inputs and make room in caches; caches count new tokens only when the caller says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
+from swarm_plugins.blocks.apply import TokenRows, adapter_patches
+from swarm_plugins.blocks.calls import BlockList, Call, CallStack, SkippedBlock, Watched
+from swarm_plugins.blocks.eager import EAGER
+from swarm_plugins.blocks.kv import KVCache
+from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
+from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
+from swarm_plugins.blocks.routers import Routers
+from swarm_plugins.blocks.runner import StepInputs
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["CutModel"]
+
+
+class _Use(NamedTuple):
+    """The adapters of one session (or of a forward) and the tokens they are used on."""
+
+    adapters: AdapterUse
+    num_rows: int
+    num_new: int
+    before: int
+
+
+class CutModel:
+    """Runs any part of the blocks of a cut-down model.
+
+    Args:
+        model: HF's base model, cut down.
+        layer_path: Path of its layer list.
+        blocks: Global indices of the blocks it holds.
+        dtype: Type to compute in. None: the type of the weights.
+    """
+
+    passes_tuples = False
+    """Whether layers return tuples; see `probe`."""
+
+    def __init__(
+        self, model: PreTrainedModel, layer_path: str, blocks: range, dtype: torch.dtype | None = None
+    ) -> None:
+        self.model = model
+        self.config = model.config
+        self.blocks = blocks
+        self.hidden_size = int(self.config.hidden_size)
+        layers = model.get_submodule(layer_path)
+        if not isinstance(layers, BlockList):
+            raise ConfigError(f"the layer list {layer_path} is a {type(layers).__name__}, not a BlockList")
+        self.layers: list[nn.Module] = list(layers)
+        self.device = next(model.parameters()).device
+        self.dtype = dtype or _compute_dtype(model)
+        self.attention: str = self.config._attn_implementation
+        if self.attention == "eager" and model._supports_attention_backend:
+            self.attention = EAGER  # the same attention, in cuts of bounded size
+        self._calls = CallStack(layers, self.config)
+        self._tables: dict[tuple[int, int], list[Any]] = {}
+        self._joined: dict[int, bool] = {}
+        # Adapters name modules in every step; only existing ones are kept, so it is bounded.
+        self._modules: dict[tuple[int, str], nn.Module] = {}
+        self._routers = Routers(model, self.layers, blocks, lambda: self._calls.current)
+
+    def module(self, block: int, path: str) -> nn.Module:
+        """Returns a module of a block.
+
+        Raises:
+            AttributeError: If the block lacks it.
+        """
+        found = self._modules.get((block, path))
+        if found is None:
+            found = self._modules[block, path] = self.layers[block].get_submodule(path)
+        return found
+
+    def forward(self, inputs: SpanInputs, on_boundary: Callable[[], None] | None = None) -> SpanOutputs:
+        """Runs blocks without a session; calls ``on_boundary`` between them, in forward and backward."""
+        past = PrefixPast(inputs.prefix, inputs.blocks) if inputs.prefix else None
+        batch_size, num_new = inputs.hidden.shape[:2]
+        before = 0 if past is None else past.length
+        call = self._call(inputs.blocks, [_Use(inputs.adapters, batch_size, num_new, before)], [inputs])
+        if on_boundary is not None:
+            call.table = self._watched_table(inputs.blocks, call.between, on_boundary)
+        return call.outputs(self.run(call, inputs.hidden, inputs.attention_mask, inputs.position_ids, past))
+
+    def step(self, step: StepInputs, cache: KVCache) -> SpanOutputs:
+        """Runs the new tokens of one session and writes to its cache, which has room for them."""
+        use = _Use(step.adapters, cache.batch_size, step.hidden.shape[1], cache.length)
+        call = self._call(step.blocks, [use], [step])
+        past = SessionPast(cache, self._joined)
+        return call.outputs(self.run(call, step.hidden, padding_of(step), step.position_ids, past))
+
+    def step_packed(self, steps: Sequence[StepInputs], caches: Sequence[KVCache]) -> list[SpanOutputs]:
+        """Runs the new tokens of several sessions in one forward and writes to their caches."""
+        parts: list[PackedRows] = []
+        start = 0
+        for step, cache in zip(steps, caches, strict=True):
+            parts.append(PackedRows(step, cache, start))
+            start += parts[-1].num_tokens
+        hidden = torch.cat([step.hidden.reshape(1, -1, self.hidden_size) for step in steps], dim=1)  # [1, T, D]
+        positions = torch.cat([part.positions() for part in parts], dim=1)
+        uses = [_Use(part.step.adapters, part.batch_size, part.num_new, part.length - part.num_new) for part in parts]
+        call = self._call(steps[0].blocks, uses, steps)
+        call.attention = PACKED
+        with packed_past(PackedPast(parts, self.attention, self._joined)) as past:
+            hidden = self.run(call, hidden, None, positions, past)
+        return [part.outputs(hidden, call) for part in parts]
+
+    def run(
+        self,
+        call: Call,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past: Past | None = None,
+    ) -> Tensor:
+        """Runs the model's forward with a call in force; returns its last hidden states."""
+        with self._calls.running(call):
+            output = self.model(
+                inputs_embeds=hidden,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=past,
+                use_cache=past is not None,
+            )
+        last: Tensor = output.last_hidden_state
+        return last
+
+    def table(self, blocks: range) -> list[Any]:
+        """Returns a call's table that runs ``blocks`` and skips all others."""
+        key = (blocks.start, blocks.stop)
+        if key not in self._tables:
+            pairs = enumerate(zip(self.layers, self._skipped, strict=True))
+            self._tables[key] = [layer if index in blocks else skipped for index, (layer, skipped) in pairs]
+        return self._tables[key]
+
+    @functools.cached_property
+    def _skipped(self) -> list[SkippedBlock]:
+        return [SkippedBlock(layer, self.passes_tuples) for layer in self.layers]
+
+    def _call(self, blocks: range, uses: Sequence[_Use], asked: Sequence[SpanInputs]) -> Call:
+        between: list[Tensor] | None = [] if any(inputs.collect_hidden for inputs in asked) else None
+        call = Call(
+            table=self.table(blocks) if between is None else self._watched_table(blocks, between, None),
+            attention=self.attention,
+            router_logits={} if any(inputs.collect_router for inputs in asked) else None,
+            between=between,
+        )
+        if any(use.adapters.adapters for use in uses):
+            new = [use.num_new for use in uses for _ in range(use.num_rows)]
+            total = [use.before + use.num_new for use in uses for _ in range(use.num_rows)]
+            tokens = TokenRows(new, total, self.device)
+            call.patches = adapter_patches([(use.adapters, use.num_rows) for use in uses], blocks, self.module, tokens)
+        return call
+
+    def _watched_table(
+        self, blocks: range, between: list[Tensor] | None, boundary: Callable[[], None] | None
+    ) -> list[Any]:
+        def seen(_: int, hidden: Tensor) -> None:
+            if between is not None:
+                between.append(hidden)
+            if boundary is not None:
+                if hidden.requires_grad:
+                    hidden.register_hook(lambda _: boundary())
+                boundary()
+
+        table = list(self.table(blocks))
+        for block in blocks[:-1]:
+            table[block] = Watched(self.layers[block], block, seen)
+        return table
+
+
+def _compute_dtype(model: nn.Module) -> torch.dtype:
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.ndim > 1:
+            return parameter.dtype
+    return torch.get_default_dtype()

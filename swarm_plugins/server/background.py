@@ -1,0 +1,81 @@
+"""Long work and tidying up next to a server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from swarm_plugins.server.service import Service
+
+__all__ = ["drain", "in_thread", "sweep"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SWEEP_EVERY_S = 10.0
+_IDLE_LOAD = 0.02
+"""A server less busy than this has time to tidy up."""
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Runs a long function in a daemon thread: the process can end in the middle of it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]  # T may be None
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as exc:  # noqa: BLE001 - raised where it is awaited
+            error = exc
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:
+            log.debug("the event loop was closed before a thread ended")
+
+    threading.Thread(target=run, name="swarm-load", daemon=True).start()
+    return await future
+
+
+async def sweep(service: Service) -> None:
+    """Drops expired graphs from time to time, and returns freed memory to the system after busy periods."""
+    was_busy = False
+    while True:
+        await asyncio.sleep(_SWEEP_EVERY_S)
+        service.activations.drop_expired()
+        is_busy = service.scheduler.load > _IDLE_LOAD
+        if was_busy and not is_busy:
+            await in_thread(_return_free_memory)
+        was_busy = is_busy
+
+
+async def drain(service: Service, grace_s: float) -> None:
+    """Waits until all submitted work is answered, ``grace_s`` at most."""
+    deadline = asyncio.get_running_loop().time() + grace_s
+    while service.scheduler.num_waiting and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+
+
+def _return_free_memory() -> None:
+    """Asks the C library to return freed memory to the system, where it can.
+
+    After large batches glibc keeps the freed memory for the next ones: a server that has been idle for a while would
+    look several times larger than it is.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

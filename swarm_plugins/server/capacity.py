@@ -1,0 +1,117 @@
+"""How many blocks fit in this machine's memory, and how fast they run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.blocks.runner import SpanRunner, StepInputs
+from swarm_plugins.checkpoint import Checkpoint, TensorInfo
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.server.config import ServeConfig
+
+__all__ = ["Speed", "blocks_that_fit", "measure"]
+
+_MEASURE_S = 1.0
+_MAX_ROUNDS = 5
+_FORWARD_TOKENS = 64
+_USABLE_SHARE = 0.9
+_QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.57}
+"""Bytes per weight, scales included."""
+_EXPERTS = ".experts."
+"""Part of expert tensors' names in nearly all families, and in quantized stores with a dot before. In other families
+fewer blocks are taken than would fit."""
+
+
+def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_bytes: int | None = None) -> int:
+    """Returns how many blocks fit in memory besides the budgets for caches and graphs.
+
+    A block counts as the whole checkpoint over the number of blocks; embeddings make that a little too large, which
+    leaves a margin.
+
+    Args:
+        checkpoint: The model.
+        config: Device, dtype, quantization and budgets.
+        available_bytes: Free memory. None: asks the device.
+
+    Raises:
+        ConfigError: If not even one block fits.
+    """
+    num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+    if available_bytes is None:
+        available_bytes = _free_bytes(torch.device(config.device))
+    room = available_bytes * _USABLE_SHARE - config.kv_bytes - config.activation_bytes
+    if config.offload is not None:
+        room -= config.offload.fast_bytes or 0
+    block_bytes = sum(_hosted_bytes(info, config) for info in checkpoint.tensors.values()) / num_blocks
+    fitting = int(room // max(block_bytes, 1.0)) if room > 0 else 0
+    if fitting < 1:
+        raise ConfigError(
+            f"not one block of {checkpoint.name} fits: a block takes about {block_bytes / 1e6:.0f} MB, "
+            f"{available_bytes / 1e6:.0f} MB are free and {(config.kv_bytes + config.activation_bytes) / 1e6:.0f} MB "
+            "of these are set aside for caches and graphs; lower kv_bytes and activation_bytes, or quantize"
+        )
+    return min(fitting, num_blocks)
+
+
+def _hosted_bytes(info: TensorInfo, config: ServeConfig) -> float:
+    if config.offload is not None and _EXPERTS in f".{info.name}":
+        return 0.0
+    numel, dtype = math.prod(info.shape), info.dtype
+    if len(info.shape) > 1 and config.quantization in _QUANTIZED_BYTES:
+        return numel * _QUANTIZED_BYTES[config.quantization]
+    if config.dtype is not None and dtype.is_floating_point:
+        dtype = getattr(torch, config.dtype)
+    return float(numel * dtype.itemsize)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+class Speed(NamedTuple):
+    """Speed of a span per block, measured before it is announced."""
+
+    throughput: float
+    """Tokens per second through one block in a batched forward."""
+    decode_s: float
+    """Seconds of one single-token step through one block."""
+
+
+def measure(runner: SpanRunner, *, max_tokens: int) -> Speed:
+    """Measures a span on random hidden states; runs on the compute thread, or before it starts."""
+    blocks, device = runner.spec.blocks, runner.spec.device
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = max(1, min(_FORWARD_TOKENS, max_tokens))
+    hidden = torch.randn(1, num_tokens, runner.spec.hidden_size, generator=generator).to(device, runner.spec.dtype)
+    with torch.inference_mode():
+        cache = runner.new_cache(1, blocks)
+        try:
+            step = StepInputs(cache=cache, blocks=blocks, hidden=hidden[:, :1])
+            decode_s = _median_s(lambda: runner.step([step]), device)
+        finally:
+            cache.close()
+        forward_s = _median_s(lambda: runner.forward(SpanInputs(blocks=blocks, hidden=hidden)), device)
+    return Speed(throughput=num_tokens * len(blocks) / forward_s, decode_s=decode_s / len(blocks))
+
+
+def _median_s(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the median time of a few runs after a warm-up, within a time budget."""
+    run()
+    times: list[float] = []
+    while len(times) < _MAX_ROUNDS and (not times or sum(times) < _MEASURE_S):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return max(statistics.median(times), 1e-9)
