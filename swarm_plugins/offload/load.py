@@ -20,13 +20,8 @@ from swarm_plugins.offload.model.saving import refuse_saving
 
 __all__ = ["load_offloaded"]
 
-_DTYPES = {
-    "auto": None,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DTYPES: dict[str, torch.dtype | None] = {"auto": None} | {str(one).removeprefix("torch."): one for one in _FLOATS}
 
 
 def load_offloaded(

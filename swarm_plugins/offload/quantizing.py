@@ -100,7 +100,9 @@ def quantize_checkpoint(
         layers = {layer: one.layer for layer, one in formats.items()}
         manifest = Manifest.make(parts.checkpoint.version, expert_bits, other_bits, layers, linears)
         write_json(work / OWN_INDEX_FILE, {"weight_map": weight_map})
-        _copy_files(small_files, work)
+        for name, path in small_files.items():
+            if not (work / name).exists():
+                shutil.copyfile(path, work / name)
         _write_config(parts, work, manifest)
         # Last: a directory without the manifest is not a store.
         (work / MANIFEST_FILE).write_bytes(manifest.with_config(work / CONFIG_FILE).encode())
@@ -240,12 +242,6 @@ def _check_inside(path: Path, directory: Path) -> None:
             f"{path} is a link to {target}, which is not part of the checkpoint: put a copy of the file in its place, "
             "or remove the link"
         )
-
-
-def _copy_files(files: dict[str, Path], work: Path) -> None:
-    for name, path in files.items():
-        if not (work / name).exists():
-            shutil.copyfile(path, work / name)
 
 
 def _check_finite(key: ExpertKey, tensors: dict[str, Tensor]) -> None:

@@ -72,10 +72,10 @@ class _Extra(NamedTuple):
 
     def is_same(self, other: _Extra) -> bool:
         """Returns whether both hold the same objects: parameters, not values computed for each token."""
-        if len(self.arguments) != len(other.arguments) or self.keywords.keys() != other.keywords.keys():
-            return False
-        is_same = all(mine is theirs for mine, theirs in zip(self.arguments, other.arguments, strict=True))
-        return is_same and all(self.keywords[name] is other.keywords[name] for name in self.keywords)
+        return self._identities() == other._identities()
+
+    def _identities(self) -> tuple[list[int], dict[str, int]]:
+        return [*map(id, self.arguments)], {name: id(value) for name, value in self.keywords.items()}
 
 
 @dataclass(slots=True)

@@ -29,12 +29,7 @@ class _Kept(NamedTuple):
 class PinnedLoader:
     """Copies experts from RAM, after reading missing ones into it; a `Loader`.
 
-    Args:
-        store: Locates the bytes.
-        formats: Their meaning, by layer.
-        copies: Brings them to the device.
-        ram_bytes: Bytes for experts in RAM. An expert that does not fit passes through a buffer of its reader.
-        queue: The threads that load.
+    Experts beyond ``ram_bytes`` pass through a buffer of their reader.
     """
 
     def __init__(

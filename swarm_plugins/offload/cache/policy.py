@@ -33,13 +33,9 @@ _DECAY = 0.5
 
 
 class Residency:
-    """Decides which experts are resident and which have to go.
+    """Decides which experts are resident within a budget and which have to go.
 
-    Args:
-        num_experts: Experts of each layer.
-        expert_bytes: Size of an expert of each layer.
-        budget_bytes: Bytes of all residents together.
-        pinned_share: Share of the budget for the busiest experts, which are evicted only if nothing else can be.
+    A share of the budget is for the busiest experts, which are evicted only if nothing else can be.
     """
 
     def __init__(
@@ -87,11 +83,7 @@ class Residency:
         return self._holds[key.layer][key.expert] > 0
 
     def admit(self, key: ExpertKey) -> list[ExpertKey] | None:
-        """Makes an expert resident.
-
-        Returns:
-            The experts evicted to make room; None, with nothing changed, if everything is held.
-        """
+        """Makes an expert resident; returns those evicted to make room, or None if everything is held."""
         missing = self.used_bytes + self._bytes[key.layer] - self.budget_bytes
         victims: list[ExpertKey] = []
         if missing > 0:

@@ -46,7 +46,7 @@ class Slot:
 
 
 class Slots:
-    """Fills and empties slots as the policy decides.
+    """Fills and empties slots of a memory as a policy decides.
 
     Args:
         policy: Decides which experts stay.
@@ -82,10 +82,7 @@ class Slots:
         return self._slots[layer]
 
     def fetch(self, key: ExpertKey, *, is_guess: bool) -> Slot | None:
-        """Returns the slot of an expert, held for the caller, after starting to fill one if there was none.
-
-        Returns:
-            None if everything is held, so that there is no room now.
+        """Returns the slot of an expert, held for the caller, after starting to fill one; None if there is no room now.
 
         Raises:
             CapacityError: If the system has no memory left for the budget.

@@ -47,11 +47,8 @@ def _private(num_bytes: int) -> mmap.mmap | None:
     """Returns memory with huge pages, which Linux does not give to shared memory, Python's default.
 
     A disk writes to them in larger requests: 2.6 GB/s instead of 1.2 to 1.7 on a virtual disk, at a sixth of the
-    processor's time.
-
-    Returns:
-        None where a fork would share the memory: the disk could then write to the other process's pages (open(2),
-        O_DIRECT), and each expert that is read over would be kept for that process.
+    processor's time. None where a fork would share the memory: the disk could then write to the other process's pages
+    (open(2), O_DIRECT), and each overwritten expert would be kept for that process.
     """
     if sys.platform != "linux":
         return None
@@ -93,12 +90,9 @@ def device_buffer(device: torch.device) -> Callable[[int], Tensor]:
 
 
 class BufferPool:
-    """Buffers of several sizes within one budget, taken when first needed, then reused. Not thread-safe.
+    """Buffers of several sizes, free ones included, within a budget; made when first needed, then reused.
 
-    Args:
-        limit_bytes: Most bytes of all buffers together, free ones included.
-        allocate: Makes a buffer.
-        name: Name of the budget, for messages.
+    Not thread-safe. The name of the budget is for messages.
     """
 
     def __init__(self, limit_bytes: int, allocate: Callable[[int], Tensor], name: str) -> None:

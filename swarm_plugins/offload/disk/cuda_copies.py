@@ -65,13 +65,7 @@ class CudaCopies:
         self._own_stream().wait_event(event)
 
     def start(self, source: Tensor, into: Tensor, convert: Callable[[Tensor, Tensor], None] | None) -> CudaCopy:
-        """Starts a copy.
-
-        Args:
-            source: ``[num_bytes]`` of uint8 in page-locked RAM.
-            into: Buffer on the device.
-            convert: Makes the buffer's bytes from the source's, on the device; None: copies them as they are.
-        """
+        """Starts a copy from page-locked RAM into a buffer on the device, and a conversion there if one is given."""
         stream = self._own_stream()
         # Allocates outside inference mode: later calls outside of it reuse the staging buffer.
         with torch.cuda.stream(stream), torch.inference_mode(False), torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -92,18 +93,19 @@ class RangeReader:
         if self._queue is None or job.is_guess or half < _LEAST_SHARED_BYTES:
             return self._read_runs(ranges, into, job)
         first, second = _split(ranges, half)
-        other = _Half(lambda: self._read_runs(second, into, job))
-        self._queue.submit(other.job)
+        other, result = _half(lambda: self._read_runs(second, into, job))
+        self._queue.submit(other)
         try:
             num_bytes = self._read_runs(first, into, job)
         except BaseException:
             # The other half writes to the buffer, too: it has to end first.
-            if not self._queue.cancel(other.job):
-                other.result()
+            if not self._queue.cancel(other):
+                result.result()
             raise
-        if self._queue.cancel(other.job):
+        if self._queue.cancel(other):
             return num_bytes + self._read_runs(second, into, job)
-        return num_bytes + other.result()
+        # The disk's own time is the only bound, as for any read.
+        return num_bytes + result.result()
 
     def _read_runs(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
         return sum(self._read_run(run, into, job) for run in _runs(ranges))
@@ -176,30 +178,17 @@ class RangeReader:
             return file
 
 
-class _Half:
-    """Half of a read, on whichever thread gets to it first."""
+def _half(read: Callable[[], int]) -> tuple[Job, Future[int]]:
+    """Returns half of a read, for whichever thread gets to it first, and its result."""
+    future: Future[int] = Future()
 
-    def __init__(self, read: Callable[[], int]) -> None:
-        self._read = read
-        self._done = threading.Event()
-        self._num_bytes = 0
-        self._error: Exception | None = None
-        self.job = Job(self._run, is_guess=False)
-
-    def result(self) -> int:
-        """Waits, and returns the bytes taken from disk; the disk's own time is the only bound, as for any read."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        return self._num_bytes
-
-    def _run(self, job: Job) -> None:
+    def run(job: Job) -> None:
         try:
-            self._num_bytes = self._read()
-        except Exception as error:  # noqa: BLE001 - half an expert must not pass for a whole one
-            self._error = error
-        finally:
-            self._done.set()
+            future.set_result(read())
+        except BaseException as error:  # noqa: BLE001 - half an expert must not pass for a whole one
+            future.set_exception(error)
+
+    return Job(run, is_guess=False), future
 
 
 class Target(NamedTuple):

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -84,29 +85,31 @@ def expert_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7
         reader.close()
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
+
+
 def _sizes(files: Sequence[Path]) -> dict[Path, int]:
     sizes = {}
     for path in files:
-        try:
+        with _named(path):
             sizes[path] = path.stat().st_size
-        except OSError as exc:
-            raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
     return sizes
 
 
 def _read_pieces(files: Sequence[Path], block: int, ends_at: float, seed: int) -> int:
-    choose = random.Random(seed)
-    sizes = _sizes(files)
-    total = 0
+    choose, sizes, total = random.Random(seed), _sizes(files), 0
     # Memory as experts get it: with smaller pages the disk is slower.
     buffer = host_buffer(max(block, MIN_MAPPED_BYTES)).numpy()[:block].data
     while total == 0 or time.monotonic() < ends_at:
         (path,) = choose.choices(files, weights=list(sizes.values()))
         start = choose.randrange(max(1, sizes[path] - block)) // _PAGE * _PAGE
-        try:
+        with _named(path):
             total += _read_piece(path, start, buffer)
-        except OSError as exc:
-            raise CheckpointError(f"{path} cannot be read ({exc.strerror}) while the disk is measured") from exc
     return total
 
 
@@ -119,10 +122,9 @@ def _read_piece(path: Path, start: int, buffer: memoryview) -> int:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, start, len(buffer), os.POSIX_FADV_DONTNEED)
     try:
-        count = os.preadv(descriptor, [buffer], start)
+        return os.preadv(descriptor, [buffer], start)
     finally:
         os.close(descriptor)
-    return count
 
 
 def link_rate(device: torch.device) -> float | None:

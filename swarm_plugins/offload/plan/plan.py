@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -182,7 +181,7 @@ def make_plan(sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes
         config=config,
         speeds=speeds,
         forecast=forecast(sizes, speeds, fast_bytes=fast, ram_bytes=ram_bytes),
-        alternatives=tuple(_alternatives(sizes, speeds, room, ram_bytes)),
+        alternatives=_alternatives(sizes, speeds, room, ram_bytes),
     )
 
 
@@ -207,15 +206,18 @@ def _free_bytes(device: torch.device) -> int:
     return int((torch.cuda.mem_get_info(device)[0] if is_cuda else psutil.virtual_memory().available) * _USABLE_SHARE)
 
 
-def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) -> Sequence[Alternative]:
+def _alternatives(sizes: ModelSizes, speeds: Speeds, room: int, ram_bytes: int) -> tuple[Alternative, ...]:
     if sizes.quantized_bits is not None:
         return ()
     original_bits = num_bits(sizes.expert_bits)
     # Whole numbers only: by size and reads, nf4 is the same as 4.
     narrower = [bits for bits in EXPERT_BITS if isinstance(bits, int) and bits < original_bits]
-    found = []
-    for bits in sorted(narrower, reverse=True):
-        ratio = stored_bits_ratio(bits, original_bits)
-        expected = forecast(sizes, speeds, fast_bytes=room, ram_bytes=ram_bytes, bits_ratio=ratio)
-        found.append(Alternative(expert_bits=bits, expert_bytes=round(sizes.expert_bytes * ratio), forecast=expected))
-    return found
+    ratios = {bits: stored_bits_ratio(bits, original_bits) for bits in sorted(narrower, reverse=True)}
+    return tuple(
+        Alternative(
+            expert_bits=bits,
+            expert_bytes=round(sizes.expert_bytes * ratio),
+            forecast=forecast(sizes, speeds, fast_bytes=room, ram_bytes=ram_bytes, bits_ratio=ratio),
+        )
+        for bits, ratio in ratios.items()
+    )

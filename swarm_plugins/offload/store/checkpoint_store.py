@@ -15,11 +15,7 @@ __all__ = ["CheckpointStore", "FetchedFiles"]
 
 
 class FetchedFiles:
-    """The files of a store: as they are when they are fetched they are read later, or not at all.
-
-    Args:
-        file_path: Returns the path of a file, after downloading it if need be.
-    """
+    """The files of a store, downloaded if need be; a file that changes afterwards is not read."""
 
     def __init__(self, file_path: Callable[[str], Path]) -> None:
         self._file_path = file_path
@@ -42,12 +38,7 @@ class FetchedFiles:
 
 
 class CheckpointStore:
-    """An [`ExpertStore`][swarm_plugins.offload.interfaces.ExpertStore] over an unchanged checkpoint.
-
-    Args:
-        layers: The fused parameters of each layer that has experts.
-        file_path: Returns the path of a file of the checkpoint, after downloading it if need be.
-    """
+    """An [`ExpertStore`][swarm_plugins.offload.interfaces.ExpertStore] over the fused parameters in a checkpoint."""
 
     def __init__(self, layers: Mapping[int, Sequence[ExpertTensor]], file_path: Callable[[str], Path]) -> None:
         self._layers = layers

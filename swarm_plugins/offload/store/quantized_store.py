@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import CheckpointError
@@ -37,13 +37,7 @@ _MAX_CHARS = 500
 
 
 class QuantizedStore:
-    """An [`ExpertStore`][swarm_plugins.offload.interfaces.ExpertStore] over the files of a quantized store.
-
-    Args:
-        checkpoint: The store's files.
-        manifest: Its manifest.
-        layers: The layers whose experts are wanted; None: all.
-    """
+    """An [`ExpertStore`][swarm_plugins.offload.interfaces.ExpertStore] over all or some layers of a quantized store."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, layers: Container[int] | None = None) -> None:
         self.manifest = manifest
@@ -237,10 +231,16 @@ def open_quantized(checkpoint: Checkpoint, *, base_revision: str | None = None) 
     Raises:
         CheckpointError: If it is damaged, or was made from another revision.
     """
-    if _quantization(checkpoint.config).get("quant_method") != QUANT_METHOD:
+    stated = getattr(checkpoint.config, "quantization_config", None)
+    if not isinstance(stated, Mapping) or stated.get("quant_method") != QUANT_METHOD:
         return None
     manifest = read_manifest(checkpoint.file_path(MANIFEST_FILE))
-    _check_config(checkpoint, manifest)
+    config_path = checkpoint.file_path(CONFIG_FILE)
+    # Stores made by earlier versions do not record it.
+    if manifest.config_sha256 and manifest.config_sha256 != config_hash(config_path):
+        raise CheckpointError(
+            f"{config_path} is not the one that the store was made with: put that back, or run swarm quantize again"
+        )
     base = manifest.base_version
     if base_revision is not None and base_revision != base.revision:
         raise CheckpointError(
@@ -250,17 +250,3 @@ def open_quantized(checkpoint: Checkpoint, *, base_revision: str | None = None) 
     store = QuantizedStore(checkpoint, manifest)
     store.check()
     return store
-
-
-def _check_config(checkpoint: Checkpoint, manifest: Manifest) -> None:
-    path = checkpoint.file_path(CONFIG_FILE)
-    # Stores made by earlier versions do not record it.
-    if manifest.config_sha256 and manifest.config_sha256 != config_hash(path):
-        raise CheckpointError(
-            f"{path} is not the one that the store was made with: put that back, or run swarm quantize again"
-        )
-
-
-def _quantization(config: PreTrainedConfig) -> Mapping[str, object]:
-    found = getattr(config, "quantization_config", None)
-    return found if isinstance(found, Mapping) else {}
