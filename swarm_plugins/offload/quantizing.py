@@ -174,12 +174,7 @@ def _write_experts(parts: Parts, formats: dict[int, _LayerFormat], work: Path, p
 
 
 def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """Returns the tensors outside experts as a store has them, and the shapes of quantized linear layers by name.
-
-    Args:
-        model: The model, its linear layers not quantized.
-        bits: Width of linear layers: 16, 8, 4 or ``nf4``.
-    """
+    """Returns tensors outside experts as a store has them, and the shapes of quantized linear layers by name."""
     candidates = quantizable_linears(model)
     halved = {f"{name}.weight" for name in candidates}
     halved.update(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding))

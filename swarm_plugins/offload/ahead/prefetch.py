@@ -47,10 +47,6 @@ def install_prefetch(model: nn.Module, cache: BoundedCache) -> None:
 
     Routers that need inputs not known early (token ids, another layer's state) are left alone: their layers are not
     guessed.
-
-    Args:
-        model: With offloaded experts; the blocks with experts in the order of the cache's layers.
-        cache: The cache of its experts.
     """
     routers = _routers(model)
     layers = sorted(cache.num_experts)

@@ -41,14 +41,9 @@ class PayTrial:
         self._began_s: float | None = None
 
     def begin_pass(self, now_s: float, *, is_decode: bool) -> bool:
-        """Notes that a pass begins, which ends the one before.
+        """Notes that a pass begins, which ends the one before, and returns whether to guess in it.
 
-        Args:
-            now_s: The time.
-            is_decode: Whether it is a pass of few tokens; others are not compared.
-
-        Returns:
-            Whether to guess in this pass.
+        Only decoding passes, of few tokens, are compared.
         """
         began, self._began_s = self._began_s, now_s if is_decode else None
         if not is_decode or began is None:

@@ -55,16 +55,7 @@ def make_cache(
 
 
 class BoundedCache:
-    """Lends experts out of a bounded memory; an `ExpertCache`. Thread-safe.
-
-    Args:
-        store: Locates the bytes.
-        formats: Their meaning, by layer.
-        config: Budgets and habits.
-        loader: Brings missing experts to fast memory.
-        pool: The fast memory.
-        queue: The threads that load.
-    """
+    """Lends experts of a store out of a pool of fast memory, which a loader fills; an `ExpertCache`. Thread-safe."""
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,37 +26,28 @@ from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
 __all__ = ["Slot", "Slots"]
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One expert in fast memory, or on its way there."""
 
-    __slots__ = ("arrival", "buffer", "error", "is_ready", "job", "key", "place", "views")
-
-    def __init__(self, key: ExpertKey, buffer: Tensor, place: Tensor, views: Mapping[str, Tensor]) -> None:
-        self.key = key
-        self.buffer = buffer
-        """As the pool gave it."""
-        self.place = place
-        """The part of its memory that the expert fills."""
-        self.views = views
-        self.is_ready = False
-        self.job: Job | None = None
-        """The read that fills it, until it has ended."""
-        self.error: Exception | None = None
-        self.arrival: CudaCopy | None = None
-        """The copy to the device, if it may still be under way."""
+    key: ExpertKey
+    buffer: Tensor
+    """As the pool gave it."""
+    place: Tensor
+    """The part of its memory that the expert fills."""
+    views: Mapping[str, Tensor]
+    is_ready: bool = False
+    job: Job | None = None
+    """The read that fills it, until it has ended."""
+    error: Exception | None = None
+    arrival: CudaCopy | None = None
+    """The copy to the device, if it may still be under way."""
 
 
 class Slots:
-    """Fills and empties slots of a memory as a policy decides.
+    """Fills and empties slots of a pool as a policy decides.
 
-    Args:
-        policy: Decides which experts stay.
-        pool: The memory.
-        layouts: How an expert of each layer lies in its buffer.
-        loader: Fills buffers.
-        queue: The reader threads.
-        counters: Counts bytes read.
-        changed: Notified when a read has ended or a hold was given back; its lock is the owner's.
+    ``changed``, with the owner's lock, is notified when a read has ended or a hold was given back.
     """
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,23 +14,24 @@ from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, host_buffer
 __all__ = ["CudaCopies", "CudaCopy"]
 
 
+@dataclass(frozen=True, slots=True)
 class CudaCopy:
-    """One copy to a device that has been started; ``event`` is recorded behind it."""
+    """One copy to a device that has been started."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
+    event: torch.cuda.Event
+    """Recorded behind it."""
+    device: torch.device
 
     def before_use(self) -> bool:
         """Makes the stream that computes wait for the copy; returns whether the copy has ended."""
-        if self._event.query():
+        if self.event.query():
             return True
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
         return False
 
     def wait(self) -> None:
         """Waits until the source may be overwritten."""
-        self._event.synchronize()
+        self.event.synchronize()
 
 
 class CudaCopies:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from swarm_plugins.errors import CapacityError
 
@@ -19,17 +20,16 @@ _IDLE_S = 0.25
 _JOIN_S = 5.0
 
 
+@dataclass(slots=True, eq=False)
 class Job:
-    """Something to read, now or as a guess: ``run`` is called once with the job itself and must not raise."""
+    """Something to read, now or as a guess."""
 
-    __slots__ = ("has_begun", "is_cancelled", "is_guess", "run")
-
-    def __init__(self, run: Callable[[Job], None], *, is_guess: bool) -> None:
-        self.run = run
-        self.is_guess = is_guess
-        self.is_cancelled = False
-        """Set by `ReadQueue.cancel`, checked by the thread that runs the job."""
-        self.has_begun = False
+    run: Callable[[Job], None]
+    """Called once with the job itself; must not raise."""
+    is_guess: bool = field(kw_only=True)
+    is_cancelled: bool = field(default=False, init=False)
+    """Set by `ReadQueue.cancel`, checked by the thread that runs the job."""
+    has_begun: bool = field(default=False, init=False)
 
 
 class ReadQueue:

@@ -37,9 +37,7 @@ class ReadCancelled(Exception):
 class RangeReader:
     """Fills buffers from files. Thread-safe; files are opened when first needed and stay open.
 
-    Args:
-        queue: The threads that call `read`: an idle one takes half of an expert that is needed now, so that the disk
-            has two requests at a time.
+    An idle thread of the queue takes half of an expert that is needed now, so that the disk has two requests at a time.
     """
 
     def __init__(self, queue: ReadQueue | None = None) -> None:
@@ -56,7 +54,7 @@ class RangeReader:
         Args:
             ranges: Its bytes.
             into: ``[num_bytes]`` of uint8, writable.
-            job: What it is read for; checked for cancellation between chunks.
+            job: Checked for cancellation between chunks.
 
         Returns:
             Bytes taken from disk.
@@ -202,14 +200,7 @@ class Target(NamedTuple):
 
 
 def targets_of(first: int, last: int, run: Sequence[FileRange], into: Bytes) -> Iterator[Target]:
-    """Cuts bytes ``first`` to ``last`` of a file, multiples of a block, into what is read in place and what is not.
-
-    Args:
-        first: First byte in the file.
-        last: The byte behind it.
-        run: Ranges in the order of the file.
-        into: The buffer that their offsets count from.
-    """
+    """Cuts the blocks from ``first`` to ``last`` of a file, with sorted ranges, into those read in place and others."""
     address = into.ctypes.data
     position = first
     for item in run:

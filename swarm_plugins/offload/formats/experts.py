@@ -99,13 +99,7 @@ class PlainFormat:
 
 
 class QuantizedFormat:
-    """Experts that the store holds quantized.
-
-    Args:
-        plain: The tensors before they were quantized, weights as ``[out, in]``; tensors of one dimension stay as is.
-        bits: 8, 4, 3, 2 or ``nf4``.
-        device: Where products run.
-    """
+    """Experts that the store holds quantized, from plain weights ``[out, in]``; tensors of one dimension stay as is."""
 
     def __init__(self, plain: BufferLayout, bits: Width, device: torch.device) -> None:
         self._matrices: dict[str, MatrixFormat] = {

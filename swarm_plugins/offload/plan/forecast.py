@@ -69,10 +69,6 @@ def hit_ratio(share: float, num_experts: int = _FEWEST_WITH_HABITS) -> float:
 
     Linear between the measured points; an even, independent use of the experts would give ``share`` itself (every
     cache of ``C`` of ``E`` equally likely experts hits with ``C / E``).
-
-    Args:
-        share: Of all experts, the share that fits in the cache; more than 1 counts as 1.
-        num_experts: Of a layer.
     """
     if num_experts < _FEWEST_WITH_HABITS:
         return min(1.0, max(0.0, share))

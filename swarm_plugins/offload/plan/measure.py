@@ -41,11 +41,6 @@ _LINK_BYTES = 64 << 20
 def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7) -> float:
     """Measures reads of pieces at random places, past the page cache where the file system allows it.
 
-    Args:
-        files: The model's own files.
-        block_bytes: Size of a piece: an expert's.
-        seconds: For how long.
-
     Returns:
         Bytes per second, all threads together.
 

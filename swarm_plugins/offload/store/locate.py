@@ -145,7 +145,7 @@ def _check_unused(names: Sequence[str], used: Sequence[TensorInfo]) -> None:
         module, _, attribute = name.rpartition(".")
         if module in modules and "scale" in attribute:
             raise UnsupportedError(
-                f"the checkpoint has {name!r} beside the weights of experts, so these are stored as codes: give the "
+                f"the checkpoint has {name!r} next to the weights of experts, so they are stored as codes: give the "
                 "unquantized checkpoint"
             )
 
@@ -197,8 +197,8 @@ def _conversion(
             is_transposed = not (operation.check_dims and groups[0][0].shape == expected)
         else:
             raise UnsupportedError(
-                f"{target} is made of {groups[0][0].name} by {type(operation).__name__}, which is no sequence of byte "
-                "ranges: load the model with transformers once and save_pretrained(..., save_original_format=False)"
+                f"{target} is made of {groups[0][0].name} by {type(operation).__name__}, which keeps no byte ranges: "
+                "load the model with transformers once and save_pretrained(..., save_original_format=False)"
             )
     return is_merged, is_transposed
 
@@ -227,7 +227,7 @@ def _check_group(target: str, group: tuple[TensorInfo, ...], num_experts: int, i
         lacking = next((expert for expert in range(num_experts) if expert not in indices), len(group))
         raise CheckpointError(
             f"the checkpoint has {len(group)} of {num_experts} tensors like {group[0].name} for {target}; the first "
-            f"that is missing is that of expert {lacking}: fetch it again"
+            f"that is missing is expert {lacking}'s: fetch it again"
         )
     for info in group:
         if info.shape != group[0].shape or math.prod(info.shape) == 0:
@@ -241,11 +241,7 @@ def _check_further_layers(model: PreTrainedModel, names: Mapping[str, str]) -> N
     """Refuses weights of more layers than the model has: without them it would answer, but nonsense.
 
     Layers for predicting further tokens, which DeepSeek-V3, GLM-4.5 and others append (multi-token prediction,
-    DeepSeek-V3 report, section 2.2) and transformers leaves out, are allowed.
-
-    Args:
-        model: The model that the config describes.
-        names: The name that transformers gives each tensor of the checkpoint.
+    DeepSeek-V3 report, section 2.2) and transformers leaves out, may be there.
     """
     num_layers = len(find_layers(model))
     layers = _by_layer(names, layer_list_name(model))

@@ -146,7 +146,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     try:
         if not path.is_file():
-            raise ValueError("it is missing, or no plain file")
+            raise ValueError("it is missing, or not a plain file")
         size = path.stat().st_size
         if size > _MAX_BYTES:
             raise ValueError(f"it has {size} bytes, allowed are {_MAX_BYTES}")

@@ -89,12 +89,7 @@ class QuantizedStore:
     def install_linears(
         self, model: PreTrainedModel, device: torch.device, places: Mapping[str, str] | None = None
     ) -> None:
-        """Puts the quantized linear layers into a model.
-
-        Args:
-            model: With any modules in their places.
-            device: Where they compute.
-            places: The wanted layers, by name in the store, and their names in the model; None: all, by their names.
+        """Puts quantized linear layers into a model; ``places`` maps wanted ones to names there, None: all as named.
 
         Raises:
             CheckpointError: If scales are not finite.
@@ -222,11 +217,7 @@ def is_quantized_store(name_or_dir: str | Path) -> bool:
 
 
 def open_quantized(checkpoint: Checkpoint, *, base_revision: str | None = None) -> QuantizedStore | None:
-    """Opens a quantized store; None if the checkpoint is an ordinary one.
-
-    Args:
-        checkpoint: Its files.
-        base_revision: Revision of the model that it must have been made from; None: any.
+    """Opens a quantized store, made from a revision of its base or None for any; None if the checkpoint is not a store.
 
     Raises:
         CheckpointError: If it is damaged, or was made from another revision.

@@ -103,7 +103,7 @@ def reshaped(info: TensorInfo, *shape: int) -> TensorInfo:
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"5 of 6 tensors like .*experts\.0\.w1.*missing is that of expert 3"):
+    with pytest.raises(CheckpointError, match=r"5 of 6 tensors like .*experts\.0\.w1.*missing is expert 3"):
         located_with(lambda tensors: tensors.pop(W1.format(3)) and None, tmp_path)
 
 
@@ -179,7 +179,7 @@ def test_weights_with_scales_beside_them_are_refused(tmp_path: Path, name: str) 
     def change(tensors: Tensors) -> None:
         tensors[scales] = dataclasses.replace(reshaped(tensors[W1.format(2)], 1), name=scales)
 
-    with pytest.raises(UnsupportedError, match=rf"experts\.2\.w1\.{name}' beside the weights of experts"):
+    with pytest.raises(UnsupportedError, match=rf"experts\.2\.w1\.{name}' next to the weights of experts"):
         located_with(change, tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_a_huge_number_of_experts_in_the_config_takes_no_memory(tmp_path: Path) 
         model = AutoModelForCausalLM.from_config(config)
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=r"has 6 of 10000000 tensors like .*missing is that of expert 6"):
+        with pytest.raises(CheckpointError, match=r"has 6 of 10000000 tensors like .*missing is expert 6"):
             locate_experts(model, paths_of(model), tensors)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

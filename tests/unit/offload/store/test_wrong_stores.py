@@ -154,5 +154,5 @@ def test_a_manifest_that_is_no_plain_file_is_not_waited_for(made: Path, tmp_path
     store = Path(shutil.copytree(made / "4", tmp_path / "store"))
     (store / MANIFEST_FILE).unlink()
     os.mkfifo(store / MANIFEST_FILE)
-    with pytest.raises(CheckpointError, match=r"swarm_quantized\.json is corrupt .*missing, or no plain file"):
+    with pytest.raises(CheckpointError, match=r"swarm_quantized\.json is corrupt .*missing, or not a plain file"):
         load(store)
