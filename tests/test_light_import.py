@@ -51,16 +51,26 @@ def test_import_loads_no_heavy_package(probe: dict[str, object]) -> None:
     assert probe["heavy"] == []
 
 
+@pytest.fixture(scope="module")
+def torch_cpu_s() -> float:
+    return cpu_seconds("-c", "import torch")[1]
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["status", "--help"], ["bench", "--help"]])
-def test_help_costs_less_than_a_second_of_cpu(arguments: list[str]) -> None:
+def test_help_costs_less_cpu_than_half_an_import_of_torch(arguments: list[str], torch_cpu_s: float) -> None:
+    text, cpu_s = cpu_seconds("-m", "swarm_plugins", *arguments)
+    assert "Usage" in text
+    # About 0.3 s, but how long that is depends on the processor.
+    assert cpu_s < torch_cpu_s / 2
+
+
+def cpu_seconds(*arguments: str) -> tuple[str, float]:
+    """Returns what a Python process prints, and the processor time that it takes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "swarm_plugins", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 0, result.stderr
-    assert "Usage" in result.stdout
-    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert cpu_s < 1.0
+    return result.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize("door", ["a name of the package", "the formats of offloaded experts"])

@@ -7,7 +7,7 @@ import time
 
 from swarm_plugins.testing.in_process import InProcessSwarm
 
-CLOSE_S = 5.0
+CLOSE_S = 30.0
 
 
 def sessions_left(swarm: InProcessSwarm) -> int:

@@ -18,7 +18,7 @@ from swarm_plugins.testing.models import save_tiny, tiny_model
 pytestmark = pytest.mark.swarm
 
 SOME_MODES = ("greedy_padded", "beam_padded", "assisted", "several_turns", "copied_cache")
-CLOSE_S = 10.0
+CLOSE_S = 30.0
 
 
 class Served:

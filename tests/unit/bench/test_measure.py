@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,13 +19,13 @@ from swarm_plugins.bench.measure import (
     process_tree,
 )
 
-HOLD_100_MB = "import sys; held = bytearray(b'x' * 100_000_000); print('ready', flush=True); sys.stdin.read()"
+HOLD = "import sys; held = bytearray(b'x' * {}); print('ready', flush=True); sys.stdin.read()"
 SPIN = "import sys, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('ready', flush=True); sys.stdin.read()"  # noqa: E501
 
 
-@pytest.fixture
-def child(request: pytest.FixtureRequest):
-    command = [sys.executable, "-c", request.param]
+@contextmanager
+def running(program: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", program]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -62,16 +64,16 @@ def test_cpu_ratio_is_of_all_rounds_and_absent_below_the_clock() -> None:
     assert other.cpu_ratio(base) is None
 
 
-@pytest.mark.parametrize("child", [SPIN], indirect=True, ids=["spin"])
-def test_cpu_seconds_counts_children(child: subprocess.Popen[str]) -> None:
-    assert cpu_seconds([child.pid]) >= 0.3
-    assert cpu_seconds([os.getpid()]) >= cpu_seconds([child.pid])
+def test_cpu_seconds_counts_children() -> None:
+    with running(SPIN) as child:
+        assert cpu_seconds([child.pid]) >= 0.3
+        assert cpu_seconds([os.getpid()]) >= cpu_seconds([child.pid])
 
 
-@pytest.mark.parametrize("child", [HOLD_100_MB], indirect=True, ids=["hold"])
-def test_private_bytes_sees_what_a_process_holds(child: subprocess.Popen[str]) -> None:
-    # 100 MB held, and an interpreter of at most 60 MB around them.
-    assert 100e6 <= private_bytes([child.pid], settle_s=0.0) <= 160e6
+def test_private_bytes_sees_what_a_process_holds() -> None:
+    with running(HOLD.format(0)) as empty, running(HOLD.format(100_000_000)) as full:
+        held = private_bytes([full.pid], settle_s=0.0) - private_bytes([empty.pid], settle_s=0.0)
+    assert held == pytest.approx(100e6, rel=0.05)
 
 
 def test_a_process_that_is_gone_counts_as_nothing() -> None:

@@ -50,9 +50,9 @@ def test_who_waits_when_the_loop_ends_waits_no_longer() -> None:
 
     user = threading.Thread(target=use)
     user.start()
-    assert has_begun.wait(5.0)
+    assert has_begun.wait(30.0)
     loop.close()
-    user.join(5.0)
+    user.join(30.0)
     assert not user.is_alive()
     assert len(outcome) == 1
     assert has_cleaned_up.is_set()

@@ -18,7 +18,7 @@ from swarm_plugins.hub.push import push_folder
 from swarm_plugins.local_hub import LocalHub
 
 TOKEN = "token-of-alice"
-HELD_S = 10.0
+HELD_S = 30.0
 FAST = RetryPlan(attempts=2, first_pause_s=0.01, attempt_s=20.0)
 MakeFolder = Callable[..., Path]
 

@@ -120,8 +120,8 @@ def borrowed(cache: BoundedCache, layer: int, experts: Sequence[int]) -> dict[in
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Waits for what other threads do, for 5 s at the most."""
-    deadline = time.monotonic() + 5
+    """Waits for what other threads do, for 30 s at the most."""
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -18,6 +18,6 @@ def store(tmp_path: Path) -> FakeStore:
 
 @pytest.fixture
 def cache(store: FakeStore) -> Iterator[BoundedCache]:
-    cache = make(store, num_fast=4, read_timeout_s=5)
+    cache = make(store, num_fast=4, read_timeout_s=30)
     yield cache
     cache.close()

@@ -33,10 +33,10 @@ def handlers() -> dict[str, dict[str, Handler]]:
 def test_messages_go_there_and_back_through_the_encoder() -> None:
     async def main() -> None:
         transport = LocalTransport(handlers())
-        channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
+        channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
         sent = torch.randn(3, 5)
         await channel.send(ForwardResponse(hidden=sent))
-        received = await channel.receive(timeout_s=1.0)
+        received = await channel.receive(timeout_s=10.0)
         assert isinstance(received, ForwardResponse)
         assert torch.equal(received.hidden, sent)
         assert received.hidden.data_ptr() != sent.data_ptr()
@@ -56,9 +56,9 @@ def test_peers_that_are_not_there_cannot_be_reached() -> None:
         transport = LocalTransport(handlers())
         for peer, rpc in [("c", "rpc_info"), ("b", "rpc_forward")]:
             with pytest.raises(TransportError, match="cannot be reached"):
-                await transport.open(peer, rpc, timeout_s=1.0)
+                await transport.open(peer, rpc, timeout_s=10.0)
         with pytest.raises(ConfigError, match="unknown rpc"):
-            await transport.open("a", "rpc_x", timeout_s=1.0)
+            await transport.open("a", "rpc_x", timeout_s=10.0)
 
     asyncio.run(main())
 
@@ -68,12 +68,12 @@ def test_killing_a_peer_breaks_its_channels_and_hides_it() -> None:
         transport = LocalTransport(handlers())
         assert await transport.servers("v", 2) == {"a": INFO, "b": INFO}
         assert await transport.servers("w", 2) == {}
-        channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
+        channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
         await transport.kill("a")
         with pytest.raises(TransportError, match="broken"):
-            await channel.receive(timeout_s=1.0)
+            await channel.receive(timeout_s=10.0)
         with pytest.raises(TransportError, match="cannot be reached"):
-            await transport.open("a", "rpc_forward", timeout_s=1.0)
+            await transport.open("a", "rpc_forward", timeout_s=10.0)
         assert set(await transport.servers("v", 2)) == {"b"}
         transport.revive("a")
         assert set(await transport.servers("v", 2)) == {"a", "b"}
@@ -88,9 +88,9 @@ def test_a_handler_that_fails_answers_with_its_fault(caplog: pytest.LogCaptureFi
 
     async def main() -> None:
         transport = LocalTransport({"a": {"rpc_info": broken}})
-        channel = await transport.open("a", "rpc_info", timeout_s=1.0)
-        assert await channel.receive(timeout_s=1.0) == Failure(kind="internal", message="ValueError: oops")
-        assert await channel.receive(timeout_s=1.0) is None
+        channel = await transport.open("a", "rpc_info", timeout_s=10.0)
+        assert await channel.receive(timeout_s=10.0) == Failure(kind="internal", message="ValueError: oops")
+        assert await channel.receive(timeout_s=10.0) is None
         await transport.close()
 
     with caplog.at_level(logging.ERROR):
@@ -103,7 +103,7 @@ async def outcomes(faults: Faults, seed: int, rounds: int = 12) -> list[str]:
     seen = []
     for _ in range(rounds):
         try:
-            channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
+            channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
             await channel.send(ForwardResponse(hidden=torch.zeros(50)))
             # Short only where an answer may never come.
             received = await channel.receive(timeout_s=0.2 if faults.drop else 5.0)
@@ -139,9 +139,9 @@ def test_corruption_is_noticed_or_changes_numbers() -> None:
 def test_only_chosen_peers_are_faulty() -> None:
     async def main() -> None:
         transport = FaultyTransport(LocalTransport(handlers()), Faults(refuse=1.0), peers={"b"})
-        await (await transport.open("a", "rpc_info", timeout_s=1.0)).close()
+        await (await transport.open("a", "rpc_info", timeout_s=10.0)).close()
         with pytest.raises(TransportError, match="injected fault"):
-            await transport.open("b", "rpc_info", timeout_s=1.0)
+            await transport.open("b", "rpc_info", timeout_s=10.0)
         await transport.close()
 
     asyncio.run(main())
@@ -155,7 +155,7 @@ def test_chances_are_chances() -> None:
 def test_a_silent_peer_times_out() -> None:
     async def main() -> None:
         transport = LocalTransport(handlers())
-        channel = await transport.open("a", "rpc_forward", timeout_s=1.0)
+        channel = await transport.open("a", "rpc_forward", timeout_s=10.0)
         with pytest.raises(RequestTimeoutError, match=r"no message from a within 0\.02 s"):
             await channel.receive(timeout_s=0.02)
         await transport.close()

@@ -105,7 +105,7 @@ def test_closing_while_others_wait_wakes_them(store: FakeStore, monkeypatch: pyt
     go_on, real, errors = threading.Event(), os.preadv, []
 
     def hang(*arguments: Any) -> int:
-        go_on.wait(10)
+        go_on.wait(60)
         return real(*arguments)
 
     def borrow() -> None:
@@ -120,9 +120,9 @@ def test_closing_while_others_wait_wakes_them(store: FakeStore, monkeypatch: pyt
     wait_for_borrower(cache)
     closer = threading.Thread(target=cache.close)
     closer.start()
-    borrower.join(5)
+    borrower.join(30)
     go_on.set()
-    closer.join(5)
+    closer.join(30)
     assert not borrower.is_alive()
     assert len(errors) == 1
     assert "closed" in errors[0]

@@ -24,7 +24,7 @@ def step_of(runner: FakeRunner, num_tokens: int = 1, batch_size: int = 1, value:
 
 
 async def until(condition: object) -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 30.0
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
