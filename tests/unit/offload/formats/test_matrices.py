@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from swarm_plugins.offload.formats import grouped
+from swarm_plugins.offload.formats import bnb, grouped
 from swarm_plugins.offload.formats.experts import matrix_format
 from swarm_plugins.offload.formats.grouped import GroupedMatrix, fold, from_tiles, to_tiles, unfold
 from swarm_plugins.offload.formats.matrices import MatrixFormat, multiply
@@ -76,7 +76,9 @@ def test_stored_and_converted_parts_are_the_same_weight(bits: int, shape: tuple[
         part.name: (part.dtype, part.shape) for part in here.stored
     }
     wide = elsewhere.widen(stored, torch.float32)
-    assert torch.equal(here.widen(computed(here, weight), torch.float32), wide)
+    # A CPU without AVX-512 has an order of its own, and widens by a product with bfloat16 results.
+    digits = {"rtol": BFLOAT16, "atol": 1e-6} if here.is_converted else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(here.widen(computed(here, weight), torch.float32), wide, **digits)
     rows = torch.randn(3, shape[1])
     assert torch.equal(elsewhere.product(stored, rows), functional.linear(rows, wide))
 
@@ -95,6 +97,9 @@ def test_a_cpu_with_another_order_of_codes_computes_the_same(bits: int, monkeypa
     torch.testing.assert_close(matrix.widen(parts, torch.float32), wide, rtol=BFLOAT16, atol=1e-6)
 
 
+@pytest.mark.skipif(
+    not bnb._HAS_DOT_PRODUCTS, reason="this CPU multiplies 8 bits as floats, whose sums depend on the rows"
+)
 def test_a_row_of_8_bits_does_not_depend_on_the_rows_beside_it() -> None:
     matrix = matrix_format((64, 96), 8, CPU)
     parts = computed(matrix, torch.randn(64, 96))
