@@ -1,11 +1,11 @@
-"""The wire between client and server: messages, their bytes, libp2p streams, DHT records.
+"""The wire between client and server: messages, their encoding, libp2p streams, DHT records.
 
 | module | what |
 |---|---|
-| `messages` | what client and server say to each other |
+| `messages` | one typed record per message |
 | `channel` | the seam: `Channel`, `Transport`, `Directory`, `Handler` |
 | `wire`, `codec`, `limits` | messages as bytes, and their bounds |
-| `stream`, `p2p_channel`, `contract` | frames on libp2p streams |
+| `stream`, `p2p_channel` | channels over libp2p streams |
 | `node`, `config`, `daemon`, `identity` | a peer of the swarm |
-| `dht`, `records`, `guards` | who serves what, signed; bounds on what hivemind believes |
+| `dht`, `records`, `guards` | signed records of who serves what; bounds on what hivemind accepts |
 """

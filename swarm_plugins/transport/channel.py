@@ -1,4 +1,4 @@
-"""The seam between those who speak (client, server) and what carries the words (libp2p, memory, a faulty line).
+"""The seam between client or server and what carries their messages (libp2p, memory, a faulty line).
 
 A [`Channel`][swarm_plugins.transport.channel.Channel] is one two-way stream of messages between a client and one
 rpc of one peer. Both ends have the same shape, so a server's handler and a client's caller read alike.
@@ -17,10 +17,7 @@ RPC_NAMES = ("rpc_info", "rpc_forward", "rpc_backward", "rpc_session", "rpc_adap
 
 
 class Channel(Protocol):
-    """One two-way stream of messages.
-
-    One task at a time may send and one may receive.
-    """
+    """One two-way stream of messages. One task at a time may send and one may receive."""
 
     @property
     def remote_peer(self) -> str:
@@ -68,7 +65,7 @@ class Transport(Protocol):
 
 
 class Directory(Protocol):
-    """Who serves what."""
+    """Knows who serves what."""
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers announced under a model version, by peer id."""
@@ -76,4 +73,4 @@ class Directory(Protocol):
 
 
 Handler = Callable[[Channel], Awaitable[None]]
-"""A server's side of one rpc: lives as long as the stream, ends when ``receive`` returns None."""
+"""A server's side of one rpc; runs until ``receive`` returns None."""

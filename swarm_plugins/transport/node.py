@@ -1,4 +1,4 @@
-"""A peer of the swarm: identity, libp2p daemon, DHT, streams; all on the running event loop."""
+"""A peer of the swarm: identity, libp2p daemon, DHT and streams on the running event loop."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ import logging
 import weakref
 from collections.abc import Mapping
 from types import TracebackType
+from typing import TypeVar
 
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.contract import protocol_name
 from swarm_plugins.transport.daemon import Daemon, start_daemon
 from swarm_plugins.transport.dht import ModelInfo, SwarmDHT
 from swarm_plugins.transport.guards import install_guards
 from swarm_plugins.transport.identity import IdentityFile
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ServerInfo
-from swarm_plugins.transport.p2p_channel import Acceptor, P2PChannel, open_channel
-from swarm_plugins.transport.stream import ReceiveBudget
+from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, protocol_name
+from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
 
 __all__ = ["ModelInfo", "NodeConfig", "SwarmNode"]
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 
 class SwarmNode:
     """A peer of the swarm; a `Transport` and a `Directory` (see `channel`).
 
-    All methods belong on the event loop that ran ``start``. When the libp2p daemon dies, every waiting and later call
+    Call all methods on the event loop that ran ``start``. When the libp2p daemon dies, every waiting and later call
     raises `TransportError` at once; the node cannot be revived: close it, start another, serve and announce again.
 
     Args:
@@ -45,7 +47,7 @@ class SwarmNode:
         self._identity: IdentityFile | None = None
         self._daemon: Daemon | None = None
         self._dht: SwarmDHT | None = None
-        self._opened: weakref.WeakSet[P2PChannel] = weakref.WeakSet()
+        self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
 
     async def start(self) -> None:
         """Starts the daemon and joins the swarm.
@@ -69,7 +71,7 @@ class SwarmNode:
         log.info("joined as %s", self._daemon.peer_id)
 
     async def close(self) -> None:
-        """Ends all streams, leaves the DHT, ends the daemon. Idempotent."""
+        """Ends all streams, leaves the DHT and ends the daemon. Idempotent."""
         await self._acceptor.close()
         for channel in list(self._opened):
             await channel.close()
@@ -97,25 +99,25 @@ class SwarmNode:
     @property
     def peer_id(self) -> str:
         """Base58 id of this peer."""
-        return self._running().peer_id
+        return _started(self._daemon).peer_id
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has been started, not closed, and its daemon runs."""
+        """Whether the node is started and its daemon runs."""
         return self._daemon is not None and self._daemon.is_alive
 
     @property
     def num_streams(self) -> int:
-        """Incoming streams that are open."""
+        """Number of open incoming streams."""
         return self._acceptor.num_streams
 
     async def wait_dead(self) -> None:
         """Returns when the daemon has ended."""
-        await self._running().wait_dead()
+        await _started(self._daemon).wait_dead()
 
     async def addresses(self) -> tuple[str, ...]:
-        """Returns the addresses by which others reach (and join by) this node; empty in client mode."""
-        daemon = self._running()
+        """Returns the addresses by which others reach and join this node; empty in client mode."""
+        daemon = _started(self._daemon)
         if self._config.client_mode:
             return ()
         visible = await daemon.race(
@@ -129,7 +131,7 @@ class SwarmNode:
         Raises:
             ConfigError: If an rpc is unknown, or the node is in client mode.
         """
-        daemon = self._running()
+        daemon = _started(self._daemon)
         if self._config.client_mode:
             raise ConfigError("a node in client mode cannot serve: start it with client_mode=False")
         for rpc, handler in handlers.items():
@@ -139,7 +141,7 @@ class SwarmNode:
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel; see [`Transport`][swarm_plugins.transport.channel.Transport]."""
-        daemon = self._running()
+        daemon = _started(self._daemon)
         daemon.check_alive()
         channel = await open_channel(
             daemon.socket_path,
@@ -154,31 +156,27 @@ class SwarmNode:
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version; see [`Directory`][swarm_plugins.transport.channel.Directory]."""
-        return await self._joined().servers(version, num_blocks)
+        return await _started(self._dht).servers(version, num_blocks)
 
     async def models(self) -> dict[str, ModelInfo]:
-        """Returns all model versions that are announced, by version."""
-        return await self._joined().models()
+        """Returns all announced model versions, by version."""
+        return await _started(self._dht).models()
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
-        """Says in the DHT that this node serves what ``info`` says, for ``ttl_s`` seconds; repeat before they end.
+        """Announces in the DHT for ``ttl_s`` seconds that this node serves ``info``; repeat it in time.
 
         Raises:
             ConfigError: If ``info`` or ``ttl_s`` is out of range, or the node is in client mode.
             TransportError: If no node of the DHT takes it.
         """
-        await self._joined().announce(info, ttl_s)
+        await _started(self._dht).announce(info, ttl_s)
 
     async def retract(self) -> None:
-        """Takes the announcement back. Idempotent."""
-        await self._joined().retract()
+        """Withdraws the announcement. Idempotent."""
+        await _started(self._dht).retract()
 
-    def _running(self) -> Daemon:
-        if self._daemon is None:
-            raise TransportError("this node is not running: call start() first, and nothing after close()")
-        return self._daemon
 
-    def _joined(self) -> SwarmDHT:
-        if self._dht is None:
-            raise TransportError("this node is not running: call start() first, and nothing after close()")
-        return self._dht
+def _started(part: _T | None) -> _T:
+    if part is None:
+        raise TransportError("this node is not running: call start() first, and nothing after close()")
+    return part

@@ -1,4 +1,8 @@
-"""Channels over libp2p streams: the client's way to open one, the server's way to accept them."""
+"""Channels over libp2p streams: a client opens them, a server accepts them.
+
+Each rpc is a two-way stream of frames (wire.py). hivemind's typed servicers would wrap every frame in a protobuf
+message, with two copies and a new task each, and believe an 8-byte length that the peer declares.
+"""
 
 from __future__ import annotations
 
@@ -6,60 +10,41 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
-from swarm_plugins.errors import RequestTimeoutError, TransportError, one_line
-from swarm_plugins.transport.channel import Handler
+from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
+from swarm_plugins.transport.channel import RPC_NAMES, Handler
 from swarm_plugins.transport.limits import WireLimits
-from swarm_plugins.transport.messages import Codec, Failure, Message
+from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
-from swarm_plugins.transport.wire import decode_body, encode
 
-__all__ = ["Acceptor", "P2PChannel", "open_channel"]
+__all__ = ["Acceptor", "open_channel", "protocol_name"]
 
 log = logging.getLogger(__name__)
 
+# Raise it when old and new peers could not understand each other: they then refuse each other's streams by name.
+_PROTOCOL_VERSION = 1
 
-class P2PChannel:
-    """A channel over one libp2p stream; see [`Channel`][swarm_plugins.transport.channel.Channel]."""
 
-    def __init__(self, remote_peer: str, stream: FrameStream, limits: WireLimits) -> None:
-        self._remote_peer = remote_peer
-        self._stream = stream
-        self._limits = limits
+def protocol_name(rpc: str) -> str:
+    """Returns the libp2p protocol id of an rpc.
 
-    @property
-    def remote_peer(self) -> str:
-        """Base58 id of the peer at the other end, proved by libp2p's handshake."""
-        return self._remote_peer
-
-    @property
-    def stream(self) -> FrameStream:
-        """What carries the frames."""
-        return self._stream
-
-    async def send(self, message: Message, *, codec: Codec = "none") -> None:
-        """Sends one message; see `Channel.send`."""
-        await self._stream.write(encode(message, codec=codec))
-
-    async def receive(self, *, timeout_s: float) -> Message | None:
-        """Receives the next message; see `Channel.receive`."""
-        frame = await self._stream.read(timeout_s)
-        return None if frame is None else decode_body(frame.header, frame.body, self._limits)
-
-    async def close(self) -> None:
-        """Closes the stream. Idempotent."""
-        self._stream.close()
+    Raises:
+        ConfigError: If it is unknown.
+    """
+    if rpc not in RPC_NAMES:
+        raise ConfigError(f"unknown rpc {rpc!r}: expected one of {', '.join(RPC_NAMES)}")
+    return f"/swarm_plugins/{_PROTOCOL_VERSION}/{rpc}"
 
 
 async def open_channel(
     socket_path: str, peer: str, protocol: str, *, timeout_s: float, limits: WireLimits, budget: ReceiveBudget
-) -> P2PChannel:
+) -> FrameStream:
     """Opens a stream to a peer through the daemon that listens on ``socket_path``.
 
     Raises:
@@ -80,7 +65,7 @@ async def open_channel(
             f"peer {peer} has not answered within {timeout_s:g} s: it is down, behind a firewall, or overloaded"
         ) from exc
     except TransportError:
-        # An OSError too, but what the daemon said of the peer; the daemon itself is well.
+        # An OSError too, but about the peer; the daemon itself is well.
         raise
     except (OSError, asyncio.IncompleteReadError) as exc:
         raise TransportError(
@@ -103,13 +88,12 @@ async def _request_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 async def _take_over(
     peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: WireLimits, budget: ReceiveBudget
-) -> P2PChannel:
+) -> FrameStream:
     stream = FrameStream(peer, limits, budget)
-    # Nothing yields between these two lines: with the end marked, reading returns what is buffered at once.
+    # Nothing yields here: with the end marked, reading returns at once what is buffered.
     reader.feed_eof()
-    already_read = await reader.read()
-    stream.attach(writer, already_read)
-    return P2PChannel(peer, stream, limits)
+    stream.attach(writer, await reader.read())
+    return stream
 
 
 class Acceptor:
@@ -134,12 +118,14 @@ class Acceptor:
         self._tasks.add(task)
         try:
             channel = await _take_over(info.peer_id.to_base58(), reader, writer, self._limits, self._budget)
-            async with _closing(channel):
+            try:
                 await self._serve(handler, channel)
+            finally:
+                await channel.close()
         except TransportError as exc:
             log.debug("a stream of peer %s ended: %s", info.peer_id, exc)
         except asyncio.CancelledError:
-            # The last frame of the stream's own task: Python 3.11 reports a cancelled one as a fault.
+            # Not raised again: Python 3.11 reports the cancelled task of a stream as a fault.
             log.debug("a stream of peer %s was ended here", info.peer_id)
         finally:
             self._tasks.discard(task)
@@ -154,7 +140,7 @@ class Acceptor:
             for task in unfinished:
                 log.warning("a handler does not end: %s", task.get_name())
 
-    async def _serve(self, handler: Handler, channel: P2PChannel) -> None:
+    async def _serve(self, handler: Handler, channel: FrameStream) -> None:
         refusal = self._refusal(channel.remote_peer)
         if refusal is not None:
             await channel.send(Failure(kind="overloaded", message=refusal))
@@ -172,12 +158,12 @@ class Acceptor:
     def _refusal(self, peer: str) -> str | None:
         if self._streams[peer] >= self._limits.max_streams_per_peer:
             return (
-                f"peer {peer} holds {self._streams[peer]} streams here, allowed are "
+                f"peer {peer} holds {self._streams[peer]} streams here, the limit is "
                 f"{self._limits.max_streams_per_peer}: close idle sessions"
             )
         if self.num_streams >= self._limits.max_streams:
             return (
-                f"{self.num_streams} streams are open here, allowed are {self._limits.max_streams}: try another server"
+                f"{self.num_streams} streams are open here, the limit is {self._limits.max_streams}: try another server"
             )
         return None
 
@@ -192,27 +178,14 @@ class Acceptor:
                 del self._streams[peer]
 
 
-@contextlib.asynccontextmanager
-async def _closing(channel: P2PChannel) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await channel.close()
-
-
-async def _await_first_message(channel: P2PChannel, limits: WireLimits) -> None:
+async def _await_first_message(stream: FrameStream, limits: WireLimits) -> None:
     """Waits until the first message is there, as long as it keeps arriving; silence ends the stream."""
-    stream = channel.stream
     loop = asyncio.get_running_loop()
     started = loop.time()
     while True:
         try:
-            frame = await stream.read(limits.first_message_timeout_s)
+            return await stream.wait(limits.first_message_timeout_s)
         except RequestTimeoutError:
             # A large message may take longer, but not at a trickle.
             if stream.received_bytes < (loop.time() - started) * limits.min_receive_bytes_per_s:
                 raise
-        else:
-            if frame is not None:
-                stream.put_back(frame)
-            return

@@ -1,4 +1,4 @@
-"""Reads and writes frames on one byte stream (a socket of the libp2p daemon).
+"""Channels over one byte stream (a socket of the libp2p daemon): messages go out and come in as frames.
 
 Bytes are received straight into the memory that the tensors will own: one system call and no copy for a message of
 the usual size, no task per message. Memory grows as bytes arrive, never by what a peer merely declares.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.limits import WireLimits
-from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, parse_header
+from swarm_plugins.transport.messages import Codec, Message
+from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decode_body, encode, parse_header
 
 __all__ = ["Frame", "FrameStream", "ReceiveBudget"]
 
@@ -33,11 +34,11 @@ class Frame(NamedTuple):
 
     header: FrameHeader
     body: Tensor
-    """Flat ``uint8``, owned by whoever takes the frame."""
+    """Flat ``uint8``, owned by the taker of the frame."""
 
 
 class ReceiveBudget:
-    """Counts what all streams of a node hold together: memory of messages nobody has taken, streams about to close."""
+    """Counts what all streams of a node hold together: memory of unread messages, and streams about to close."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.num_parting = 0
@@ -52,7 +53,7 @@ class ReceiveBudget:
         """
         if self.used_bytes + num_bytes > self.limit_bytes:
             raise ProtocolError(
-                f"incoming messages hold {self.used_bytes} bytes, {num_bytes} more asked, allowed are "
+                f"incoming messages hold {self.used_bytes} bytes, {num_bytes} more exceed the limit of "
                 f"{self.limit_bytes}: send less at once, or raise max_receiving_bytes"
             )
         self.used_bytes += num_bytes
@@ -62,11 +63,41 @@ class ReceiveBudget:
         self.used_bytes -= num_bytes
 
 
+class _Waiter:
+    """Lets one task wait until it is woken, or until a time is up."""
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._future is not None
+
+    async def wait(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._future = loop.create_future()
+        # Cheaper than asyncio.timeout, which costs more than the rest of a small message.
+        timer = loop.call_later(timeout_s, on_timeout)
+        try:
+            await self._future
+        finally:
+            timer.cancel()
+            self._future = None
+
+    def wake(self, error: Exception | None = None) -> None:
+        if self._future is None or self._future.done():
+            return
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+
 class FrameStream(asyncio.BufferedProtocol):
-    """The protocol object of one stream. One task at a time may send and one may receive."""
+    """A [`Channel`][swarm_plugins.transport.channel.Channel] over one stream, and asyncio's protocol object of it."""
 
     def __init__(self, peer: str, limits: WireLimits, budget: ReceiveBudget) -> None:
-        self._peer = peer
+        self.remote_peer = peer
         self._limits = limits
         self._budget = budget
         self._loop = asyncio.get_running_loop()
@@ -76,8 +107,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self._header_part = bytearray()
         self._body: _Body | None = None
         self._frames: deque[Frame] = deque()
-        self._receiver: asyncio.Future[None] | None = None
-        self._sender: asyncio.Future[None] | None = None
+        self._receiver = _Waiter()
+        self._sender = _Waiter()
         self._is_reading_paused = False
         self._is_writing_paused = False
         self._error: TransportError | None = None
@@ -86,10 +117,10 @@ class FrameStream(asyncio.BufferedProtocol):
         self._is_parting = False
         self.received_bytes = 0
 
-    # -- from the transport ------------------------------------------------------------------------------------
+    # -- called by the transport -------------------------------------------------------------------------------
 
     def attach(self, writer: asyncio.StreamWriter, already_read: bytes) -> None:
-        """Takes over a connection from asyncio's streams, with the bytes that those have read."""
+        """Takes over a connection from asyncio's streams, with the bytes that they have read."""
         # Kept until the end: a writer that is collected closes its transport.
         self._writer = writer
         transport = self._transport = cast(asyncio.Transport, writer.transport)
@@ -105,11 +136,11 @@ class FrameStream(asyncio.BufferedProtocol):
             transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Offers the memory that the next bytes go to."""
+        """Returns the memory that the next bytes go to."""
         return self._staging if self._body is None or self.is_closed else self._body.free_space()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Takes note of bytes that have arrived."""
+        """Handles bytes that have arrived in that memory."""
         self.received_bytes += nbytes
         if self.is_closed:
             return
@@ -123,32 +154,41 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort(exc)
 
     def eof_received(self) -> bool:
-        """Says that the transport shall close."""
+        """Lets the transport close."""
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends all waiting."""
+        """Wakes everything that waits."""
         if self._error is None:
             reason = f": {exc}" if exc else ""
-            self._error = TransportError(f"the stream to peer {self._peer} broke{reason}")
+            self._error = TransportError(f"the stream to peer {self.remote_peer} broke{reason}")
         self._writer = None
         if self._is_parting:
             self._is_parting = False
             self._budget.num_parting -= 1
         self._drop_body()
-        self._wake_receiver()
-        self._wake_sender()
+        self._receiver.wake()
+        self._sender.wake()
 
     def pause_writing(self) -> None:
-        """Takes note that the kernel accepts no more."""
+        """Notes that the kernel accepts no more."""
         self._is_writing_paused = True
 
     def resume_writing(self) -> None:
-        """Takes note that the kernel has accepted all."""
+        """Notes that the kernel has accepted everything."""
         self._is_writing_paused = False
-        self._wake_sender()
+        self._sender.wake()
 
-    # -- to the channel ----------------------------------------------------------------------------------------
+    # -- called by its users -----------------------------------------------------------------------------------
+
+    async def send(self, message: Message, *, codec: Codec = "none") -> None:
+        """Sends one message; see `Channel.send`."""
+        await self.write(encode(message, codec=codec))
+
+    async def receive(self, *, timeout_s: float) -> Message | None:
+        """Receives the next message; see `Channel.receive`."""
+        frame = await self.read(timeout_s)
+        return None if frame is None else decode_body(frame.header, frame.body, self._limits)
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Writes one frame; returns when the kernel has taken all of it.
@@ -180,9 +220,7 @@ class FrameStream(asyncio.BufferedProtocol):
             ProtocolError: If what arrived is not a frame, or too large.
             TransportError: If the stream is broken.
         """
-        if not self._frames and not self._has_ended and self._error is None:
-            self._check_usable()
-            await self._wait_for_frame(timeout_s)
+        await self.wait(timeout_s)
         if self._frames:
             frame = self._frames.popleft()
             self._budget.release(frame.header.body_bytes)
@@ -191,28 +229,35 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._has_ended and not self.is_closed:
             return None
         self._check_usable()
-        raise TransportError(f"the stream to peer {self._peer} was woken without a frame")
+        raise TransportError(f"the stream to peer {self.remote_peer} was woken without a frame")
 
-    def put_back(self, frame: Frame) -> None:
-        """Makes a frame that was read the next one to be read."""
-        self._budget.used_bytes += frame.header.body_bytes
-        self._frames.appendleft(frame)
+    async def wait(self, timeout_s: float) -> None:
+        """Waits until the next frame or the end of the stream is there, and leaves it; raises what `read` raises."""
 
-    def close(self) -> None:
-        """Says the end and closes the stream. Idempotent."""
+        def give_up() -> None:
+            self._receiver.wake(RequestTimeoutError(f"no message from peer {self.remote_peer} within {timeout_s:g} s"))
+
+        if not self._frames and not self._has_ended:
+            self._check_usable()
+            await self._receiver.wait(timeout_s, give_up)
+            if not self._frames and not self._has_ended:
+                self._check_usable()
+
+    async def close(self) -> None:
+        """Tells the other end and closes the stream. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True
         transport = self._transport
-        if self._sender is not None:
-            self.abort(TransportError(f"the channel to peer {self._peer} was closed in mid-message"))
+        if self._sender.is_waiting:
+            self.abort(TransportError(f"the channel to peer {self.remote_peer} was closed in mid-message"))
         elif transport is not None and not transport.is_closing():
             transport.write(END_FRAME)
             self._part(transport)
         while self._frames:
             self._budget.release(self._frames.popleft().header.body_bytes)
         self._drop_body()
-        self._wake_receiver()
+        self._receiver.wake()
 
     def abort(self, error: TransportError) -> None:
         """Breaks the stream; waiting and later calls raise ``error``."""
@@ -221,15 +266,15 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
         self._drop_body()
-        self._wake_receiver()
-        self._wake_sender()
+        self._receiver.wake()
+        self._sender.wake()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _part(self, transport: asyncio.Transport) -> None:
-        """Closes the socket, after the other end has read our last words."""
-        # A socket closed over unread bytes is reset, and the other end loses what we said last (such as a refusal).
-        # So what still comes is read and dropped; for a bounded time, and on a bounded number of streams.
+        """Lingering close, so the last frame is not lost to a reset."""
+        # A socket closed over unread bytes is reset, and the other end loses the last frame (such as a refusal). So
+        # what still arrives is read and dropped, for a bounded time and on a bounded number of streams.
         if self._has_ended or self._budget.num_parting >= _MAX_PARTING:
             transport.close()
         else:
@@ -237,7 +282,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._is_parting = True
             transport.write_eof()
             self._resume_reading()
-        # Also for one that has to flush to a peer that reads nothing.
+        # Also ends a flush to a peer that reads nothing.
         self._loop.call_later(_PART_TIMEOUT_S, transport.abort)
 
     def _feed(self, data: memoryview) -> None:
@@ -258,7 +303,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._header_part.clear()
         if header.is_end:
             self._has_ended = True
-            self._wake_receiver()
+            self._receiver.wake()
         elif header.body_bytes == 0:
             raise ProtocolError("a message without metadata")
         else:
@@ -269,67 +314,41 @@ class FrameStream(asyncio.BufferedProtocol):
         if body is None or not body.is_complete:
             return
         frame = Frame(body.header, body.joined())
-        # What was claimed for it stays claimed until it is read.
+        # Its memory stays claimed until it is read.
         self._body = None
         self._frames.append(frame)
         if len(self._frames) >= _MAX_WAITING_FRAMES and not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
             self._transport.pause_reading()
-        self._wake_receiver()
+        self._receiver.wake()
 
     def _resume_reading(self) -> None:
         if self._is_reading_paused and self._transport is not None and not self._transport.is_closing():
             self._is_reading_paused = False
             self._transport.resume_reading()
 
-    async def _wait_for_frame(self, timeout_s: float) -> None:
-        self._receiver = self._loop.create_future()
-        # Cheaper than asyncio.timeout, which costs more than the rest of a small message.
-        timer = self._loop.call_later(timeout_s, self._expire_receiver, timeout_s)
-        try:
-            await self._receiver
-        finally:
-            timer.cancel()
-            self._receiver = None
-
     async def _wait_writable(self, deadline: float) -> None:
-        self._sender = self._loop.create_future()
         stall_s = max(0.0, min(self._limits.send_stall_timeout_s, deadline - self._loop.time()))
-        timer = self._loop.call_later(stall_s, self._give_up_sending, stall_s)
-        try:
-            await self._sender
-        except asyncio.CancelledError:
-            # Half a frame is out: nothing that follows could be understood.
-            self.abort(TransportError(f"sending to peer {self._peer} was cancelled in mid-message"))
-            raise
-        finally:
-            timer.cancel()
-            self._sender = None
 
-    def _give_up_sending(self, stall_s: float) -> None:
-        self.abort(RequestTimeoutError(f"peer {self._peer} has accepted no data for {stall_s:g} s, or hardly any"))
-
-    def _wake_receiver(self) -> None:
-        if self._receiver is not None and not self._receiver.done():
-            self._receiver.set_result(None)
-
-    def _expire_receiver(self, timeout_s: float) -> None:
-        if self._receiver is not None and not self._receiver.done():
-            self._receiver.set_exception(
-                RequestTimeoutError(f"no message from peer {self._peer} within {timeout_s:g} s")
+        def give_up() -> None:
+            self.abort(
+                RequestTimeoutError(f"peer {self.remote_peer} has accepted no data for {stall_s:g} s, or hardly any")
             )
 
-    def _wake_sender(self) -> None:
-        if self._sender is not None and not self._sender.done():
-            self._sender.set_result(None)
+        try:
+            await self._sender.wait(stall_s, give_up)
+        except asyncio.CancelledError:
+            # Half a frame is out: nothing that follows could be understood.
+            self.abort(TransportError(f"sending to peer {self.remote_peer} was cancelled in mid-message"))
+            raise
 
     def _check_usable(self) -> asyncio.Transport:
         if self.is_closed:
-            raise TransportError(f"the channel to peer {self._peer} is closed: open a new one")
+            raise TransportError(f"the channel to peer {self.remote_peer} is closed: open a new one")
         if self._error is not None:
             raise self._error
         if self._transport is None or self._transport.is_closing():
-            raise TransportError(f"the stream to peer {self._peer} broke")
+            raise TransportError(f"the stream to peer {self.remote_peer} broke")
         return self._transport
 
     def _drop_body(self) -> None:
@@ -356,7 +375,7 @@ class _Body:
         return self._view[self._filled :]
 
     def take(self, data: memoryview) -> int:
-        """Copies as much of ``data`` as fits in the current chunk; returns how much that was."""
+        """Copies what fits in the current chunk; returns how many bytes that is."""
         count = min(len(data), len(self._view) - self._filled)
         self._view[self._filled : self._filled + count] = data[:count]
         self.advance(count)

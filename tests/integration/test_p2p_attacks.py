@@ -17,10 +17,10 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.contract import protocol_name
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure, InfoRequest, ServerInfo
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.p2p_channel import protocol_name
 from swarm_plugins.transport.records import key_id, own_server_key
 
 pytestmark = pytest.mark.swarm

@@ -21,7 +21,7 @@ from swarm_plugins.transport.node import NodeConfig, SwarmNode
 async def main():
     node = SwarmNode(NodeConfig(client_mode=sys.argv[1] == "client"))
     await node.start()
-    print(node._running().pid, flush=True)
+    print(node._daemon.pid, flush=True)
     if sys.argv[2] == "exit":
         raise SystemExit(3)
     await asyncio.sleep(60)

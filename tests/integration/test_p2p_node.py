@@ -47,7 +47,7 @@ async def can_be_found(peer_id: str, peers: Sequence[str]) -> None:
     async with SwarmNode(NodeConfig(initial_peers=tuple(peers), client_mode=True)) as asking:
         while True:
             try:
-                return await asking._running().p2p._client.connect(PeerID.from_base58(peer_id), [])
+                return await asking._daemon.p2p._client.connect(PeerID.from_base58(peer_id), [])
             except P2PDaemonError:
                 await asyncio.sleep(0.1)
 
@@ -219,7 +219,7 @@ def test_a_dead_server_is_noticed_at_once() -> None:
             started = time.monotonic()
             waiting = asyncio.create_task(channel.receive(timeout_s=30.0))
             await asyncio.sleep(0.05)
-            os.kill(host._running().pid, signal.SIGKILL)
+            os.kill(host._daemon.pid, signal.SIGKILL)
             with pytest.raises(TransportError, match=f"the stream to peer {peer} broke"):
                 await waiting
             with pytest.raises(TransportError, match=f"peer {peer} cannot be reached"):
@@ -237,7 +237,7 @@ def test_the_death_of_the_own_daemon_ends_all_waiting() -> None:
             await asyncio.sleep(0.05)
             looking = asyncio.create_task(look_for_ever(guest))
             await asyncio.sleep(0.05)
-            os.kill(guest._running().pid, signal.SIGKILL)
+            os.kill(guest._daemon.pid, signal.SIGKILL)
             started = time.monotonic()
             with pytest.raises(TransportError, match="broke"):
                 await waiting
@@ -258,7 +258,7 @@ def test_the_death_of_the_own_daemon_ends_all_waiting() -> None:
 def test_a_peer_that_does_not_answer_times_out() -> None:
     async def body() -> None:
         async with server() as host, client(*await host.addresses()) as guest:
-            await freeze(host._running().pid)
+            await freeze(host._daemon.pid)
             try:
                 # libp2p opens a stream of a known protocol without waiting for the other end.
                 channel = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
@@ -266,7 +266,7 @@ def test_a_peer_that_does_not_answer_times_out() -> None:
                 with pytest.raises(RequestTimeoutError, match=rf"no message from peer {host.peer_id} within 0\.3 s"):
                     await channel.receive(timeout_s=0.3)
             finally:
-                os.kill(host._running().pid, signal.SIGCONT)
+                os.kill(host._daemon.pid, signal.SIGCONT)
 
     run(body)
 

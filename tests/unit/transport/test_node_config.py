@@ -9,9 +9,9 @@ import pytest
 
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.transport.config import NodeConfig, peer_id_in
-from swarm_plugins.transport.contract import protocol_name
 from swarm_plugins.transport.daemon import _check_port_free, _translate
 from swarm_plugins.transport.limits import WireLimits
+from swarm_plugins.transport.p2p_channel import protocol_name
 
 PEER = "12D3KooWHTzWXxbE9AWiBme5J3Az76rw2KWvTFW2nRUwFGLbbjDn"
 ADDRESS = f"/ip4/1.2.3.4/tcp/31337/p2p/{PEER}"
@@ -46,7 +46,7 @@ def test_limits_are_positive(value: float) -> None:
 
 
 def test_unknown_rpc_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown rpc 'rpc_x'; known are rpc_info, rpc_forward"):
+    with pytest.raises(ConfigError, match="unknown rpc 'rpc_x': expected one of rpc_info, rpc_forward"):
         protocol_name("rpc_x")
 
 

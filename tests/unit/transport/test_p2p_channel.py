@@ -19,7 +19,7 @@ from swarm_plugins.errors import TransportError
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, SessionStep
-from swarm_plugins.transport.p2p_channel import Acceptor, P2PChannel, open_channel
+from swarm_plugins.transport.p2p_channel import Acceptor, open_channel
 from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
 from swarm_plugins.transport.wire import encode
 
@@ -37,7 +37,7 @@ async def echo(channel: Channel) -> None:
 
 
 @asynccontextmanager
-async def connected(acceptor: Acceptor, handler: Handler) -> AsyncIterator[P2PChannel]:
+async def connected(acceptor: Acceptor, handler: Handler) -> AsyncIterator[FrameStream]:
     near, far = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=far)
     info = SimpleNamespace(peer_id=_Peer())
@@ -45,11 +45,10 @@ async def connected(acceptor: Acceptor, handler: Handler) -> AsyncIterator[P2PCh
     _, writer = await asyncio.open_unix_connection(sock=near)
     stream = FrameStream("server", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
     stream.attach(writer, b"")
-    channel = P2PChannel("server", stream, DEFAULT_LIMITS)
     try:
-        yield channel
+        yield stream
     finally:
-        await channel.close()
+        await stream.close()
         await asyncio.wait({serving}, timeout=5.0)
         assert serving.done()
         assert serving.cancelled() or serving.exception() is None
@@ -93,7 +92,7 @@ def test_a_peer_with_too_many_streams_is_told_so() -> None:
                 answer = await second.receive(timeout_s=5.0)
                 assert isinstance(answer, Failure)
                 assert answer.kind == "overloaded"
-                assert "peer-x holds 1 streams here, allowed are 1" in answer.message
+                assert "peer-x holds 1 streams here, the limit is 1" in answer.message
                 assert await second.receive(timeout_s=5.0) is None
             await first.send(InfoRequest())
             assert await first.receive(timeout_s=5.0) == InfoRequest()
@@ -107,7 +106,7 @@ def test_all_peers_together_are_bounded_too() -> None:
         async with connected(acceptor, echo), connected(acceptor, echo) as second:
             answer = await second.receive(timeout_s=5.0)
             assert isinstance(answer, Failure)
-            assert "1 streams are open here, allowed are 1: try another server" in answer.message
+            assert "1 streams are open here, the limit is 1: try another server" in answer.message
 
     asyncio.run(main())
 
@@ -132,7 +131,7 @@ def test_a_first_message_at_a_trickle_is_given_up() -> None:
     async def main() -> None:
         acceptor = acceptor_with(first_message_timeout_s=0.1, min_receive_bytes_per_s=1000.0)
         async with connected(acceptor, echo) as channel:
-            transport = channel.stream._check_usable()
+            transport = channel._check_usable()
             transport.write(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 1000))
             for _ in range(20):
                 await asyncio.sleep(0.02)
@@ -149,7 +148,7 @@ def test_a_first_message_that_keeps_coming_may_take_longer_than_the_silence() ->
         # A hundred bytes are enough for the next second.
         acceptor = acceptor_with(first_message_timeout_s=0.05, min_receive_bytes_per_s=100.0)
         async with connected(acceptor, echo) as channel:
-            transport = channel.stream._check_usable()
+            transport = channel._check_usable()
             payload = torch.arange(400, dtype=torch.uint8)
             data = b"".join(encode(SessionStep(hidden=payload, cached_tokens=0)))
             for start in range(0, len(data), 100):
@@ -183,7 +182,7 @@ def test_a_malformed_message_ends_only_its_own_stream() -> None:
     async def main() -> None:
         acceptor = acceptor_with()
         async with connected(acceptor, echo) as good, connected(acceptor, echo) as bad:
-            bad.stream._check_usable().write(b"\xff" * 100)
+            bad._check_usable().write(b"\xff" * 100)
             with pytest.raises(TransportError, match="broke"):
                 await bad.receive(timeout_s=10.0)
             await good.send(InfoRequest())

@@ -46,7 +46,7 @@ async def stream_and_socket(
     try:
         yield stream, far
     finally:
-        stream.close()
+        await stream.close()
         far.close()
         await asyncio.sleep(0.01)
 
@@ -64,7 +64,7 @@ async def two_streams(limits: WireLimits = DEFAULT_LIMITS) -> AsyncIterator[tupl
         yield ends[0], ends[1]
     finally:
         for stream in ends:
-            stream.close()
+            await stream.close()
         await asyncio.sleep(0.01)
 
 
@@ -136,7 +136,7 @@ def test_bytes_read_before_the_takeover_are_not_lost(run: Callable[[Body], None]
         stream.attach(writer, data[:30])
         far.send(data[30:])
         assert (await read_hidden(stream)).numel() == 20
-        stream.close()
+        await stream.close()
         far.close()
         await asyncio.sleep(0.01)
 
@@ -193,7 +193,7 @@ def test_all_unfinished_messages_share_one_budget(run: Callable[[Body], None]) -
             far_one.send(header)
             await claims(budget, 1)
             far_two.send(header)
-            with pytest.raises(ProtocolError, match="hold 64064 bytes, 64064 more asked, allowed are 100000"):
+            with pytest.raises(ProtocolError, match="hold 64064 bytes, 64064 more exceed the limit of 100000"):
                 await second.read(5.0)
             far_one.send(bytes(64_064))
             assert await first.read(5.0) is not None
@@ -206,7 +206,7 @@ def test_oversize_and_garbage_break_the_stream_at_the_header(run: Callable[[Body
     async def body() -> None:
         async with stream_and_socket() as (stream, far):
             far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 1 << 40))
-            with pytest.raises(ProtocolError, match="allowed are 541065216"):
+            with pytest.raises(ProtocolError, match="the limit is 541065216"):
                 await stream.read(5.0)
             assert far.recv(1) == b""
         async with stream_and_socket() as (stream, far):
@@ -234,8 +234,8 @@ def test_close_lets_the_other_end_read_what_was_sent(run: Callable[[Body], None]
     async def body() -> None:
         async with two_streams() as (near, far):
             await near.write(encode(message(5)))
-            near.close()
-            near.close()
+            await near.close()
+            await near.close()
             assert (await read_hidden(far)).numel() == 5
             assert await far.read(5.0) is None
             assert await far.read(5.0) is None
@@ -247,12 +247,12 @@ def test_close_lets_the_other_end_read_what_was_sent(run: Callable[[Body], None]
     run(body)
 
 
-def test_last_words_are_read_although_the_other_end_still_talks(run: Callable[[Body], None]) -> None:
+def test_the_last_frame_is_read_although_the_other_end_still_sends(run: Callable[[Body], None]) -> None:
     async def body() -> None:
         async with two_streams() as (near, far):
             await far.write(encode(message(7)))
             await near.write(encode(message(5)))
-            near.close()  # with a message unread
+            await near.close()  # with a message unread
             await far.write(encode(message(7)))
             assert (await read_hidden(far)).numel() == 5
             assert await far.read(5.0) is None
@@ -266,7 +266,7 @@ def test_a_peer_that_never_closes_is_cut_off(run: Callable[[Body], None], monkey
     async def body() -> None:
         budget = ReceiveBudget(1 << 30)
         async with stream_and_socket(budget=budget) as (stream, far):
-            stream.close()
+            await stream.close()
             assert budget.num_parting == 1
             await cut_off(far)
             assert budget.num_parting == 0
@@ -274,15 +274,15 @@ def test_a_peer_that_never_closes_is_cut_off(run: Callable[[Body], None], monkey
     run(body)
 
 
-def test_few_streams_part_slowly_at_a_time(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_streams_linger_at_a_time(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "_MAX_PARTING", 1)
     monkeypatch.setattr(stream_module, "_PART_TIMEOUT_S", 60.0)
 
     async def body() -> None:
         budget = ReceiveBudget(1 << 30)
         async with stream_and_socket(budget=budget) as (first, _), stream_and_socket(budget=budget) as (second, far):
-            first.close()
-            second.close()
+            await first.close()
+            await second.close()
             assert budget.num_parting == 1
             await cut_off(far)
 
@@ -350,7 +350,7 @@ def test_a_reader_that_takes_a_little_now_and_then_is_given_up(run: Callable[[Bo
     run(body)
 
 
-def test_messages_nobody_reads_count_in_the_budget(run: Callable[[Body], None]) -> None:
+def test_unread_messages_count_in_the_budget(run: Callable[[Body], None]) -> None:
     async def body() -> None:
         budget = ReceiveBudget(20_000)
         data = frame_bytes(2000)
@@ -363,11 +363,10 @@ def test_messages_nobody_reads_count_in_the_budget(run: Callable[[Body], None]) 
                 other_far.send(data)
                 with pytest.raises(ProtocolError, match="incoming messages hold"):
                     await other.read(2.0)
-            frame = await stream.read(2.0)
-            assert frame is not None
-            assert budget.used_bytes == len(data) - 16
-            stream.put_back(frame)
+            await stream.wait(2.0)
             assert budget.used_bytes == 2 * (len(data) - 16)
+            assert await stream.read(2.0) is not None
+            assert budget.used_bytes == len(data) - 16
         assert budget.used_bytes == 0
 
     run(body)
