@@ -1,7 +1,7 @@
-"""What a model version is: the identity of weights, so that two fine-tunes of one name never mix.
+"""The identity of a model's weights, so that two fine-tunes of one name never mix.
 
 On the Hub it is the commit; for a directory, a fingerprint of its content
-([`fingerprint`][swarm_plugins.checkpoint.fingerprint]). Nothing heavy is imported here: every part may use it.
+([`fingerprint`][swarm_plugins.checkpoint.fingerprint]). Imports nothing heavy: every part may use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarm_plugins.errors import ConfigError
 __all__ = ["ModelVersion"]
 
 _REVISION = re.compile(r"[0-9a-f]{40}|local-[0-9a-f]{40}")
-# Long enough for any repository id; names come from peers too.
+# Enough for any repository id; names come from peers too.
 _MAX_NAME_CHARS = 256
 
 
@@ -22,8 +22,7 @@ _MAX_NAME_CHARS = 256
 class ModelVersion:
     """A model's name, for people, and its revision, which alone identifies the weights.
 
-    Two versions are equal when their revisions are: a directory may be copied and renamed, and a commit hash
-    already covers everything below it.
+    Versions are equal if their revisions are: a directory may be copied and renamed.
     """
 
     name: str = field(compare=False)
@@ -34,13 +33,13 @@ class ModelVersion:
     def __post_init__(self) -> None:
         if not _REVISION.fullmatch(self.revision):
             raise ConfigError(
-                f"{self.revision!r} is not the revision of a model version: it must be a commit hash of 40 "
-                "hexadecimal digits, or 'local-' and 40 such digits; open the checkpoint to resolve a branch or tag"
+                f"{self.revision!r} is not the revision of a model version: expected a commit hash of 40 hexadecimal "
+                "digits, or 'local-' and 40 such digits; open the checkpoint to resolve a branch or tag"
             )
         if not self.name or len(self.name) > _MAX_NAME_CHARS or not self.name.isprintable():
             raise ConfigError(
-                f"{self.name[:_MAX_NAME_CHARS]!r} is not the name of a model: 1 to {_MAX_NAME_CHARS} printable "
-                "characters are allowed"
+                f"{self.name[:_MAX_NAME_CHARS]!r} is not the name of a model: expected 1 to {_MAX_NAME_CHARS} "
+                "printable characters"
             )
 
     @classmethod
@@ -57,12 +56,12 @@ class ModelVersion:
 
     @property
     def is_local(self) -> bool:
-        """Whether it names a directory's content rather than a commit of the Hub."""
+        """Whether it names a directory's content, not a commit of the Hub."""
         return self.revision.startswith("local-")
 
     @property
     def key(self) -> str:
-        """What identifies the weights: compare it, and use it on the wire and in the DHT."""
+        """Identifies the weights in comparisons, on the wire and in the DHT."""
         return self.revision
 
     def __str__(self) -> str:

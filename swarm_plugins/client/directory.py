@@ -19,7 +19,7 @@ from swarm_plugins.errors import (
     one_line,
 )
 from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan
-from swarm_plugins.routing.sample import spread_sample
+from swarm_plugins.routing.coverage import spread_sample
 from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import check_server_info

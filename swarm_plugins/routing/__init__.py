@@ -1,4 +1,4 @@
-"""Who runs what: pure functions of a snapshot of the swarm, tested without a network."""
+"""Plans chains of servers, from a snapshot of the swarm: pure functions, tested without a network."""
 
 from __future__ import annotations
 

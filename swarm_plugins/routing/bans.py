@@ -1,4 +1,4 @@
-"""Which peers routing leaves out for now: each failure bans a peer, twice as long as the one before."""
+"""Bans peers that fail, each time twice as long as before."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class BanList:
         self._until.pop(peer, None)
 
     def banned(self) -> list[str]:
-        """Returns the peers that are left out now."""
+        """Returns the peers that are banned now."""
         return [peer for peer in self._until if self.is_banned(peer)]
 
     def is_banned(self, peer: str) -> bool:
-        """Returns whether routing leaves the peer out now."""
+        """Returns whether the peer is banned now."""
         return self._clock() < self._until.get(peer, float("-inf"))

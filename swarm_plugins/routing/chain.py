@@ -20,7 +20,7 @@ _LONGEST_S = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEntry:
-    """What routing knows of one server."""
+    """One server, as routing knows it."""
 
     peer: str
     start: int
@@ -36,7 +36,7 @@ class ServerEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a chain is wanted for."""
+    """The load that a chain is wanted for."""
 
     tokens: int = 1
     """New tokens of a typical request: ``B * S``."""
@@ -60,9 +60,9 @@ def missing_blocks(servers: Sequence[ServerEntry], blocks: range) -> list[int]:
 def plan(servers: Sequence[ServerEntry], blocks: range, demand: Demand) -> list[SpanChoice] | None:
     """Returns the chain with the least total time, or None if some block has no server.
 
-    The time of a span is one round trip and its blocks' compute. A server may be left before the end of its span
-    and may be used more than once. Servers without room for the session are used only when nobody else has a block.
-    Servers whose numbers cannot be true are not used: a single NaN would win every comparison here.
+    A span takes one round trip and its blocks' compute. A chain may leave a server before the end of its span and
+    return to it. Servers without room for the session are used only for blocks without another server; servers with
+    impossible numbers are not used, because a single NaN would win every comparison here.
     """
     usable = [
         server for server in servers if server.start < blocks.stop and server.end > blocks.start and _is_sane(server)
@@ -93,9 +93,9 @@ def _is_sane(server: ServerEntry) -> bool:
 def _costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:
     # A batched request is bound by throughput, a single token by the step time: whichever is longer.
     block_s = np.array([max(s.step_s, demand.tokens / s.throughput if s.throughput > 0 else 0.0) for s in servers])
-    # However slow: an infinite time could not be told from a block that a server does not hold.
+    # Bounded: an infinite time stands for a block that a server does not hold.
     block_s = np.minimum(block_s, _LONGEST_S)
-    # A full server is a last resort: its penalty is larger than any honest chain.
+    # A full server is a last resort: its penalty exceeds any honest chain.
     full = np.array([demand.kv_tokens > s.free_kv_tokens for s in servers])
     return block_s, np.array([s.round_trip_s for s in servers]) + full * 1e6
 

@@ -20,7 +20,7 @@ from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.routing.placement import block_coverage, choose_span
+from swarm_plugins.routing.coverage import block_coverage, choose_span
 from swarm_plugins.server.background import drain, in_thread, sweep
 from swarm_plugins.server.capacity import blocks_that_fit, measure
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig

@@ -1,7 +1,7 @@
-"""How a tensor's numbers become bytes: as they are, as half precision, or blockwise 8-bit.
+"""Packs the numbers of tensors as bytes: as they are, as half precision, or blockwise 8-bit.
 
-Pure torch, checked before it reads: a decoder takes a payload only if it has exactly the size that dtype, shape and
-codec ask for. (The compiled blockwise decoders of other packages trust lengths inside the payload.)
+Pure torch: a decoder takes a payload only if it has exactly the size that dtype, shape and codec ask for. (The compiled
+blockwise decoders of other packages trust lengths inside the payload.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLOAT16_MAX = 65504.0
 
 
 def is_packable(dtype: torch.dtype, num_elements: int) -> bool:
-    """Returns whether the codecs other than ``none`` apply to such a tensor."""
+    """Returns whether codecs other than ``none`` apply to a tensor."""
     return dtype in _PACKABLE and num_elements >= MIN_PACKED_ELEMENTS
 
 
@@ -58,20 +58,18 @@ def unpack(payload: Tensor, codec: Codec, dtype: torch.dtype, num_elements: int)
     Args:
         payload: Flat ``uint8`` of exactly ``packed_bytes(codec, dtype, num_elements)`` elements.
         codec: ``float16`` or ``int8``.
-        dtype: Of the tensor before it was packed.
-        num_elements: Of the tensor before it was packed.
+        dtype: Type before packing.
+        num_elements: Size before packing.
 
     Raises:
         ValueError: If the payload has another size.
     """
-    if payload.numel() != packed_bytes(codec, dtype, num_elements):
-        raise ValueError(
-            f"{payload.numel()} bytes for {num_elements} elements packed by {codec}, "
-            f"which take {packed_bytes(codec, dtype, num_elements)}"
-        )
+    expected = packed_bytes(codec, dtype, num_elements)
+    if payload.numel() != expected:
+        raise ValueError(f"{payload.numel()} bytes for {num_elements} elements packed by {codec}, expected {expected}")
     if codec == "float16":
         half = payload.view(torch.float16)
-        # A clone where nothing is converted: the result must own its memory.
+        # The result must own its memory.
         return half.clone() if dtype == torch.float16 else half.to(dtype)
     return _from_int8(payload, dtype, num_elements)
 
@@ -80,8 +78,8 @@ def has_non_finite(tensor: Tensor) -> bool:
     """Returns whether a floating tensor holds NaN or infinity; False for other tensors."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return False
-    # One pass and no temporary: a finite sum proves that all terms are finite. Finite terms can overflow the sum,
-    # so the exact (slower) test decides when it is not.
+    # One pass and no temporary: a finite sum proves that all terms are finite. Finite terms can overflow the sum, so
+    # otherwise the exact, slower test decides.
     if math.isfinite(tensor.detach().sum(dtype=torch.float32).item()):
         return False
     return not bool(torch.isfinite(tensor.detach()).all())
@@ -104,7 +102,7 @@ def _to_int8(tensor: Tensor) -> Tensor:
     if missing:
         flat = torch.nn.functional.pad(flat, (0, missing))
     blocks = flat.view(num_blocks, BLOCK_ELEMENTS)  # [blocks, 256]
-    # A number too large to be halved survives: absmax is divided before anything is multiplied.
+    # Dividing absmax before anything is multiplied keeps the largest floats from overflowing.
     scales = blocks.abs().amax(dim=1) / 127.0  # [blocks]; NaN and infinity pass through
     inverse = torch.where(scales > 0, scales.reciprocal(), torch.zeros_like(scales))
     inverse = torch.where(inverse.isinf(), torch.zeros_like(inverse), inverse)  # subnormal scale: the block is zero

@@ -17,59 +17,59 @@ class NodeConfig:
     """Settings of a [`SwarmNode`][swarm_plugins.transport.node.SwarmNode]. By default it joins nothing."""
 
     initial_peers: tuple[str, ...] = ()
-    """Addresses of peers to join by, each with ``/p2p/`` and the peer's id. Empty: start a swarm of one's own."""
+    """Addresses of peers to join by, each with ``/p2p/`` and the peer's id. Empty: start a new swarm."""
 
     host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     """Addresses to listen on; port 0 picks a free one. ``/ip4/0.0.0.0/tcp/PORT`` serves the outside."""
 
     announce_maddrs: tuple[str, ...] = ()
-    """Addresses that others are told to use instead, such as those of a router that forwards to this machine."""
+    """Addresses to announce instead, such as a router's that forwards to this machine."""
 
     identity_path: Path | None = None
-    """File with the private key that makes the peer id; made if it does not exist. None: a new id each time."""
+    """File with the private key that makes the peer id, created if missing. None: a new id each time."""
 
     client_mode: bool = False
-    """Only ask, never serve: no listening socket, not in the DHT's tables."""
+    """Only ask, never serve: without a listening socket or a place in the DHT's tables."""
 
     use_relay: bool = True
     """Reach peers behind firewalls through relays."""
 
     use_auto_relay: bool = False
-    """Become reachable through relays oneself, for servers behind a firewall."""
+    """Be reached through relays, for servers behind a firewall."""
 
     nat_port_map: bool = True
-    """Ask the router (UPnP) to forward the port; never tried when only loopback addresses are listened on."""
+    """Ask the router (UPnP) to forward the port, unless the node listens on loopback addresses only."""
 
     start_timeout_s: float = 60.0
-    """How long the libp2p daemon may take to start; a second attempt follows."""
+    """Longest start of the libp2p daemon; a second attempt follows."""
 
     dht_timeout_s: float = 20.0
-    """How long one look-up or announcement may take."""
+    """Longest look-up or announcement."""
 
     def __post_init__(self) -> None:
         for name in ("initial_peers", "host_maddrs", "announce_maddrs"):
             if isinstance(getattr(self, name), str):
-                raise ConfigError(f"{name} is a sequence of addresses, got one string: put it in a list")
+                raise ConfigError(f"{name} must be a sequence of addresses, got one string: put it in a list")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for address in (*self.host_maddrs, *self.announce_maddrs):
             _parse(address)
         for address in self.announce_maddrs:
             if "/tcp/0" in f"{address}/" or "/udp/0/" in f"{address}/":
-                raise ConfigError(f"cannot announce {address!r}: port 0 stands for any; give the real port")
+                raise ConfigError(f"cannot announce {address!r}: port 0 means any; give the real port")
         for address in self.initial_peers:
             peer_id_in(address)
         if not self.client_mode and not self.host_maddrs:
             raise ConfigError(
-                "host_maddrs is empty; a server needs an address to listen on, such as /ip4/0.0.0.0/tcp/0"
+                "host_maddrs is empty: a server needs an address to listen on, such as /ip4/0.0.0.0/tcp/0"
             )
         if not (self.start_timeout_s > 0 and self.dht_timeout_s > 0):
             raise ConfigError(
-                f"time-outs must be positive, got start {self.start_timeout_s} s and DHT {self.dht_timeout_s} s"
+                f"timeouts must be positive, got start {self.start_timeout_s} s and DHT {self.dht_timeout_s} s"
             )
 
     @property
     def is_loopback_only(self) -> bool:
-        """Whether nobody outside this machine can reach the node."""
+        """Whether the node can be reached from this machine only."""
         return all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in self.host_maddrs)
 
 
@@ -82,8 +82,8 @@ def peer_id_in(address: str) -> str:
     parsed = _parse(address)
     if "p2p" not in parsed:
         raise ConfigError(
-            f"peer address {address!r} has no peer id; it should look like /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..., "
-            "as `swarm serve` prints it"
+            f"peer address {address!r} has no peer id: expected /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..., as "
+            "`swarm serve` prints it"
         )
     return str(parsed["p2p"])
 
@@ -92,6 +92,4 @@ def _parse(address: str) -> Multiaddr:
     try:
         return Multiaddr(address)
     except (ValueError, LookupError, TypeError) as exc:
-        raise ConfigError(
-            f"{address!r} is not a libp2p address ({exc}); it should look like /ip4/1.2.3.4/tcp/31337"
-        ) from exc
+        raise ConfigError(f"{address!r} is not a libp2p address ({exc}): expected /ip4/1.2.3.4/tcp/31337") from exc

@@ -1,8 +1,7 @@
 """Starts the libp2p daemon and notices its end.
 
-The daemon is a process of its own that hivemind brings along. It ends by itself when its parent's socket closes, so
-it cannot outlive a killed parent (tests/integration/test_p2p_daemon.py); that it ends first is for us to
-notice.
+The daemon is a process of its own that hivemind brings along. It ends when its parent's socket closes, so it cannot
+outlive a killed parent (tests/integration/test_p2p_daemon.py); the opposite case is watched for here.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
 _IDENTITY_CHECK_PAUSES_S = (0.0, 0.2, 0.4, 0.8)
 _IDENTITY_CHECK_TIMEOUT_S = 15.0
-# hivemind hands on the last line of the daemon's log: ``Daemon failed to start: 2026/11/21 07:59:06 failed to ...``.
+# hivemind passes on the last line of the daemon's log: ``Daemon failed to start: 2026/11/21 07:59:06 failed to ...``.
 _LOG_PREFIX = re.compile(r"^Daemon failed to start: (?:\d{4}/\d\d/\d\d \d\d:\d\d:\d\d )?")
 
 
@@ -45,7 +44,7 @@ class Daemon:
         self.peer_id: str = p2p.peer_id.to_base58()
         self.socket_path: str = p2p.daemon_listen_maddr["unix"]
         self._is_stopping = False
-        # hivemind never looks at how these tasks end: with an error when the daemon dies, which is ours to tell.
+        # When the daemon dies, these tasks end with errors that hivemind never retrieves; `_watch` reports the death.
         control = p2p._client.control
         for task in (control._read_task, control._write_task, p2p._reader_task):
             task.add_done_callback(_ignore_error)
@@ -62,20 +61,20 @@ class Daemon:
         return not self._death.done() and self.p2p._child.returncode is None
 
     def check_alive(self) -> None:
-        """Raises if the process has ended.
+        """Does nothing while the process runs.
 
         Raises:
-            TransportError: If it has.
+            TransportError: If it has ended.
         """
         if not self.is_alive:
             raise TransportError(self._obituary())
 
     async def wait_dead(self) -> None:
-        """Returns when the process has ended, for whatever reason."""
+        """Returns when the process has ended."""
         await asyncio.shield(self._death)
 
     async def race(self, work: Coroutine[Any, Any, _T], *, timeout_s: float, what: str) -> _T:
-        """Runs ``work`` that talks to the daemon; gives up when the daemon dies, which ``work`` would not notice.
+        """Awaits ``work`` that talks to the daemon, until the daemon dies, which ``work`` would not notice.
 
         Raises:
             RequestTimeoutError: After ``timeout_s``.
@@ -106,7 +105,7 @@ class Daemon:
     def _obituary(self) -> str:
         return (
             f"the libp2p daemon of this node has ended (exit code {self.p2p._child.returncode}): start a new node; "
-            "if the system killed it, it ran out of memory or open files"
+            "if the system killed it, memory or open files ran out"
         )
 
 
@@ -158,17 +157,17 @@ async def _check_identity_free(config: NodeConfig, identity: IdentityFile) -> No
         await _stop(asking)
     if is_taken:
         raise ConfigError(
-            f"another peer of the swarm runs with the identity {identity.path} ({identity.identity.peer_id}): "
-            "end it, or give each its own file"
+            f"another peer of the swarm uses identity {identity.path} ({identity.identity.peer_id}): stop it, or give "
+            "each peer its own file"
         )
 
 
 async def _answers(asking: P2P, peer_id: PeerID) -> bool:
-    """Says whether somebody in the swarm answers to a name."""
+    """Returns whether a peer with this id answers in the swarm."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_IDENTITY_CHECK_TIMEOUT_S):
             for pause_s in _IDENTITY_CHECK_PAUSES_S:
-                # A node that has just come up knows others, but not yet that they can be asked for names.
+                # A node that has just started knows others, but not yet that they can look up ids.
                 await asyncio.sleep(pause_s)
                 with contextlib.suppress(P2PDaemonError):
                     await asking._client.connect(peer_id, [])
@@ -187,7 +186,7 @@ async def _create(arguments: dict[str, Any]) -> P2P:
     try:
         return await TrackedP2P.create(**arguments)
     except BaseException:
-        # hivemind keeps a daemon that does not come up to itself, and neither ends it nor waits for its end.
+        # hivemind neither ends a daemon that fails to start nor waits for its end.
         for p2p in created:
             if p2p._child is not None:
                 await _stop(p2p)
@@ -213,7 +212,7 @@ def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
         "announce_maddrs": list(config.announce_maddrs) or None,
         "host_maddrs": list(config.host_maddrs),
         "identity_path": str(identity_path),
-        # Checked by ourselves, where another peer can have it at all.
+        # See `_check_identity_free`.
         "check_if_identity_free": False,
         "dht_mode": "client" if config.client_mode else "server",
         "no_listen": config.client_mode and not config.use_auto_relay,

@@ -1,4 +1,4 @@
-"""Who serves what, as far as the DHT knows: announce, withdraw, look up."""
+"""Announces in the DHT what a node serves, and looks up who serves what."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ log = logging.getLogger(__name__)
 _BOOTSTRAP_TIMEOUT_S = 30.0
 _LEAVE_TIMEOUT_S = 3.0
 _TOMBSTONE_S = 60.0
-# Two records of one owner under one key are told apart by their expiration.
+# Two records of one owner under one key differ in their expiration.
 _LATER_S = 0.001
 
 
 class ModelInfo(NamedTuple):
-    """A model version that is announced in the swarm."""
+    """An announced model version."""
 
     model: str
     """Name, for people."""
     num_blocks: int
     """Blocks of the whole model."""
     num_servers: int
-    """Peers that say they serve some of it, and agree on its number of blocks."""
+    """Peers that announce some of it, with this number of blocks."""
 
 
 def majority(records: Iterable[ModelRecord]) -> dict[str, ModelInfo]:
-    """Returns what most peers say of each model version: one that lies about it does not hide what the others serve.
+    """Returns what most peers say about each model version, so that one that lies does not hide what others serve.
 
     Args:
-        records: What peers say they serve, one record of each.
+        records: One record of each peer.
 
     Returns:
-        By version: the number of blocks that most of its peers agree on, what most of these call it, and how many
+        By version: the number of blocks that most peers agree on, the name that most of these give, and how many
         these are.
     """
     names: dict[tuple[str, int], Counter[str]] = {}
@@ -77,12 +77,12 @@ def majority(records: Iterable[ModelRecord]) -> dict[str, ModelInfo]:
 
 
 class SwarmDHT:
-    """The part of a node that keeps and finds records.
+    """A node's membership of the DHT.
 
     Args:
         daemon: The running daemon.
-        identity: Signs what this node announces.
-        config: Of the node.
+        identity: Signs this node's announcements.
+        config: The node's settings.
     """
 
     def __init__(self, daemon: Daemon, identity: Identity, config: NodeConfig) -> None:
@@ -106,11 +106,11 @@ class SwarmDHT:
                     initial_peers=list(self._config.initial_peers) or None,
                     client_mode=self._config.client_mode,
                     record_validator=OwnedRecordValidator(),
-                    # Caches would answer with servers of minutes ago; every look-up here asks the network.
+                    # Cached servers are minutes old; every look-up here asks the network.
                     cache_locally=False,
                     cache_nearest=0,
                     cache_on_store=False,
-                    # A clock that is off, or a firewall before a server, is worth a warning and no refusal.
+                    # A wrong clock, or a firewall in front of a server, deserves a warning, not a refusal.
                     strict=False,
                 ),
                 timeout_s=_BOOTSTRAP_TIMEOUT_S,
@@ -119,7 +119,7 @@ class SwarmDHT:
         except RuntimeError as exc:
             raise TransportError(
                 f"initial peers {', '.join(self._config.initial_peers)} do not answer as members of a swarm: "
-                "give the address of a running server, with its present peer id"
+                "give the address of a running server, with its current peer id"
             ) from exc
         dht.protocol.storage = BoundedStorage.adopt(dht.protocol.storage)
         dht.protocol.cache.maxsize = 1
@@ -128,29 +128,28 @@ class SwarmDHT:
     async def close(self) -> None:
         """Leaves the DHT. Idempotent."""
         dht, self._dht = self._dht, None
-        # A dead daemon never answers, and has nothing left to unregister.
+        # A dead daemon never answers.
         if dht is not None and self._daemon.is_alive:
             try:
                 await self._daemon.race(dht.shutdown(), timeout_s=_LEAVE_TIMEOUT_S, what="leaving the DHT")
             except TransportError as exc:
-                log.debug("left the DHT without a word: %s", exc)
+                log.debug("left the DHT without notice: %s", exc)
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
-        """Says that this node serves what ``info`` says, for ``ttl_s`` seconds; see `SwarmNode.announce`."""
+        """Announces that this node serves ``info``; see `SwarmNode.announce`."""
         if self._config.client_mode:
-            raise ConfigError("a node in client mode cannot announce: it could not be reached")
+            raise ConfigError("a node in client mode cannot announce: start it with client_mode=False")
         if not 0 < ttl_s <= MAX_TTL_S:
             raise ConfigError(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, got {ttl_s}")
         try:
             check_server_info(info)
         except ProtocolError as exc:
             raise ConfigError(f"cannot announce this: {exc}") from exc
-        server_key = own_server_key(info.version, self._daemon.peer_id)
+        peer = self._daemon.peer_id
+        model = ModelRecord(version=info.version, model=info.model, num_blocks=info.num_blocks)
         wanted: dict[str, Record] = {
-            server_key: ServerRecord(info=info),
-            own_model_key(self._daemon.peer_id): ModelRecord(
-                version=info.version, model=info.model, num_blocks=info.num_blocks
-            ),
+            own_server_key(info.version, peer): ServerRecord(info=info),
+            own_model_key(peer): model,
         }
         if self._version not in (None, info.version):
             wanted |= self._gone()
@@ -158,7 +157,7 @@ class SwarmDHT:
         self._version = info.version
 
     async def retract(self) -> None:
-        """Says that this node serves nothing any more. Idempotent."""
+        """Announces that this node has stopped serving. Idempotent."""
         if self._version is None:
             return
         nothing = ModelRecord(version="", model="", num_blocks=0)
@@ -192,15 +191,14 @@ class SwarmDHT:
             expirations = self._expirations_for(wanted, ttl_s)
             if await self._try_store(wanted, expirations):
                 return
-            # One node that refuses (its clock is off, it is full, it is hostile) hides that others have accepted; and
-            # a record that an earlier run of this peer has left may live longer than the new one: look what is there.
+            # One node that refuses (a wrong clock, full, hostile) hides that others have accepted; and a record of an
+            # earlier run of this peer may outlive the new one: look what is there.
             present = await self._own_expirations(wanted)
             if all(present.get(key) == expiration for key, expiration in expirations.items()):
                 return
             self._expirations.update(present)
         raise TransportError(
-            "no node of the DHT has taken the announcement: check that the clock of this machine is right, "
-            "and that the initial peers still run"
+            "the DHT has not taken the announcement: check this machine's clock, and that the initial peers still run"
         )
 
     def _expirations_for(self, keys: Iterable[str], ttl_s: float) -> dict[str, float]:
@@ -212,13 +210,9 @@ class SwarmDHT:
         dht = self._running()
         keys = list(wanted)
         values = [sign_record(self._identity, key, wanted[key], expirations[key]) for key in keys]
-        stored = await self._daemon.race(
-            dht.store_many(
-                keys, values, [expirations[key] for key in keys], subkeys=[self._daemon.peer_id] * len(keys)
-            ),
-            timeout_s=self._config.dht_timeout_s,
-            what="announcing to the DHT",
-        )
+        times = [expirations[key] for key in keys]
+        work = dht.store_many(keys, values, times, subkeys=[self._daemon.peer_id] * len(keys))
+        stored = await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="announcing to the DHT")
         self._expirations.update(expirations)
         return all(stored.values())
 
@@ -236,13 +230,10 @@ class SwarmDHT:
         return opened
 
     async def _look_up(self, keys: Iterable[str]) -> list[tuple[str, str, bytes, float]]:
-        """Returns key, owner, record and expiration of all that stands under some keys."""
-        found = await self._daemon.race(
-            # Infinity: do not stop at the first node that knows something, it may know only some of the servers.
-            self._running().get_many(list(keys), sufficient_expiration_time=float("inf")),
-            timeout_s=self._config.dht_timeout_s,
-            what="asking the DHT",
-        )
+        """Returns key, owner, content and expiration of all records under some keys."""
+        # Infinity: do not stop at the first node that knows something, it may know only some of the servers.
+        work = self._running().get_many(list(keys), sufficient_expiration_time=float("inf"))
+        found = await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="asking the DHT")
         return [
             (key, peer, item.value, item.expiration_time)
             for key, result in found.items()

@@ -1,8 +1,8 @@
-"""Bounds on what hivemind believes of its peers.
+"""Bounds on what hivemind accepts from its peers.
 
 hivemind 1.1.12 trusts the network in places that an open swarm cannot. Each guard replaces one internal function by a
-checked one; all of them keep what honest peers see. Drop a guard when a release of hivemind has the check, which the
-attack tests (tests/unit/transport/test_guards.py) show when run without it.
+checked one that honest peers do not notice. Drop a guard when a release of hivemind has the check: the attack tests
+(tests/unit/transport/test_guards.py) then pass without it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hivemind.utils.timed_storage import HeapEntry, TimedStorage, ValueWithExpir
 __all__ = ["BoundedStorage", "install_guards"]
 
 MAX_NESTING = 8
-"""Extension types inside each other that hivemind's msgpack may decode; honest values need 2."""
+"""Depth of nested extension types that hivemind's msgpack may decode; honest values need 2."""
 
 MAX_STREAM_MESSAGE_BYTES = 16 << 20
 """Longest message of hivemind's own streams (ours have their own framing)."""
@@ -36,14 +36,14 @@ MAX_RECORDS = 20_000
 """Records of all keys; at 4 KiB each they take 80 MB."""
 
 MAX_KEYS_PER_OWNER = 16
-"""DHT keys that one owner may stand under; a server needs two."""
+"""DHT keys with records of one owner; a server needs two."""
 
 _depth: contextvars.ContextVar[int] = contextvars.ContextVar("msgpack_depth", default=0)
 _plain_decode = MSGPackSerializer.__dict__["_decode_ext_types"].__func__
 
 
 def install_guards() -> None:
-    """Replaces hivemind's trusting functions in this process. Idempotent."""
+    """Replaces hivemind's unchecked functions in this process. Idempotent."""
     MSGPackSerializer._decode_ext_types = classmethod(_decode_nested)
     TimedStorage.store = _store_finite
     DictionaryDHTValue.__init__ = _init_bounded
@@ -52,18 +52,18 @@ def install_guards() -> None:
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """A DHT node's store of others' records, bounded in keys, in records and in keys per owner."""
+    """A DHT node's storage, bounded in keys, in records and in keys per owner."""
 
     @classmethod
     def adopt(cls, storage: DHTLocalStorage) -> BoundedStorage:
-        """Returns a bounded storage with what another one has taken in by now."""
+        """Returns a bounded storage with the records of another one."""
         bounded = cls(maxsize=MAX_KEYS)
         bounded.data, bounded.key_to_heap = storage.data, storage.key_to_heap
         bounded.expiration_heap = storage.expiration_heap
         return bounded
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Stores a record, or a later one of the same owner; False if it is older or a bound is reached."""
+        """Stores a record unless the owner's present one is later or a bound is reached; returns whether it did."""
         present = self.get(key)
         is_new = present is None or not isinstance(present.value, DictionaryDHTValue) or subkey not in present.value
         if is_new and not self._has_room(subkey):
@@ -94,8 +94,8 @@ def _decode_nested(cls: type[MSGPackSerializer], type_code: int, data: bytes) ->
 def _store_finite(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
     """Replaces ``TimedStorage.store``.
 
-    Upstream takes a NaN time, which stops all eviction; forgets a record early when an older one is offered again;
-    and lets its heap grow with every refused offer.
+    Upstream takes a NaN time, which stops all eviction, forgets a record early when an older one is offered again, and
+    grows its heap with every refused offer.
     """
     if not isinstance(expiration_time, int | float) or not math.isfinite(expiration_time):
         return False
@@ -115,18 +115,18 @@ def _store_finite(self: Any, key: Any, value: Any, expiration_time: float) -> bo
 
 
 def _init_bounded(self: Any, maxsize: int | None = None) -> None:
-    """Replaces ``DictionaryDHTValue.__init__``: no peer decides how large a value may grow."""
+    """Replaces ``DictionaryDHTValue.__init__``: a peer does not decide how large a value grows."""
     TimedStorage.__init__(self, MAX_SUBKEYS)
 
 
 def _unpack_dictionary(cls: type[DictionaryDHTValue], raw: bytes) -> DictionaryDHTValue:
-    """Replaces ``DictionaryDHTValue.unpackb``: sizes and times are counted, not believed."""
+    """Replaces ``DictionaryDHTValue.unpackb``: sizes and times are checked."""
     unpacked = MSGPackSerializer.loads(raw)
     if not isinstance(unpacked, list) or len(unpacked) != 3 or not isinstance(unpacked[2], list):
         raise ValueError("malformed dictionary value")
     items = unpacked[2]
     if len(items) > MAX_SUBKEYS:
-        raise ValueError(f"dictionary value with {len(items)} items, allowed are {MAX_SUBKEYS}")
+        raise ValueError(f"dictionary value with {len(items)} items, the limit is {MAX_SUBKEYS}")
     with cls().freeze() as dictionary:
         for subkey, value, expiration_time in items:
             if not isinstance(value, bytes) or not isinstance(expiration_time, float):
@@ -140,5 +140,5 @@ async def _receive_bounded(reader: asyncio.StreamReader) -> bytes:
     header = await reader.readexactly(P2P.HEADER_LEN)
     num_bytes = int.from_bytes(header, P2P.BYTEORDER)
     if num_bytes > MAX_STREAM_MESSAGE_BYTES:
-        raise ValueError(f"stream message of {num_bytes} bytes declared, allowed are {MAX_STREAM_MESSAGE_BYTES}")
+        raise ValueError(f"stream message of {num_bytes} bytes declared, the limit is {MAX_STREAM_MESSAGE_BYTES}")
     return await reader.readexactly(num_bytes)

@@ -1,7 +1,7 @@
-"""Who a peer is: a libp2p key pair, kept in a file that the daemon reads too.
+"""The libp2p key pair of a peer, kept in a file that the daemon reads too.
 
-The peer id is a hash of (or simply is) the public key, so a record signed by the private key proves its owner to
-anyone, without asking anyone. See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md.
+The peer id is the public key or its hash, so a record signed by the private key proves its owner without a third party.
+See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RSA_BITS = range(2048, 8193)
 
 @dataclass(frozen=True)
 class Identity:
-    """A private key and what follows from it."""
+    """A private key, its public key and its peer id."""
 
     private_key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey
     public_key: bytes
@@ -56,7 +56,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def is_signed_by(public_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Returns whether ``signature`` is one of ``data`` by the owner of a public key in libp2p's encoding."""
+    """Returns whether ``signature`` signs ``data`` with the private key to a public key in libp2p's encoding."""
     try:
         parsed = crypto_pb2.PublicKey.FromString(public_key)
         if parsed.key_type == crypto_pb2.Ed25519:
@@ -93,14 +93,14 @@ def create_identity_file(path: Path) -> None:
 
 
 class IdentityFile:
-    """An identity file in use by this process, and by no other on this machine.
+    """An identity file, locked against other processes of this machine.
 
     Args:
         path: The file.
-        identity: What is in it.
+        identity: Its content.
         lock: Descriptor that holds the lock.
         existed: It was there before, so another peer may have it too.
-        is_temporary: Delete it as soon as nobody needs it any more.
+        is_temporary: Delete it as soon as the daemon has read it.
     """
 
     def __init__(self, path: Path, identity: Identity, lock: int, *, existed: bool, is_temporary: bool) -> None:
@@ -112,24 +112,17 @@ class IdentityFile:
 
     @classmethod
     def take(cls, path: Path | None) -> IdentityFile:
-        """Opens an identity file and makes it if it is not there; None: a temporary one.
+        """Opens an identity file and creates it if it is missing; None: a temporary one.
 
         Raises:
-            ConfigError: If it cannot be read, made, or is in use.
+            ConfigError: If it cannot be read or written, or is in use.
         """
-        if path is None:
-            # A directory that only its owner may enter.
-            temporary = Path(tempfile.mkdtemp(prefix="swarm-identity-")) / "identity"
-            create_identity_file(temporary)
-            return cls._lock_and_load(temporary, existed=False, is_temporary=True)
-        path = Path(path)
+        is_temporary = path is None
+        # A temporary directory is open to its owner only.
+        path = Path(path or Path(tempfile.mkdtemp(prefix="swarm-identity-")) / "identity")
         existed = path.exists()
         if not existed:
             create_identity_file(path)
-        return cls._lock_and_load(path, existed=existed, is_temporary=False)
-
-    @classmethod
-    def _lock_and_load(cls, path: Path, *, existed: bool, is_temporary: bool) -> IdentityFile:
         identity = load_identity(path)
         lock = os.open(path, os.O_RDONLY)
         try:
@@ -137,13 +130,13 @@ class IdentityFile:
         except OSError as exc:
             os.close(lock)
             raise ConfigError(
-                f"the identity {path} ({identity.peer_id}) is in use by another node on this machine; "
-                "two peers with one id cannot be told apart: give each its own file"
+                f"identity {path} ({identity.peer_id}) is in use by another node on this machine: give each node its "
+                "own file"
             ) from exc
         return cls(path, identity, lock, existed=existed, is_temporary=is_temporary)
 
     def delete_if_temporary(self) -> None:
-        """Deletes a temporary file: its key is in memory, and so a process that is killed leaves none on disk."""
+        """Deletes a temporary file once its key is in memory, so that a killed process leaves none on disk."""
         if self._is_temporary:
             shutil.rmtree(self.path.parent, ignore_errors=True)
 
@@ -157,7 +150,7 @@ class IdentityFile:
 
 
 def load_identity(path: Path) -> Identity:
-    """Reads an identity file, ours or one that hivemind or another libp2p program has written.
+    """Reads an identity file, written here, by hivemind or by another libp2p program.
 
     Raises:
         ConfigError: If it cannot be read, or holds no Ed25519 or RSA key.
@@ -165,31 +158,25 @@ def load_identity(path: Path) -> Identity:
     try:
         content = path.read_bytes()
     except OSError as exc:
-        raise ConfigError(f"cannot read the identity {path}: {exc.strerror}") from exc
+        raise ConfigError(f"cannot read identity {path}: {exc.strerror}") from exc
     try:
         parsed = crypto_pb2.PrivateKey.FromString(content)
         if parsed.key_type == crypto_pb2.Ed25519:
-            return _from_ed25519(ed25519.Ed25519PrivateKey.from_private_bytes(parsed.data[:32]))
+            private = ed25519.Ed25519PrivateKey.from_private_bytes(parsed.data[:32])
+            return _identity(private, parsed.key_type, private.public_key().public_bytes_raw())
         if parsed.key_type == crypto_pb2.RSA:
             key = serialization.load_der_private_key(parsed.data, password=None)
             if isinstance(key, rsa.RSAPrivateKey):
-                return _from_rsa(key)
+                public = key.public_key()
+                der, info = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+                return _identity(key, parsed.key_type, public.public_bytes(encoding=der, format=info))
     except (DecodeError, ValueError) as exc:
         raise ConfigError(
-            f"{path} is not a libp2p private key ({exc}); delete it to have a new one made, or name another file"
+            f"{path} is not a libp2p private key ({exc}): delete it to get a new one, or name another file"
         ) from exc
-    raise ConfigError(f"the identity {path} has a key of type {parsed.key_type}; Ed25519 and RSA are known")
+    raise ConfigError(f"identity {path} has a key of type {parsed.key_type}: expected Ed25519 or RSA")
 
 
-def _from_ed25519(key: ed25519.Ed25519PrivateKey) -> Identity:
-    public = crypto_pb2.PublicKey(key_type=crypto_pb2.Ed25519, data=key.public_key().public_bytes_raw())
-    encoded = public.SerializeToString()
-    return Identity(key, encoded, peer_id_of(encoded))
-
-
-def _from_rsa(key: rsa.RSAPrivateKey) -> Identity:
-    der = key.public_key().public_bytes(
-        encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+def _identity(key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey, key_type: int, public: bytes) -> Identity:
+    encoded = crypto_pb2.PublicKey(key_type=key_type, data=public).SerializeToString()
     return Identity(key, encoded, peer_id_of(encoded))

@@ -1,4 +1,4 @@
-"""What a peer may make this process hold or wait for."""
+"""Bounds on what a peer can make this process hold or wait for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireLimits:
-    """Bounds on everything that arrives from a peer."""
+    """Limits of messages and streams from peers."""
 
     max_message_bytes: int = 512 * _MIB + 4 * _MIB
     """Largest message. The default holds hidden states of 8 x 2048 tokens of width 8192 in float32, and its masks."""
@@ -29,23 +29,23 @@ class WireLimits:
     """Memory that a declared size alone may claim; beyond it, memory grows only as bytes arrive."""
 
     max_receiving_bytes: int = 4096 * _MIB
-    """Most memory of all incoming messages of one node, unfinished or not yet taken, together."""
+    """Most memory that all incoming messages of a node may take together, unfinished or unread."""
 
     max_streams_per_peer: int = 128
-    """Streams that one peer may hold open at a server; each session is one."""
+    """Open streams of one peer at a server; each session is one."""
 
     max_streams: int = 512
-    """Streams that all peers together may hold open; each costs one of the (often 1,024) open files of a process."""
+    """Open streams of all peers together; each costs one of the (often 1,024) open files of a process."""
 
     first_message_timeout_s: float = 20.0
-    """How long a new stream may stay silent before it is closed."""
+    """Longest silence of a new stream before it is closed."""
 
     min_receive_bytes_per_s: float = 16_384.0
-    """A first message that arrives slower than this, after ``first_message_timeout_s``, is given up; and any message
-    that the other end takes slower than this, beyond ``send_stall_timeout_s``."""
+    """Slowest pace of a first message after ``first_message_timeout_s``, and of the other end's reading after
+    ``send_stall_timeout_s``; a slower stream is given up."""
 
     send_stall_timeout_s: float = 60.0
-    """How long the other end may accept no byte while a message is sent."""
+    """Longest time that the other end may accept no byte of a message."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

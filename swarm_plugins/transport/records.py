@@ -1,15 +1,15 @@
-"""What stands in the DHT: small typed records, signed by their owner, that expire.
+"""Records of the DHT: small, typed, signed by their owner, and expiring.
 
 | key | subkey | record |
 |---|---|---|
 | ``swarm_plugins/1/servers/<model version>/<shard>`` | peer id | ``ServerRecord``: what the peer serves |
 | ``swarm_plugins/1/models/<shard>`` | peer id | ``ModelRecord``: which model version the peer serves |
 
-A peer's shard follows from its id. Keys per block would store and fetch a server's record once for each of its
-blocks; keys per version need a handful of look-ups however many blocks a model has, and shards keep one value small.
+A peer's shard follows from its id; shards keep each value small. Keys per version need a handful of look-ups, where
+keys per block would store and fetch a server's record once for each of its blocks.
 
-A record is accepted (by every node, before it is stored and again when it is read) only if its public key hashes to
-the subkey, its signature covers key, expiration and payload, and its payload belongs under its key.
+Every node accepts a record, when it stores it and again when it reads it, only if its public key hashes to the subkey,
+its signature covers key, expiration and payload, and its payload belongs under its key.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True, tag="server", forb
 
 
 class GoneRecord(msgspec.Struct, frozen=True, kw_only=True, tag="gone", forbid_unknown_fields=True):
-    """A peer has stopped serving; stands where its record stood, because a DHT cannot delete."""
+    """A peer has stopped serving; replaces its record, because a DHT cannot delete."""
 
     version: str
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, tag="model", forbid_unknown_fields=True):
-    """A peer serves a model version; the empty version: it has stopped."""
+    """A peer serves a model version, or with an empty one has stopped serving."""
 
     version: str
     model: str
@@ -96,27 +96,27 @@ _bytes_decoder = msgspec.msgpack.Decoder(bytes)
 
 
 def server_keys(version: str) -> list[str]:
-    """Returns the keys under which the servers of a model version stand."""
-    return [_server_key(version, shard) for shard in range(_NUM_SHARDS)]
+    """Returns the keys of all servers of a model version."""
+    return [f"swarm_plugins/1/servers/{version}/{shard}" for shard in range(_NUM_SHARDS)]
 
 
 def model_keys() -> list[str]:
-    """Returns the keys under which all model versions stand."""
+    """Returns the keys of all model versions."""
     return [f"swarm_plugins/1/models/{shard}" for shard in range(_NUM_SHARDS)]
 
 
 def own_server_key(version: str, peer_id: str) -> str:
-    """Returns the key under which one server stands."""
-    return _server_key(version, _shard_of(peer_id))
+    """Returns the key of one server's ``ServerRecord``."""
+    return server_keys(version)[_shard_of(peer_id)]
 
 
 def own_model_key(peer_id: str) -> str:
-    """Returns the key under which one server says which model version it serves."""
+    """Returns the key of one server's ``ModelRecord``."""
     return model_keys()[_shard_of(peer_id)]
 
 
 def sign_record(identity: Identity, key: str, record: Record, expiration: float) -> bytes:
-    """Returns a record as it stands in the DHT.
+    """Returns a record as the DHT stores it.
 
     Raises:
         ConfigError: If it is too large.
@@ -126,33 +126,33 @@ def sign_record(identity: Identity, key: str, record: Record, expiration: float)
     blob = msgspec.msgpack.encode(_Envelope(identity.public_key, signature, payload))
     if len(blob) > MAX_RECORD_BYTES:
         raise ConfigError(
-            f"the announcement takes {len(blob)} bytes, allowed are {MAX_RECORD_BYTES}: announce fewer adapters"
+            f"the announcement takes {len(blob)} bytes, the limit is {MAX_RECORD_BYTES}: announce fewer adapters"
         )
     return blob
 
 
 def open_record(hashed_key: bytes, peer_id: str, blob: bytes, expiration: float) -> Record:
-    """Checks a record and returns what it says.
+    """Checks and decodes a record.
 
     Args:
-        hashed_key: Hash of the key it stands under.
-        peer_id: The subkey it stands under.
+        hashed_key: Hash of its key.
+        peer_id: Its subkey.
         blob: The record.
         expiration: Unix time at which it expires.
 
     Raises:
-        ProtocolError: If it is malformed, too long-lived, not signed by its owner, or under a key it does not fit.
+        ProtocolError: If it is malformed, too long-lived, not signed by its owner, or under a wrong key.
     """
     now = time.time()
     if not math.isfinite(expiration) or not now - _CLOCK_SLACK_S < expiration <= now + MAX_TTL_S + _CLOCK_SLACK_S:
-        raise ProtocolError(f"record expires at {expiration!r}, allowed is up to {MAX_TTL_S:g} s from now ({now:.0f})")
+        raise ProtocolError(f"record expires at {expiration!r}, the limit is {MAX_TTL_S:g} s from now ({now:.0f})")
     if len(blob) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"record has {len(blob)} bytes, allowed are {MAX_RECORD_BYTES}")
+        raise ProtocolError(f"record has {len(blob)} bytes, the limit is {MAX_RECORD_BYTES}")
     return _open_signed(hashed_key, peer_id, blob, expiration)
 
 
 def check_server_info(info: ServerInfo) -> None:
-    """Checks what a server says of itself for plain nonsense.
+    """Checks a server's claims about itself for plain nonsense.
 
     Raises:
         ProtocolError: If a number or name is out of range.
@@ -167,7 +167,7 @@ def check_server_info(info: ServerInfo) -> None:
     if not info.version or max(len(info.version), len(info.model), len(info.software)) > _MAX_NAME_CHARS:
         raise ProtocolError(f"server claims names that are empty or longer than {_MAX_NAME_CHARS} characters")
     names = (info.version, info.model, info.software, info.dtype, info.quantization, *info.adapters)
-    # They are shown to people: no line breaks, no terminal sequences.
+    # People see them: no line breaks, no terminal sequences.
     if len(info.adapters) > _MAX_ADAPTERS or any(len(n) > _MAX_NAME_CHARS or not n.isprintable() for n in names):
         raise ProtocolError(
             f"server claims more than {_MAX_ADAPTERS} adapters, or names with control characters or longer than "
@@ -176,7 +176,7 @@ def check_server_info(info: ServerInfo) -> None:
 
 
 class OwnedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
-    """Lets hivemind's DHT hold nothing but this package's records, each written by its owner."""
+    """Restricts hivemind's DHT to this package's records, each written by its owner."""
 
     def validate(self, record: DHTRecord) -> bool:
         """Returns whether a record may be stored or believed."""
@@ -202,7 +202,7 @@ def _open_signed(hashed_key: bytes, peer_id: str, blob: bytes, expiration: float
     except (msgspec.MsgspecError, RecursionError, ValueError) as exc:
         raise ProtocolError(f"malformed record: {exc}") from exc
     if hashed_key != key_id(_key_of(record, peer_id)):
-        raise ProtocolError(f"record of {peer_id} stands under a key it does not belong to")
+        raise ProtocolError(f"record of {peer_id} stands under a wrong key")
     if isinstance(record, ServerRecord):
         check_server_info(record.info)
     return record
@@ -218,10 +218,6 @@ def _key_of(record: Record, peer_id: str) -> str:
     if not (record.version.isprintable() and record.model.isprintable()):
         raise ProtocolError("model record with control characters in a name")
     return own_model_key(peer_id)
-
-
-def _server_key(version: str, shard: int) -> str:
-    return f"swarm_plugins/1/servers/{version}/{shard}"
 
 
 def _shard_of(peer_id: str) -> int:

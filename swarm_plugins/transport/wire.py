@@ -1,4 +1,4 @@
-"""Messages as bytes: one encoder and one decoder.
+"""Encodes messages as frames, and decodes them.
 
 A frame is a header of 16 bytes, the metadata (msgpack) and the raw bytes of the tensors in the order in which the
 metadata names them, each padded to a multiple of 64 bytes:
@@ -7,8 +7,8 @@ metadata names them, each padded to a multiple of 64 bytes:
 "SW" version kind | metadata bytes (u32) | payload bytes (u64) | metadata, padded | tensor | pad | tensor | pad ...
 ```
 
-In the metadata a tensor stands as ``[dtype, codec, [shape]]``. Its place is not written down: the decoder keeps a
-cursor, so tensors can neither overlap nor be named twice, and the payload must be used up exactly.
+The metadata describes a tensor as ``[dtype, codec, [shape]]``, without its place: the decoder keeps a cursor, so
+tensors can neither overlap nor be named twice, and the payload must be used up exactly.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _CODECS = frozenset(get_args(Codec))
 _ZEROS = bytes(_ALIGN)
 
 END_FRAME = _HEADER.pack(_MAGIC, _VERSION, _KIND_END, 0, 0)
-"""Says that the sender has closed the stream on purpose."""
+"""Tells the other end that the stream is closed on purpose."""
 
 
 class FrameHeader(NamedTuple):
-    """What the first bytes of a frame declare, within limits."""
+    """What a frame's header declares, within limits."""
 
     is_end: bool
     metadata_bytes: int
@@ -63,9 +63,9 @@ class FrameHeader(NamedTuple):
 
 
 def encode(message: Message, *, codec: Codec = "none") -> list[bytes | memoryview]:
-    """Returns the parts of a message's frame, the header and metadata first.
+    """Returns the parts of a message's frame, header and metadata first.
 
-    Parts may be views of the message's tensors: do not change those before the parts are sent.
+    Parts may be views of the message's tensors: do not change them before the parts are sent.
 
     Raises:
         ProtocolError: If a tensor has a dtype or more dimensions than the wire knows.
@@ -118,18 +118,18 @@ def parse_header(data: bytes | bytearray | memoryview, limits: WireLimits) -> Fr
     magic, version, kind, metadata_bytes, payload_bytes = _HEADER.unpack(data)
     if magic != _MAGIC or version != _VERSION or kind not in (_KIND_MESSAGE, _KIND_END):
         raise ProtocolError(
-            f"not a frame of this protocol (version {_VERSION}): starts with {bytes(data[:4])!r}; "
-            "do both ends run the same release?"
+            f"not a frame of protocol version {_VERSION}: starts with {bytes(data[:4])!r}; "
+            "run the same release at both ends"
         )
     if metadata_bytes > limits.max_metadata_bytes:
-        raise ProtocolError(f"metadata of {metadata_bytes} bytes declared, allowed are {limits.max_metadata_bytes}")
+        raise ProtocolError(f"metadata of {metadata_bytes} bytes declared, the limit is {limits.max_metadata_bytes}")
     body_bytes = _padded(metadata_bytes) + payload_bytes
     if body_bytes > limits.max_message_bytes:
         raise ProtocolError(
-            f"a message of {body_bytes} bytes declared, allowed are {limits.max_message_bytes}: split the batch"
+            f"a message of {body_bytes} bytes declared, the limit is {limits.max_message_bytes}: split the batch"
         )
     if kind == _KIND_END and body_bytes:
-        raise ProtocolError(f"an end of stream carries no body, this one declares {body_bytes} bytes")
+        raise ProtocolError(f"an end of stream declares {body_bytes} bytes, expected 0")
     return FrameHeader(kind == _KIND_END, metadata_bytes, body_bytes)
 
 
@@ -138,7 +138,7 @@ def decode_body(header: FrameHeader, body: Tensor, limits: WireLimits = DEFAULT_
 
     Args:
         header: The frame's header.
-        body: Flat ``uint8`` of ``header.body_bytes`` elements that nobody else holds.
+        body: Flat ``uint8`` of ``header.body_bytes`` elements, given away by the caller.
         limits: Bounds.
 
     Raises:
@@ -157,7 +157,7 @@ def decode_body(header: FrameHeader, body: Tensor, limits: WireLimits = DEFAULT_
     finally:
         _local.reader = None
     if reader.cursor != len(buffer):
-        raise ProtocolError(f"message has {len(buffer) - reader.cursor} bytes that no tensor claims")
+        raise ProtocolError(f"{len(buffer) - reader.cursor} bytes of the message belong to no tensor")
     return message
 
 
@@ -168,9 +168,9 @@ def _padded(num_bytes: int) -> int:
 def _describe(tensor: Tensor, codec: Codec) -> tuple[list[object], memoryview]:
     dtype_name = _DTYPE_NAMES.get(tensor.dtype)
     if dtype_name is None:
-        raise ProtocolError(f"cannot send a tensor of {tensor.dtype}; allowed are {', '.join(_DTYPES)}: cast it first")
+        raise ProtocolError(f"cannot send a tensor of {tensor.dtype}: cast it to one of {', '.join(_DTYPES)}")
     if tensor.dim() > _MAX_DIMS:
-        raise ProtocolError(f"cannot send a tensor of {tensor.dim()} dimensions; at most {_MAX_DIMS}: reshape it first")
+        raise ProtocolError(f"cannot send a tensor of {tensor.dim()} dimensions: reshape it to at most {_MAX_DIMS}")
     used: Codec = codec if is_packable(tensor.dtype, tensor.numel()) else "none"
     plain = tensor.detach().cpu().contiguous()
     data = pack(plain, used).reshape(-1).view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
@@ -210,29 +210,29 @@ class _TensorReader:
 
 def _check_description(description: object) -> tuple[torch.dtype, Codec, list[int]]:
     if not isinstance(description, list) or len(description) != 3:
-        raise ProtocolError("a tensor is described by [dtype, codec, shape]")
+        raise ProtocolError("malformed description of a tensor: expected [dtype, codec, shape]")
     dtype_name, codec, shape = description
     dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise ProtocolError(f"tensor dtype {str(dtype_name)[:40]!r}; allowed are {', '.join(_DTYPES)}")
+        raise ProtocolError(f"tensor dtype {str(dtype_name)[:40]!r}: expected one of {', '.join(_DTYPES)}")
     if not isinstance(codec, str) or codec not in _CODECS:
-        raise ProtocolError(f"tensor codec {str(codec)[:40]!r}; allowed are {', '.join(sorted(_CODECS))}")
+        raise ProtocolError(f"tensor codec {str(codec)[:40]!r}: expected one of {', '.join(sorted(_CODECS))}")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
-        raise ProtocolError(f"a tensor shape is a list of at most {_MAX_DIMS} sizes")
-    # No dimension beyond 2**40, so that a zero beside it cannot smuggle strides that overflow into torch.
+        raise ProtocolError(f"malformed tensor shape: expected a list of at most {_MAX_DIMS} sizes")
+    # No dimension beyond 2**40, so that one next to a zero cannot smuggle overflowing strides into torch.
     if any(type(size) is not int or not 0 <= size < 1 << 40 for size in shape) or math.prod(shape) >= 1 << 48:
-        raise ProtocolError(f"tensor shape {str(shape)[:80]}: sizes must be whole numbers from 0 on, of sane size")
+        raise ProtocolError(f"tensor shape {str(shape)[:80]}: expected whole numbers from 0 on, of sane size")
     if math.prod(size or 1 for size in shape) >= 1 << 60:
         raise ProtocolError(f"tensor shape {str(shape)[:80]} overflows")
     if codec != "none" and not is_packable(dtype, math.prod(shape)):
-        raise ProtocolError(f"codec {codec} does not apply to a tensor of {dtype_name} {shape}")
+        raise ProtocolError(f"codec {codec} does not apply to a {dtype_name} tensor of shape {shape}")
     return dtype, cast(Codec, codec), shape
 
 
 def _check_bools(raw: memoryview) -> None:
     # Any other byte in a bool tensor is undefined behaviour in compiled kernels.
     if torch.frombuffer(raw, dtype=torch.uint8).amax().item() > 1:
-        raise ProtocolError("a bool tensor may hold only the bytes 0 and 1")
+        raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
 
 
 _local = threading.local()

@@ -109,13 +109,8 @@ def test_another_peers_record_cannot_be_overwritten() -> None:
             key = own_server_key("v1", victim.peer_id)
             for subkey in (victim.peer_id, None, "someone"):
                 assert not await node.store(key, b"mine", time.time() + 3000, subkey=subkey)
-            stored = (
-                victim._joined()
-                ._running()
-                .protocol.storage.get(
-                    next(k for k in victim._joined()._running().protocol.storage.data if k.to_bytes() == key_id(key))
-                )
-            )
+            storage = victim._dht._dht.protocol.storage
+            stored = storage.get(next(k for k in storage.data if k.to_bytes() == key_id(key)))
             assert list(stored.value.data) == [victim.peer_id]
             await node.shutdown()
 

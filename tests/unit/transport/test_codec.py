@@ -106,7 +106,7 @@ def test_only_large_floating_tensors_are_packed(dtype: torch.dtype, num_elements
 
 
 def test_a_payload_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="1039 bytes for 1024 elements packed by int8, which take 1040"):
+    with pytest.raises(ValueError, match="1039 bytes for 1024 elements packed by int8, expected 1040"):
         unpack(torch.zeros(1039, dtype=torch.uint8), "int8", torch.float32, 1024)
 
 

@@ -100,7 +100,7 @@ def test_a_declared_stream_length_is_bounded() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data((400 << 20).to_bytes(8, "big") + b"x")
         reader.feed_eof()
-        with pytest.raises(ValueError, match="stream message of 419430400 bytes declared, allowed are 16777216"):
+        with pytest.raises(ValueError, match="stream message of 419430400 bytes declared, the limit is 16777216"):
             await P2P.receive_raw_data(reader)
         reader = asyncio.StreamReader()
         reader.feed_data((3).to_bytes(8, "big") + b"abc")

@@ -1,0 +1,81 @@
+"""Which blocks the servers of a swarm cover: where a new server helps most, and which servers to ask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from swarm_plugins.errors import ConfigError
+
+__all__ = ["block_coverage", "choose_span", "spread_sample"]
+
+
+def block_coverage(num_blocks: int, servers: Sequence[tuple[int, int, float]]) -> list[float]:
+    """Returns the announced throughput of each block.
+
+    Args:
+        num_blocks: Blocks of the model.
+        servers: ``(start, end, throughput)`` of each server.
+    """
+    coverage = [0.0] * num_blocks
+    for start, end, throughput in servers:
+        for block in range(max(start, 0), min(end, num_blocks)):
+            coverage[block] += throughput
+    return coverage
+
+
+def choose_span(coverage: Sequence[float], num_blocks: int) -> range:
+    """Returns the consecutive blocks for a new server: those with the least throughput.
+
+    A chain is as fast as its slowest block, so the sorted throughputs of the span are lexicographically least; the
+    first span wins a tie. After Borzunov et al. 2023, "Distributed inference and fine-tuning of large language models
+    over the Internet", section 3.2.
+
+    Args:
+        coverage: Throughput of each block of the model.
+        num_blocks: Blocks to take.
+
+    Raises:
+        ConfigError: If the model has fewer blocks, or none are wanted.
+    """
+    if not 1 <= num_blocks <= len(coverage):
+        raise ConfigError(f"cannot serve {num_blocks} blocks: expected 1 to {len(coverage)}, the blocks of the model")
+    starts = range(len(coverage) - num_blocks + 1)
+    start = min(starts, key=lambda first: (sorted(coverage[first : first + num_blocks]), first))
+    return range(start, start + num_blocks)
+
+
+def spread_sample(spans: Mapping[str, tuple[int, int]], limit: int) -> list[str]:
+    """Returns a random sample of servers that covers all served blocks as evenly as possible.
+
+    Random, so that the clients of a large swarm do not all ask the same servers.
+
+    Args:
+        spans: ``(start, end)`` of each server, by peer id.
+        limit: Most servers to choose. Blocks are left out only if that many servers cannot cover them.
+    """
+    peers = list(spans)
+    if len(peers) <= limit:
+        return peers
+    random.shuffle(peers)
+    holders: dict[int, list[str]] = {}
+    for peer in peers:
+        for block in range(*spans[peer]):
+            holders.setdefault(block, []).append(peer)
+    for candidates in holders.values():
+        # Popped from the end: the longest spans first, so that few servers cover much.
+        candidates.sort(key=lambda peer: spans[peer][1] - spans[peer][0])
+    times_held = dict.fromkeys(holders, 0)
+    chosen: dict[str, None] = {}
+    while len(chosen) < limit:
+        # With 64 of thousands of servers to choose, a round must not look at all servers again.
+        block = min(times_held, key=lambda each: times_held[each])
+        peer = holders[block].pop()
+        if peer not in chosen:
+            chosen[peer] = None
+            for held in range(*spans[peer]):
+                if held in times_held:
+                    times_held[held] += 1
+        if not holders[block]:
+            del times_held[block]
+    return list(chosen)
