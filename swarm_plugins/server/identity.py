@@ -1,4 +1,4 @@
-"""As what a server's blocks are announced: whose weights they are, and how precisely it keeps them."""
+"""How a server's blocks are announced: whose weights they are, and how precisely it keeps them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Identity(NamedTuple):
-    """What clients look for, and what they are told."""
+    """What clients look up, and what they learn."""
 
     version: ModelVersion
     """Of the weights as they were published."""
@@ -31,8 +31,8 @@ class Identity(NamedTuple):
 def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
     """Returns the identity of the blocks of a checkpoint.
 
-    Those of a quantized store are blocks of the model that it was made from, kept in few bits, as those are that are
-    quantized while they are loaded: clients ask for that model, and are told of the bits.
+    Blocks of a quantized store are announced as blocks of the model it was made from, in few bits, just like blocks
+    that are quantized while loading.
 
     Args:
         checkpoint: What is served.
@@ -47,10 +47,10 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
     base = store.manifest.base_version
     log.info("blocks of %s are announced as blocks of %s", checkpoint.name, base)
     if checkpoint.directory is None:
-        # Nobody can tell from few bits whose weights they were.
+        # Few bits do not tell whose weights they were.
         log.warning(
-            "%s says that it was made from %s: its blocks are announced as blocks of that model, so serve it only if "
-            "you trust who published it, or make a store yourself with swarm quantize",
+            "%s claims to be made from %s: its blocks are announced as blocks of that model. Serve it only if you trust "
+            "its publisher, or make a store yourself with swarm quantize",
             checkpoint.version,
             base,
         )
@@ -58,7 +58,7 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
 
 
 def _quantization(config: ServeConfig) -> str:
-    """Returns how weights are kept that are quantized while they are loaded, if they are."""
+    """Returns how weights are kept that are quantized while loading."""
     bits = None if config.offload is None else config.offload.expert_bits
     if bits is None or bits == 16:
         return config.quantization
@@ -67,7 +67,7 @@ def _quantization(config: ServeConfig) -> str:
 
 def _widths(expert_bits: Width, other_bits: Width) -> str:
     kept = {"experts": expert_bits, "others": other_bits}
-    # Of the others 16 bits are what nobody would ask about; experts are named, so that a store is told from the model.
+    # Others in 16 bits go without saying; experts are named, to tell a store from the model.
     return "+".join(
         f"{part}-{bits if isinstance(bits, str) else f'int{bits}' if bits != 16 else '16bit'}"
         for part, bits in kept.items()

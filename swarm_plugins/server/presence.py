@@ -16,7 +16,7 @@ __all__ = ["Presence"]
 log = logging.getLogger(__name__)
 
 _MAX_RESTARTS = 5
-"""Restarts of the daemon in a row; one that then lived for ``_STABLE_S`` is forgiven."""
+"""Restarts of the daemon in a row; a daemon that lives for ``_STABLE_S`` resets the count."""
 _STABLE_S = 300.0
 _RETRACT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
@@ -28,7 +28,7 @@ class Presence:
     Args:
         config: How to join.
         every_s: Time between announcements.
-        ttl_s: Life of an announcement.
+        ttl_s: Lifetime of an announcement.
     """
 
     def __init__(self, config: NodeConfig, *, every_s: float, ttl_s: float) -> None:
@@ -63,7 +63,7 @@ class Presence:
         await self._node.start()
 
     async def announce(self, info: Callable[[], ServerInfo]) -> None:
-        """Announces what ``info`` says, now and from time to time until ``close``."""
+        """Announces the result of ``info``, now and regularly until ``close``."""
         self._info = info
         await self._node.announce(info(), self._ttl_s)
         if self._keeper is None:
@@ -79,14 +79,14 @@ class Presence:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
-            # It may be in the middle of joining again; leaving must not depend on how that ends.
+            # It may be joining again; leaving must not depend on how that ends.
             await asyncio.wait([keeper], timeout=_CLOSE_TIMEOUT_S)
         if self._node.is_alive:
             try:
                 async with asyncio.timeout(_RETRACT_TIMEOUT_S):
                     await self._node.retract()
             except (SwarmError, TimeoutError) as error:
-                log.warning("the announcement could not be taken back, it expires by itself: %s", error)
+                log.warning("cannot retract the announcement, it expires by itself: %s", error)
 
     async def close(self) -> None:
         """Leaves the swarm. Idempotent."""
@@ -123,7 +123,7 @@ class Presence:
                 try:
                     await self._node.announce(self._info(), self._ttl_s)
                 except TransportError as error:
-                    log.warning("could not announce, trying again in %.0f s: %s", self._every_s, error)
+                    log.warning("cannot announce, trying again in %.0f s: %s", self._every_s, error)
         finally:
             dead.cancel()
             await asyncio.gather(dead, return_exceptions=True)
@@ -137,7 +137,7 @@ class Presence:
             if self._info is not None:
                 await node.announce(self._info(), self._ttl_s)
         except SwarmError as error:
-            log.warning("could not join the swarm again: %s", error)
+            log.warning("cannot rejoin the swarm: %s", error)
             await node.close()
             return False
         self._node = node

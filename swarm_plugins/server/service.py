@@ -14,8 +14,8 @@ from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerRunner
 from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
+from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.sessions import SessionTable
-from swarm_plugins.server.state.training import KeptForward
 from swarm_plugins.transport.messages import ServerInfo
 
 __all__ = ["AdapterCheck", "Service"]

@@ -1,22 +1,23 @@
-"""When to wait a moment so that more sessions share a forward.
+"""How busy the compute thread is, and when to wait a moment so that more sessions share a forward.
 
 Sessions that decode come back a short time after each answer. If a forward starts with those that wait, those that
-are about to come form a second group, and the two groups alternate for ever: each round costs two forwards. A forward
-costs ``a + b * rows``; waiting ``w`` for the others replaces two forwards by one, which is less work and a shorter
-round for all of them whenever ``w < a``. So that is the rule, with ``a`` and each session's return time learnt here.
+are about to come form a second group, and the two groups alternate: each round costs two forwards. A forward costs
+``a + b * rows``; waiting ``w`` for the others replaces two forwards by one, which is less work and a shorter round for
+all of them whenever ``w < a``. That is the rule, with ``a`` and each session's return time learnt here.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
-__all__ = ["Rhythm"]
+__all__ = ["BusyMeter", "Rhythm"]
 
 _MAX_SESSIONS = 1024
 _MAX_GAP_S = 1.0
-"""A session that takes longer to come back is not waited for."""
+"""Sessions that take longer to come back are not waited for."""
 _NUM_RUNS = 48
 _CAUTION = 0.7
 """Part of ``a`` that a wait may take: return times vary."""
@@ -35,12 +36,11 @@ class Rhythm:
     """Learns how long forwards take and when sessions come back. Used by one thread."""
 
     def __init__(self) -> None:
-        """Starts without knowledge: nothing is waited for."""
         self._sessions: OrderedDict[Hashable, _Session] = OrderedDict()
         self._runs: deque[tuple[int, float]] = deque(maxlen=_NUM_RUNS)
 
     def arrived(self, session: Hashable, now: float) -> None:
-        """Notes that a session has sent its next step, at time ``now``."""
+        """Notes that a session has sent its next step."""
         known = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
         while len(self._sessions) > _MAX_SESSIONS:
@@ -69,7 +69,7 @@ class Rhythm:
             if not session.is_running and session.gap_s is not None and session.gap_s <= _MAX_GAP_S
             if name not in waiting
         ]
-        # Overdue: it has ended, or thinks; the rest need not wait for it.
+        # An overdue session has ended, or pauses: not waited for.
         due = [due_s for due_s in due if due_s > 0]
         if not due:
             return 0.0
@@ -77,7 +77,7 @@ class Rhythm:
         return max((due_s for due_s in due if due_s < limit_s), default=0.0)
 
     def _fixed_s(self) -> float:
-        """Returns ``a``: what a forward costs however few rows it has."""
+        """Returns ``a``, the fixed cost of a forward."""
         if not self._runs:
             return 0.0
         count = len(self._runs)
@@ -85,7 +85,38 @@ class Rhythm:
         mean_s = sum(seconds for _, seconds in self._runs) / count
         spread = sum((rows - mean_rows) ** 2 for rows, _ in self._runs)
         if spread == 0:
-            # Only one size seen so far: half of it is a careful guess for small packs.
+            # Only one size seen so far: half the time is a careful guess for small packs.
             return mean_s / 2 if mean_rows <= 4 else 0.0
         slope = sum((rows - mean_rows) * (seconds - mean_s) for rows, seconds in self._runs) / spread
         return min(max(mean_s - max(slope, 0.0) * mean_rows, 0.0), mean_s)
+
+
+class BusyMeter:
+    """Averages busy (1) and idle (0) time exponentially, recent seconds more than old ones.
+
+    One thread calls ``begin`` and ``end``; any thread may read.
+
+    Args:
+        window_s: Time constant of the average.
+    """
+
+    def __init__(self, window_s: float = 10.0) -> None:
+        self._window_s = window_s
+        # One tuple, replaced as a whole: a reader in another thread never sees half an update.
+        self._state: tuple[float, float, bool] | None = None
+
+    def begin(self, now: float) -> None:
+        """Notes that work begins."""
+        self._state = (now, self.share(now), True)
+
+    def end(self, now: float) -> None:
+        """Notes that work ends."""
+        self._state = (now, self.share(now), False)
+
+    def share(self, now: float) -> float:
+        """Returns the average at time ``now``, between 0 and 1."""
+        if self._state is None:
+            return 0.0
+        since, value, is_busy = self._state
+        goal = 1.0 if is_busy else 0.0
+        return goal + (value - goal) * math.exp(-max(0.0, now - since) / self._window_s)

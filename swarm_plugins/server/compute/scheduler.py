@@ -25,11 +25,8 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.runner import SpanRunner, StepInputs
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.server.compute.busy import BusyMeter
-from swarm_plugins.server.compute.pack import choose_pack
-from swarm_plugins.server.compute.rhythm import Rhythm
-from swarm_plugins.server.compute.turns import Turns
-from swarm_plugins.server.compute.work import Call, Step, Work
+from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
+from swarm_plugins.server.compute.work import Call, Step, Turns, Work, choose_pack
 from swarm_plugins.server.failures import RequestError
 
 __all__ = ["Scheduler", "SchedulerConfig", "SchedulerRunner"]
@@ -239,9 +236,9 @@ class Scheduler:
 
     def _gather(self) -> None:
         """Waits a moment for sessions that are about to come, if they can share the next forward."""
-        while self._steps and not self._trainings and all(step.part.num_left == 1 for step in self._steps):
+        while self._steps and not self._trainings and all(step.num_left == 1 for step in self._steps):
             now = time.monotonic()
-            wait_s = self._rhythm.wait_s({id(step.part.inputs.cache) for step in self._steps}, now)
+            wait_s = self._rhythm.wait_s({step.session for step in self._steps}, now)
             if wait_s <= 0 or self._is_stopping:
                 return
             try:
@@ -256,7 +253,7 @@ class Scheduler:
     def _sort_in(self, item: Work | None) -> None:
         if isinstance(item, Step):
             self._steps.append(item)
-            self._rhythm.arrived(id(item.part.inputs.cache), item.arrived)
+            self._rhythm.arrived(item.session, item.arrived)
         elif isinstance(item, Call):
             (self._trainings if item.is_training else self._calls).append(item)
 
@@ -310,14 +307,12 @@ class Scheduler:
                 if not call.abandoned:
                     self._run_call(call)
             self._steps = [step for step in self._steps if self._is_ready(step)]
-            by_part = {id(step.part): step for step in self._steps}
             groups: dict[range, list[tuple[Step, int]]] = {}
-            in_turn = [step.part for step in self._step_turns.order(self._steps)]
-            chosen = choose_pack(in_turn, self.chunk_tokens)
-            if len(chosen) < len(in_turn):
-                self._step_turns.had({by_part[id(part)].peer for part, _ in chosen})
-            for part, num_tokens in chosen:
-                groups.setdefault(part.inputs.blocks, []).append((by_part[id(part)], num_tokens))
+            chosen = choose_pack(self._step_turns.order(self._steps), self.chunk_tokens)
+            if len(chosen) < len(self._steps):
+                self._step_turns.had({step.peer for step, _ in chosen})
+            for step, num_tokens in chosen:
+                groups.setdefault(step.inputs.blocks, []).append((step, num_tokens))
             for group in groups.values():
                 self._run_group(group)
 
@@ -325,12 +320,9 @@ class Scheduler:
         """Runs the cache operations of a step that has not begun; False drops the step."""
         try:
             if step.abandoned:
-                step.part.undo()
+                step.undo()
                 return False
-            prepare, step.prepare = step.prepare, None
-            if prepare is not None:
-                prepare()
-            step.part.begin()
+            step.begin()
         except Exception as error:  # noqa: BLE001 - raised where the result is awaited
             step.finish(error=_without_frames(error))
             return False
@@ -339,12 +331,12 @@ class Scheduler:
     def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
         try:
             device = self._runner.spec.device
-            chunks = [step.part.chunk(num_tokens).map(lambda tensor: tensor.to(device)) for step, num_tokens in group]
+            chunks = [step.chunk(num_tokens).map(lambda tensor: tensor.to(device)) for step, num_tokens in group]
             started = time.monotonic()
             outputs = [output.map(Tensor.cpu) for output in self._runner.step(chunks)]
             ended = time.monotonic()
             for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
-                step.part.add(chunk, output)
+                step.add(chunk, output)
         except Exception as error:  # noqa: BLE001 - raised where the result is awaited
             if len(group) > 1:
                 # One step is at fault: run alone, only that one fails.
@@ -356,16 +348,16 @@ class Scheduler:
         if all(chunk.hidden.shape[1] == 1 for chunk in chunks):
             self._rhythm.ran(sum(chunk.hidden.shape[0] for chunk in chunks), ended - started)
         for step, _ in group:
-            if step.part.is_complete:
+            if not step.num_left:
                 self._steps.remove(step)
                 # Before finish: once the result is handed over, the event loop takes the interpreter.
-                self._rhythm.answered(id(step.part.inputs.cache), ended)
-                step.finish(step.part.result())
+                self._rhythm.answered(step.session, ended)
+                step.finish(step.result())
 
     def _fail(self, step: Step, error: Exception) -> None:
         self._steps.remove(step)
         try:
-            step.part.undo()
+            step.undo()
         except Exception:
             log.exception("a failed step could not be taken back")
         step.finish(error=_without_frames(error))

@@ -1,27 +1,31 @@
-"""Work for the compute thread that someone on an event loop awaits."""
+"""Work for the compute thread, awaited on an event loop: its order, and the steps that share a forward."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+from swarm_plugins.block_io import SpanOutputs, join_outputs
 from swarm_plugins.blocks.runner import StepInputs
-from swarm_plugins.server.compute.pack import PartialStep
 from swarm_plugins.server.failures import RequestError
 
-__all__ = ["Call", "Step", "Work"]
+__all__ = ["Call", "Step", "Turns", "Work", "choose_pack"]
 
 log = logging.getLogger(__name__)
 
+_MAX_PEERS = 1024
+"""Peers whose last turn is remembered; a forgotten one counts as having waited for long."""
+
 
 class Work:
-    """Work that someone on an event loop awaits.
+    """Work whose result is awaited on an event loop.
 
     Args:
-        peer: Who asks for it; empty for the server itself.
+        peer: The client; empty for the server itself.
     """
 
     __slots__ = ("abandoned", "future", "loop", "peer")
@@ -36,7 +40,7 @@ class Work:
         """Hands the outcome to the event loop; called on the compute thread."""
         try:
             self.loop.call_soon_threadsafe(self._settle, result, error)
-        except RuntimeError:  # the loop has been closed: nobody waits any more
+        except RuntimeError:
             log.debug("a result came after the event loop was closed")
 
     def expire(self, timeout_s: float) -> None:
@@ -65,12 +69,124 @@ class Call(Work):
 
 
 class Step(Work):
-    """New tokens of one session."""
+    """New tokens of one session, which may run in several chunks.
 
-    __slots__ = ("arrived", "part", "prepare")
+    Args:
+        inputs: The whole step.
+        prepare: Runs before the first chunk.
+        peer: The client.
+    """
+
+    __slots__ = ("_cached", "_num_done", "_outputs", "arrived", "inputs", "prepare")
 
     def __init__(self, inputs: StepInputs, prepare: Callable[[], None] | None, peer: str = "") -> None:
         super().__init__(peer)
         self.arrived = time.monotonic()
-        self.part = PartialStep(inputs)
+        self.inputs = inputs
         self.prepare = prepare
+        self._num_done = 0
+        self._cached: int | None = None
+        self._outputs: list[SpanOutputs] = []
+
+    @property
+    def session(self) -> int:
+        """What tells this session from others."""
+        return id(self.inputs.cache)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the step."""
+        return int(self.inputs.hidden.shape[0])
+
+    @property
+    def num_left(self) -> int:
+        """Tokens per row that have not run."""
+        return int(self.inputs.hidden.shape[1]) - self._num_done
+
+    def begin(self) -> None:
+        """Prepares the cache and notes its length before the first chunk. Idempotent."""
+        prepare, self.prepare = self.prepare, None
+        if prepare is not None:
+            prepare()
+        if self._cached is None:
+            self._cached = self.inputs.cache.length
+
+    def undo(self) -> None:
+        """Takes back the chunks that have run."""
+        if self._num_done and self._cached is not None:
+            self.inputs.cache.crop(self._cached)
+
+    def chunk(self, num_tokens: int) -> StepInputs:
+        """Returns the next ``num_tokens`` tokens per row as a step of their own."""
+        whole, first = self.inputs, self._num_done
+        if first == 0 and num_tokens == self.num_left:
+            return whole
+        return whole.take_tokens(first, first + num_tokens)
+
+    def add(self, chunk: StepInputs, outputs: SpanOutputs) -> None:
+        """Takes the outputs of the latest chunk."""
+        self._num_done += int(chunk.hidden.shape[1])
+        self._outputs.append(outputs)
+
+    def result(self) -> SpanOutputs:
+        """Returns the outputs of the whole step."""
+        return join_outputs(self._outputs, dim=1)
+
+
+def choose_pack(waiting: Sequence[Step], max_tokens: int) -> list[tuple[Step, int]]:
+    """Returns the steps of the next packed forward, with the number of tokens per row to run.
+
+    Short steps (decode) go first, in their order; prefills take the room they leave, cut to fit.
+
+    Args:
+        waiting: All waiting steps, in the order of their turns.
+        max_tokens: Tokens (rows times length) of one pack. The first step runs with at least one token per row, so
+            that a step wider than the pack still makes progress.
+    """
+    chosen: list[tuple[Step, int]] = []
+    room = max_tokens
+    for step in sorted(waiting, key=lambda step: step.num_left > 1):
+        num_tokens = min(step.num_left, room // step.batch_size)
+        if num_tokens < 1:
+            if chosen:
+                continue
+            num_tokens = 1
+        chosen.append((step, num_tokens))
+        room = max(0, room - num_tokens * step.batch_size)
+    return chosen
+
+
+W = TypeVar("W", bound=Work)
+
+
+class Turns:
+    """Orders waiting work so that one peer's flood does not keep others waiting. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        self._num_turns = 0
+
+    def order(self, waiting: Sequence[W]) -> list[W]:
+        """Returns the first item of each peer, then the second of each, and so on.
+
+        Within a round, peers whose last turn is longest ago go first; equals keep their order.
+        """
+        if not waiting or all(item.peer == waiting[0].peer for item in waiting):
+            return list(waiting)
+        seen: Counter[str] = Counter()
+        keys = []
+        for item in waiting:
+            keys.append((seen[item.peer], self._last.get(item.peer, 0)))
+            seen[item.peer] += 1
+        order = sorted(range(len(waiting)), key=keys.__getitem__)
+        return [waiting[index] for index in order]
+
+    def had(self, peers: set[str]) -> None:
+        """Notes that these peers have just had a turn."""
+        self._num_turns += 1
+        for peer in peers:
+            # Re-inserted at the end, so that the first is the oldest.
+            self._last.pop(peer, None)
+            self._last[peer] = self._num_turns
+        while len(self._last) > _MAX_PEERS:
+            del self._last[next(iter(self._last))]

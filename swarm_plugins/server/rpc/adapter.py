@@ -18,7 +18,7 @@ from swarm_plugins.transport.messages import AdapterStored, AdapterUpload
 __all__ = ["adapter_handler"]
 
 _INLINE_BYTES = 1 << 20
-"""Up to this size hashing takes about a millisecond, less than handing it to another thread is worth."""
+"""Up to this size hashing takes about a millisecond: not worth another thread."""
 
 
 async def adapter_handler(service: Service, channel: Channel) -> None:
@@ -53,5 +53,5 @@ def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
             "send tensors uncompressed and name the adapter by adapter_digest()",
         )
     adapter = service.check_adapter(upload.digest, upload.spec, upload.tensors)
-    # Tensors of a message are views of it: kept as they are, they would hold all of its bytes, counted or not.
+    # Tensors of a message are views of it: kept as they are, they would keep all of its bytes alive, uncounted.
     return adapter.map(torch.clone)

@@ -23,7 +23,7 @@ from swarm_plugins.server.rpc.checks import (
 )
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.training import Gradients, KeptForward, forward_keeping, forward_only, gradients
+from swarm_plugins.server.state.gradients import Gradients, KeptForward, forward_keeping, forward_only, gradients
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
 
@@ -92,7 +92,7 @@ def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanI
 
 
 def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> tuple[SpanOutputs, str | None]:
-    """Runs on the compute thread."""
+    """Runs a forward on the compute thread; returns its outputs and the ticket of its graph."""
     inputs = inputs.map(lambda tensor: tensor.to(service.spec.device))
     budget = service.activations.budget_bytes
     if not keep or not budget:
@@ -110,13 +110,17 @@ def _check_gradients(service: Service, request: BackwardRequest) -> None:
 async def _backward(service: Service, peer: str, kept: KeptForward | SpanInputs, request: BackwardRequest) -> Gradients:
     device = service.spec.device
 
+    grads = SpanOutputs(
+        hidden=request.grad_hidden,
+        hidden_states=request.grad_hidden_states,
+        router_logits=request.grad_router_logits,
+    )
+
     def run() -> Gradients:
         found = gradients(
             service.runner,
             kept.map(lambda tensor: tensor.to(device)) if isinstance(kept, SpanInputs) else kept,
-            grad_hidden=request.grad_hidden.to(device),
-            grad_hidden_states=[tensor.to(device) for tensor in request.grad_hidden_states],
-            grad_router_logits=[tensor.to(device) for tensor in request.grad_router_logits],
+            grads.map(lambda tensor: tensor.to(device)),
             needs_hidden=request.needs_hidden,
             needs_adapters=request.needs_adapters,
             needs_prefix=request.needs_prefix,

@@ -1,7 +1,7 @@
 """Graphs of forward requests that are kept for the backward request to come, under a byte budget.
 
-With the graph at hand the backward needs no second forward; when the budget is full the oldest graph goes and the
-client sends its inputs again, with the same gradients.
+With a kept graph the backward needs no second forward. When the budget is full the oldest graph goes; the client then
+sends its inputs again and gets the same gradients.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ class GraphMeter:
 
     Args:
         limit_bytes: Above this the graph is given up: what it saves from then on is released at once.
-        free_storages: Addresses of storages that cost nothing, because they live anyway (the weights).
+        free_storages: Addresses of storages that do not count, as they live anyway (the weights).
     """
 
     def __init__(self, limit_bytes: int, free_storages: Collection[int]) -> None:
-        """Starts at zero."""
         self.num_bytes = 0
         self._limit_bytes = limit_bytes
         self._free = free_storages
@@ -42,7 +41,7 @@ class GraphMeter:
 
     @property
     def is_over(self) -> bool:
-        """Whether the graph has outgrown the limit and cannot be used."""
+        """Whether the graph has outgrown the limit and is unusable."""
         return self.num_bytes > self._limit_bytes
 
     def count(self, tensors: Iterable[Tensor]) -> None:
@@ -69,7 +68,7 @@ class GraphMeter:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Counts everything autograd saves inside the ``with`` block."""
+        """Counts everything that autograd saves inside the ``with`` block."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -85,15 +84,14 @@ class _Kept(Generic[T]):
 class ActivationStore(Generic[T]):
     """Keeps values by unguessable ticket; when it is full, the oldest of the peer that holds most goes first.
 
-    So a peer can only push out its own, or those of peers that hold more. Safe to use from several threads.
+    A peer can thus push out only its own graphs, or those of peers that hold more. Safe to use from several threads.
 
     Args:
         budget_bytes: Bytes of all kept graphs; 0 keeps none.
-        ttl_s: A graph nobody asked for in this time is dropped.
+        ttl_s: Graphs that are not taken in this time are dropped.
     """
 
     def __init__(self, budget_bytes: int, *, ttl_s: float = 300.0) -> None:
-        """Starts empty."""
         if budget_bytes < 0:
             raise ConfigError(f"the activation budget must be 0 or more bytes, got {budget_bytes}; 0 keeps nothing")
         self.budget_bytes = budget_bytes
@@ -112,7 +110,7 @@ class ActivationStore(Generic[T]):
         return len(self._kept)
 
     def put(self, peer: str, value: T, num_bytes: int) -> str | None:
-        """Keeps ``value`` for ``peer``; returns its ticket, or None if it is larger than the whole budget."""
+        """Keeps a value for a peer; returns its ticket, or None if it is larger than the whole budget."""
         if num_bytes > self.budget_bytes:
             return None
         ticket = secrets.token_urlsafe(16)
@@ -125,7 +123,7 @@ class ActivationStore(Generic[T]):
         return ticket
 
     def take(self, peer: str, ticket: str) -> T | None:
-        """Returns and forgets what ``peer`` has kept; None if it is gone or belongs to another peer."""
+        """Returns and forgets a peer's value; None if it is gone or belongs to another peer."""
         with self._lock:
             kept = self._kept.get(ticket)
             if kept is None or kept.peer != peer:
@@ -133,7 +131,7 @@ class ActivationStore(Generic[T]):
             return self._drop(ticket).value
 
     def drop_expired(self) -> None:
-        """Drops what nobody asked for in time."""
+        """Drops values that were not taken in time."""
         with self._lock:
             self._drop_expired(time.monotonic())
 
@@ -144,7 +142,7 @@ class ActivationStore(Generic[T]):
             self._used_bytes = 0
 
     def _oldest_of_greediest(self, peer: str, num_bytes: int) -> str:
-        """Returns the ticket to give up so that ``peer`` can keep so many bytes more."""
+        """Returns the ticket to give up so that ``peer`` can keep ``num_bytes`` more."""
         held = Counter({peer: num_bytes})
         for kept in self._kept.values():
             held[kept.peer] += kept.num_bytes

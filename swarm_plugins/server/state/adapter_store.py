@@ -1,4 +1,4 @@
-"""The adapters a server holds, by digest, under a byte budget."""
+"""Adapters that a server holds, by digest, under a byte budget."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from swarm_plugins.server.failures import BadRequestError, RequestError
 __all__ = ["MAX_ADAPTERS", "MIN_HELD_BYTES", "AdapterStore"]
 
 MAX_ADAPTERS = 256
-"""Adapters that one request may name."""
+"""Most adapters in one request."""
 
 MIN_HELD_BYTES = 4096
-"""What an adapter counts for at least: one of a single number still needs its structure and a place in the store."""
+"""Bytes an adapter counts for at least: its structure and its place in the store take memory too."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,12 @@ class AdapterStore:
     Args:
         budget_bytes: Bytes of all uploaded adapters.
         peer_bytes: Bytes of the adapters that one peer has uploaded; None: half of the budget.
-        min_held_bytes: What an uploaded adapter counts for at least.
+        min_held_bytes: Bytes an uploaded adapter counts for at least.
     """
 
     def __init__(
         self, budget_bytes: int, *, peer_bytes: int | None = None, min_held_bytes: int = MIN_HELD_BYTES
     ) -> None:
-        """Starts empty."""
         if budget_bytes < 0:
             raise ConfigError(f"the adapter budget must be 0 or more bytes, got {budget_bytes}")
         self.budget_bytes = budget_bytes
@@ -56,14 +55,14 @@ class AdapterStore:
         return sum(held.num_bytes for held in self._held.values() if held.owner is not None)
 
     def publish(self, adapter: LoadedAdapter) -> None:
-        """Holds an adapter of the host's own for as long as the server lives, outside the budget."""
+        """Holds the host's own adapter as long as the server lives, outside the budget."""
         self._held[adapter.digest] = _Held(adapter, None, adapter.num_bytes)
 
     def put(self, peer: str, adapter: LoadedAdapter) -> None:
         """Holds an adapter that ``peer`` has uploaded.
 
         Raises:
-            CapacityError: If it does not fit beside the adapters in use, or is larger than one peer's share.
+            CapacityError: If it does not fit with the adapters in use, or is larger than one peer's share.
         """
         if adapter.digest in self._held:
             self._held.move_to_end(adapter.digest)
@@ -80,7 +79,7 @@ class AdapterStore:
 
     @contextlib.contextmanager
     def using(self, digests: Sequence[str]) -> Iterator[tuple[LoadedAdapter, ...]]:
-        """Gives the adapters and holds them for as long as the ``with`` block runs.
+        """Yields the adapters and holds them while the ``with`` block runs.
 
         Raises:
             RequestError: ``unknown_adapter`` if one is not held, ``bad_request`` if too much is named.
@@ -104,8 +103,8 @@ class AdapterStore:
             self._in_use += Counter()  # forgets the zeros
 
     def _check_repeated(self, digests: Sequence[str]) -> None:
-        """Refuses a request whose gradients would take far more memory than its adapters, by naming one many times."""
-        # Two adapters of a client may be equal on a span (new ones, or none of their modules is there).
+        """Refuses to name a large adapter many times: gradients would take far more memory than adapters."""
+        # Some repetition is fine: two adapters of a client may be equal on a span (new ones, or without modules there).
         repeated = sum(self._held[digest].num_bytes for digest in digests)
         repeated -= sum(self._held[digest].num_bytes for digest in set(digests))
         if repeated > self.peer_bytes:

@@ -13,7 +13,7 @@ from swarm_plugins.transport.messages import CacheOp
 __all__ = ["MAX_OPS", "Session", "SessionTable", "apply_ops", "shape_after"]
 
 MAX_OPS = 256
-"""Cache operations that may come with one step; a client sends a few, a message holds ten thousands."""
+"""Most cache operations in one step; clients send a few, a message could hold ten thousands."""
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class Session:
     is_closed: bool = False
 
     def close(self) -> None:
-        """Gives the cache back; only on the compute thread. Idempotent."""
+        """Releases the cache; only on the compute thread. Idempotent."""
         self.is_closed = True
         self.cache.close()
 
@@ -40,7 +40,6 @@ class SessionTable:
     """
 
     def __init__(self, max_per_peer: int) -> None:
-        """Starts empty."""
         self.max_per_peer = max_per_peer
         self._sessions: dict[str, Session] = {}
         self._per_peer: Counter[str] = Counter()
@@ -81,7 +80,7 @@ class SessionTable:
         """Returns a session of ``peer``.
 
         Raises:
-            RequestError: ``unknown_session`` if there is none of this name that belongs to the peer.
+            RequestError: ``unknown_session`` if the peer has no session of this name.
         """
         session = self._sessions.get(name)
         if session is None or session.peer != peer or session.is_closed:
@@ -104,10 +103,10 @@ def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_r
         ops: The operations.
         batch_size: Rows before them.
         length: Tokens per row before them.
-        max_rows: Most rows after any of them, also if a later one takes rows away again.
+        max_rows: Most rows after any of them, even if a later one removes rows again.
 
     Raises:
-        RequestError: ``bad_request`` if an operation cannot be applied; nothing has been changed then.
+        RequestError: ``bad_request`` if an operation cannot be applied.
     """
     if len(ops) > MAX_OPS:
         raise BadRequestError(f"{len(ops)} cache operations in one step, the limit is {MAX_OPS}")
@@ -164,7 +163,7 @@ def apply_ops(ops: tuple[CacheOp, ...], cache: SessionCache) -> None:
             length = 0
         else:
             rows = [rows[index] for index in op.indices]
-    # However many there are, the cache is copied once: the rest of the server waits meanwhile.
+    # The cache is copied once, however many operations there are: the rest of the server waits meanwhile.
     if length < cache.length:
         cache.crop(length)
     if rows != list(range(cache.batch_size)):

@@ -77,7 +77,7 @@ def test_a_published_store_is_taken_at_its_word_and_that_is_said(
         checkpoint = Checkpoint.open("mallory/tiny-4bit", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
         version, _ = identity_of(checkpoint, ServeConfig(model="mallory/tiny-4bit", offload=FEW))
     assert version == Checkpoint.open(base).version
-    assert f"mallory/tiny-4bit@{commit} says that it was made from {version}" in caplog.text
+    assert f"mallory/tiny-4bit@{commit} claims to be made from {version}" in caplog.text
 
 
 def test_experts_of_a_store_take_no_room_of_blocks(base: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
-from swarm_plugins.block_io import AdapterUse
+from swarm_plugins.block_io import AdapterUse, SpanOutputs
 from swarm_plugins.blocks import Span, SpanInputs
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
@@ -18,7 +18,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.state.activations import GraphMeter
-from swarm_plugins.server.state.training import Gradients, gradients
+from swarm_plugins.server.state.gradients import Gradients, gradients
 from swarm_plugins.testing.models import save_tiny
 
 BLOCKS, SHAPE = range(4), (2, 12, 32)
@@ -67,9 +67,7 @@ def found(span: Span, inputs: SpanInputs, limit_bytes: int, boundaries: list[int
     return gradients(
         span,
         inputs,
-        grad_hidden=random(*SHAPE),
-        grad_hidden_states=[random(*state.shape) for state in outputs.hidden_states],
-        grad_router_logits=[random(*logits.shape) for logits in outputs.router_logits],
+        outputs.with_tensors([random(*SHAPE), *(random(*tensor.shape) for tensor in outputs.tensors[1:])]),
         needs_adapters=True,
         needs_prefix=True,
         limit_bytes=limit_bytes,
@@ -108,4 +106,4 @@ def test_a_single_block_over_the_limit_is_refused(span: Span) -> None:
 
 def test_gradients_that_fit_no_output_are_refused_there_too(span: Span) -> None:
     with pytest.raises(RequestError, match=r"a gradient has shape \[1, 1, 32\]"):
-        gradients(span, inputs_of(span), grad_hidden=torch.zeros(1, 1, 32), limit_bytes=1000)
+        gradients(span, inputs_of(span), SpanOutputs(hidden=torch.zeros(1, 1, 32)), limit_bytes=1000)

@@ -1,0 +1,234 @@
+"""Forwards without a session and their gradients, on the compute thread.
+
+A graph larger than memory allows is not made at once: the inputs of all blocks are computed without one, then each
+block, from the last to the first, runs again with a graph of its own. The memory is that of one block's graph, for one
+more forward (Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3).
+
+Shapes: ``B`` batch, ``S`` tokens, ``D`` width, ``P`` prefix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.blocks.runner import SpanRunner
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.server.failures import BadRequestError
+from swarm_plugins.server.state.activations import GraphMeter
+
+__all__ = ["Gradients", "KeptForward", "forward_keeping", "forward_only", "gradients"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptForward:
+    """A forward whose graph is alive: its inputs (leaves of the graph) and outputs."""
+
+    inputs: SpanInputs
+    outputs: SpanOutputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients of a forward's inputs, as far as requested."""
+
+    hidden: Tensor | None = None
+    """``[B, S, D]``."""
+    adapters: tuple[Tensor, ...] = ()
+    """Of all tensors of all adapters, in order."""
+    prefix: tuple[Tensor, ...] = ()
+
+
+def forward_only(runner: SpanRunner, inputs: SpanInputs) -> SpanOutputs:
+    """Runs a forward without a graph."""
+    with torch.no_grad():
+        return runner.forward(inputs)
+
+
+def forward_keeping(
+    runner: SpanRunner, inputs: SpanInputs, *, limit_bytes: int, weights: Collection[int]
+) -> tuple[SpanOutputs, KeptForward | None, int]:
+    """Runs a forward and keeps its graph.
+
+    Args:
+        runner: The span.
+        inputs: Its inputs.
+        limit_bytes: A larger graph is given up.
+        weights: Addresses of the span's own storages, which do not count.
+
+    Returns:
+        The outputs without graph, the kept forward (None if it is too large) and the bytes it holds.
+    """
+    meter = GraphMeter(limit_bytes, weights)
+    leaves = _as_leaves(inputs, hidden=True, adapters=True, prefix=True)
+    with torch.enable_grad(), meter.recording():
+        outputs = runner.forward(leaves)
+    meter.count((leaves.hidden, *leaves.prefix, *outputs.tensors))
+    kept = None if meter.is_over else KeptForward(inputs=leaves, outputs=outputs)
+    return outputs.map(Tensor.detach), kept, meter.num_bytes
+
+
+def gradients(
+    runner: SpanRunner,
+    kept: KeptForward | SpanInputs,
+    grads: SpanOutputs,
+    *,
+    needs_hidden: bool = True,
+    needs_adapters: bool = False,
+    needs_prefix: bool = False,
+    limit_bytes: int = 1 << 62,
+    weights: Collection[int] = (),
+    between: Callable[[], None] = lambda: None,
+) -> Gradients:
+    """Returns the gradients of a kept forward, or of one that is run (again) for it.
+
+    Args:
+        runner: The span.
+        kept: The forward, or its inputs.
+        grads: Gradients of the outputs; ``hidden_states`` and ``router_logits`` may be empty.
+        needs_hidden: Whether to return the gradient of the hidden states.
+        needs_adapters: Whether to return those of the adapters.
+        needs_prefix: Whether to return those of the prefix.
+        limit_bytes: A larger graph is replaced by one for each block.
+        weights: Addresses of the span's own storages, which do not count.
+        between: Called between two blocks of a pass block by block.
+
+    Raises:
+        RequestError: ``bad_request`` if ``grads`` do not fit the outputs.
+        CapacityError: If the graph of a single block is larger than ``limit_bytes``.
+    """
+    if isinstance(kept, SpanInputs):
+        inputs = _as_leaves(kept, hidden=needs_hidden, adapters=needs_adapters, prefix=needs_prefix)
+        meter = GraphMeter(limit_bytes, weights)
+        with torch.enable_grad(), meter.recording():
+            # With the states between the blocks, where a pass block by block starts.
+            outputs = runner.forward(dataclasses.replace(inputs, collect_hidden=True))
+        if not kept.collect_hidden and grads.hidden_states:
+            raise _uneven("grad_hidden_states", len(grads.hidden_states), 0)
+        if meter.is_over:
+            outputs = outputs.map(Tensor.detach)
+            _paired(outputs, grads)
+            blockwise = _Blockwise(runner, inputs, limit_bytes, weights)
+            grad = blockwise.run(outputs, grads, between)
+            leaves = _wanted(inputs, hidden=False, adapters=needs_adapters, prefix=needs_prefix)
+            rest = [blockwise.gradients.get(id(leaf), torch.zeros_like(leaf)) for leaf in leaves]
+            return _sorted([grad, *rest] if needs_hidden else rest, inputs, needs_hidden, needs_prefix)
+        kept = KeptForward(inputs=inputs, outputs=outputs)
+    wanted = _wanted(kept.inputs, hidden=needs_hidden, adapters=needs_adapters, prefix=needs_prefix)
+    found = _backward(_paired(kept.outputs, grads), wanted)
+    results = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(wanted, found, strict=True)]
+    return _sorted(results, kept.inputs, needs_hidden, needs_prefix)
+
+
+def _backward(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Returns the gradients of the wanted leaves, from outputs and their gradients."""
+    live = [(output, grad.to(output.dtype)) for output, grad in pairs if output.requires_grad]
+    if not live or not wanted:
+        return [None] * len(wanted)
+    outputs, grads = zip(*live, strict=True)
+    return torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
+
+
+def _sorted(results: Sequence[Tensor], inputs: SpanInputs, needs_hidden: bool, needs_prefix: bool) -> Gradients:
+    num_prefix = len(inputs.prefix) if needs_prefix else 0
+    return Gradients(
+        hidden=results[0] if needs_hidden else None,
+        adapters=tuple(results[int(needs_hidden) : len(results) - num_prefix]),
+        prefix=tuple(results[len(results) - num_prefix :]),
+    )
+
+
+def _paired(outputs: SpanOutputs, grads: SpanOutputs) -> list[tuple[Tensor, Tensor]]:
+    """Returns the outputs that have a gradient, each with it."""
+    pairs = [(outputs.hidden, grads.hidden)]
+    for name in ("hidden_states", "router_logits"):
+        made, given = getattr(outputs, name), getattr(grads, name)
+        if given and len(given) != len(made):
+            raise _uneven(f"grad_{name}", len(given), len(made))
+        pairs.extend(zip(made, given, strict=False))
+    for output, grad in pairs:
+        if output.shape != grad.shape:
+            raise BadRequestError(f"a gradient has shape {list(grad.shape)}, its output has {list(output.shape)}")
+    return pairs
+
+
+def _uneven(name: str, given: int, made: int) -> BadRequestError:
+    return BadRequestError(f"{name} has {given} tensors, the forward had {made}: give one each, or none")
+
+
+def _wanted(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> list[Tensor]:
+    wanted = [inputs.hidden] if hidden else []
+    if adapters:
+        wanted.extend(inputs.adapters.tensors)
+    if prefix:
+        wanted.extend(inputs.prefix)
+    return wanted
+
+
+def _as_leaves(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> SpanInputs:
+    """Returns the inputs with fresh leaves of a graph where requested."""
+    return dataclasses.replace(
+        inputs,
+        hidden=_leaf(inputs.hidden) if hidden else inputs.hidden,
+        adapters=inputs.adapters.map(_leaf) if adapters else inputs.adapters,
+        prefix=tuple(_leaf(tensor) for tensor in inputs.prefix) if prefix else inputs.prefix,
+    )
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+class _Blockwise:
+    """One backward pass, block by block; ``gradients`` holds what it has found, by the identity of the leaf."""
+
+    def __init__(self, runner: SpanRunner, inputs: SpanInputs, limit_bytes: int, weights: Collection[int]) -> None:
+        self.gradients: dict[int, Tensor] = {}
+        self._runner = runner
+        self._inputs = inputs
+        self._limit_bytes = limit_bytes
+        self._weights = weights
+
+    def run(self, outputs: SpanOutputs, grads: SpanOutputs, between: Callable[[], None]) -> Tensor:
+        """Returns the gradient of the first block's input, ``[B, S, D]``, from outputs with all hidden states."""
+        blocks = self._inputs.blocks
+        states = (self._inputs.hidden.detach(), *outputs.hidden_states)
+        routers = dict(zip(outputs.router_blocks, grads.router_logits, strict=bool(grads.router_logits)))
+        grad = grads.hidden
+        for index in reversed(range(len(blocks))):
+            grad = self._through(blocks[index], states[index], grad, routers.get(blocks[index]))
+            if index and grads.hidden_states:
+                grad = grad + grads.hidden_states[index - 1].to(grad.dtype)
+            if index:
+                between()
+        return grad
+
+    def _through(self, block: int, hidden: Tensor, grad: Tensor, grad_router: Tensor | None) -> Tensor:
+        inputs = dataclasses.replace(
+            self._inputs.take_blocks(range(block, block + 1), _leaf(hidden)),
+            collect_hidden=False,
+            collect_router=grad_router is not None,
+        )
+        meter = GraphMeter(self._limit_bytes, self._weights)
+        with torch.enable_grad(), meter.recording():
+            outputs = self._runner.forward(inputs)
+        if meter.is_over:
+            raise CapacityError(
+                f"the graph of block {block} takes more than {self._limit_bytes} bytes for a batch of "
+                f"{list(hidden.shape[:2])} tokens: send fewer rows at once, or use a server that allows more"
+            )
+        pairs = [(outputs.hidden, grad)]
+        if grad_router is not None:
+            pairs.extend((logits, grad_router) for logits in outputs.router_logits)
+        leaves = [leaf for leaf in (*inputs.adapters.tensors, *inputs.prefix) if leaf.requires_grad]
+        found = _backward(pairs, [inputs.hidden, *leaves])
+        for leaf, gradient in zip(leaves, found[1:], strict=True):
+            if gradient is not None:
+                known = self.gradients.get(id(leaf))
+                self.gradients[id(leaf)] = gradient if known is None else known + gradient
+        return torch.zeros_like(hidden) if found[0] is None else found[0]
