@@ -8,19 +8,13 @@ the rest.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 # One torch thread a process: there are three of them, and laptops have few cores. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Said at import by libraries that this example does not use directly; neither matters here.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -28,7 +22,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
-from swarm_plugins.testing.models import smollm2
+from swarm_plugins.demo import smollm2
 
 TEXT = Path(__file__).parent / "data" / "gettysburg.txt"
 PROMPT = "Four score and seven years ago"
@@ -96,7 +90,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="training steps")
     parser.add_argument("--output", type=Path, default=Path("build/quickstart-adapter"), help="where the adapter goes")
     arguments = parser.parse_args()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     started = time.monotonic()

@@ -9,9 +9,14 @@ model.py        the model of the demonstration: built once, checked, kept
 evaluation.py   held-out loss with its standard error
 tuning.py       Lightning, on the swarm
 tour.py         swarm demo, from the model to the Hub and back
-streaming.py    words of an answer as they come
-quiet.py        loading without a bar each time
+dense_model.py  SmolLM2-135M-Instruct, the dense model that it is made of
 ```
 
 Nothing is printed here: the command line hands in where to write to.
 """
+
+from __future__ import annotations
+
+from swarm_plugins.demo.dense_model import smollm2
+
+__all__ = ["smollm2"]

@@ -18,11 +18,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swarm_plugins.checkpoint.range_cache import default_cache
+from swarm_plugins.demo.dense_model import smollm2
 from swarm_plugins.demo.text import demo_pieces
 from swarm_plugins.demo.upcycling import Variant, calibrate, mixtral_config, write_weights
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.noise import quiet_loading
-from swarm_plugins.testing.models import smollm2
 
 __all__ = ["VARIANTS", "BuiltModel", "default_folder", "demo_model", "find_variant"]
 

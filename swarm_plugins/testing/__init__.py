@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swarm_plugins.testing.in_process import InProcessSwarm
-    from swarm_plugins.testing.models import save_tiny, smollm2, tiny_config, tiny_model, tiny_tokenizer
+    from swarm_plugins.testing.models import save_tiny, tiny_config, tiny_model, tiny_tokenizer
     from swarm_plugins.testing.transports import Faults, FaultyTransport, LocalTransport
 
 __all__ = [
@@ -19,14 +19,13 @@ __all__ = [
     "InProcessSwarm",
     "LocalTransport",
     "save_tiny",
-    "smollm2",
     "tiny_config",
     "tiny_model",
     "tiny_tokenizer",
 ]
 
 _HOMES = {
-    "models": ("save_tiny", "smollm2", "tiny_config", "tiny_model", "tiny_tokenizer"),
+    "models": ("save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"),
     "in_process": ("InProcessSwarm",),
     "transports": ("Faults", "FaultyTransport", "LocalTransport"),
 }

@@ -18,9 +18,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.testing._smollm2 import smollm2
 
-__all__ = ["FAMILIES", "VOCAB_SIZE", "save_tiny", "smollm2", "tiny_config", "tiny_model", "tiny_tokenizer"]
+__all__ = ["FAMILIES", "VOCAB_SIZE", "save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"]
 
 VOCAB_SIZE = 128
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")

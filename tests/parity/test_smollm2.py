@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.checkpoint.range_cache import default_cache
+from swarm_plugins.demo import smollm2
 from swarm_plugins.testing.in_process import InProcessSwarm
-from swarm_plugins.testing.models import smollm2
 
 CHAT = [{"role": "user", "content": "Name three rivers of Europe."}]
 

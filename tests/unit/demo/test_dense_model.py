@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from swarm_plugins.demo import dense_model as module
+from swarm_plugins.demo import smollm2
 from swarm_plugins.errors import CheckpointError, MissingExtraError
-from swarm_plugins.testing import _smollm2 as module
-from swarm_plugins.testing.models import smollm2
 
 
 @pytest.fixture(autouse=True)
