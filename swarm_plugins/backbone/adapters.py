@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
-from swarm_plugins.backbone.standin import StandIn, is_hollow
+from swarm_plugins.backbone.standin import StandIn
+from swarm_plugins.checkpoint.hollow import is_hollow
 from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter
 from swarm_plugins.errors import UnsupportedError
 

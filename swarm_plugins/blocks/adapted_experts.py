@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swarm_plugins.moe import ExpertDelta, Routing
-from swarm_plugins.offload.model.experts import run_adapted
-from swarm_plugins.offload.model.standin import OffloadedExperts
+from swarm_plugins.offload.model.experts import OffloadedExperts, run_adapted
 
 __all__ = ["adapted_experts_forward"]
 

@@ -1,17 +1,15 @@
-"""Loads a span: the tensors of its blocks only, through transformers' own loading.
+"""Loads a span: the tensors of its blocks only.
 
-The model is HF's own base class, cut down: blocks outside the span are parameter-free, embeddings and final norm are
-absent. So every conversion that HF's loader does (per-expert weights to fused ones, renamed tensors) happens here
-too, and HF's own forward runs.
+The model is HF's own base model, cut down: blocks outside the span are parameter-free, embeddings and final norm are
+absent.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from swarm_plugins.blocks.calls import BlockList, Passing
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVPool
-from swarm_plugins.blocks.offloaded import offload_experts, offloaded_parts, quantized_linears, remove_experts
+from swarm_plugins.blocks.offloaded import offload_experts, offloaded_parts, quantized_linears
 from swarm_plugins.blocks.probe import probe
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
@@ -32,20 +30,18 @@ from swarm_plugins.checkpoint import (
     layer_prefix,
     model_from_tensors,
 )
+from swarm_plugins.checkpoint.loading import empty_modules, leave_out, model_classes
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload.config import OffloadConfig
-from swarm_plugins.offload.formats.linears import replace_module
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 
 __all__ = ["DEFAULT_KV_BYTES", "load_span"]
 
-log = logging.getLogger(__name__)
-
 DEFAULT_KV_BYTES = 1 << 30
 GROUP_BYTES = 1 << 30
-"""Most bytes of a checkpoint that are loaded at once, if a block is not larger."""
-
-_IsWanted = Callable[[str], bool]
+"""Most bytes of a checkpoint that are loaded at once, unless one block is larger."""
 
 
 def load_span(
@@ -68,8 +64,8 @@ def load_span(
         device: Where to run.
         quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept.
         kv_bytes: Budget for the keys and values of all sessions.
-        offload: Budgets of experts that stay on disk, to be read when tokens are routed to them. None: they are loaded,
-            which those of a quantized store are not.
+        offload: Budgets of experts that stay on disk, to be read when tokens are routed to them. None: experts are
+            loaded, which a quantized store's cannot be.
         progress: Whether to show a progress bar while reading.
 
     Returns:
@@ -93,77 +89,94 @@ def load_span(
         )
     config = _span_config(checkpoint, store)
     base_class = _base_class(config)
-    path = _layer_path(base_class, config)
+    with torch.device("meta"):
+        path = layer_list_name(base_class(copy.deepcopy(config)))
     wanted = dtype or getattr(config, "dtype", None) or torch.float32
-    parts = None
+    place = torch.device(device)
+    moe = None
     if offload is not None:
-        parts = offloaded_parts(checkpoint, store, blocks, quantization, offload, wanted, torch.device(device))
-    is_wanted = None if parts is None else frozenset(parts.others).__contains__
-    model: PreTrainedModel | None = None
-    for group in _groups(checkpoint, path, blocks, is_wanted):
-        tensors = _read(checkpoint, base_class, path, group, progress, is_wanted)
-        linears = quantized_linears(parts, path, group).values()
-        cut_class = _cut_class(base_class, path, group, has_experts=parts is None, without=linears)
-        part = model_from_tensors(cut_class, config, tensors, wanted, checkpoint.name)
-        part.requires_grad_(False)
-        nn.Module.to(part, device)
-        if quantization != "none":
-            for block in group:
-                quantize_block(_layers(part, path)[block], quantization, wanted)
-        model = part if model is None else _joined(model, part, path, group)
-    if model is None:
-        raise ConfigError(f"blocks {blocks} are empty")
+        moe = offloaded_parts(checkpoint, store, blocks, quantization, offload, wanted, place)
+    loader = _BlockLoader(checkpoint, base_class, config, path, wanted, place, quantization, moe)
+    first, *further = loader.groups(blocks)
+    model = loader.load(first, progress)
+    for group in further:
+        _move_blocks(loader.load(group, progress), model, path, group)
     experts = None
-    if parts is not None and offload is not None:
-        experts = offload_experts(model, parts, offload, torch.device(device))
+    if moe is not None and offload is not None:
+        experts = offload_experts(model, moe, offload, place)
         if store is not None:
-            store.install_linears(model, torch.device(device), quantized_linears(parts, path, blocks))
+            store.install_linears(model, place, quantized_linears(moe, path, blocks))
     cut = CutModel(model, path, blocks, wanted)
     return Span(cut, probe(cut), pool, experts)
 
 
-def _groups(checkpoint: Checkpoint, path: str, blocks: range, is_wanted: _IsWanted | None) -> list[range]:
-    """Cuts a span into runs of blocks of bounded size: while one is converted, it exists twice."""
-    _names(checkpoint, path, blocks, is_wanted)  # says at once what is wrong with the whole range
-    groups: list[range] = []
-    size = 0
-    for block in blocks:
-        infos = (checkpoint.tensors[name] for name in _names(checkpoint, path, range(block, block + 1), is_wanted))
-        num_bytes = sum(info.end - info.start for info in infos)
-        if groups and size + num_bytes <= GROUP_BYTES:
-            groups[-1] = range(groups[-1].start, block + 1)
-            size += num_bytes
-        else:
-            groups.append(range(block, block + 1))
-            size = num_bytes
-    return groups
+@dataclass(frozen=True)
+class _BlockLoader:
+    """Loads some blocks of a model at a time."""
 
+    checkpoint: Checkpoint
+    base_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    path: str
+    """Of the layer list in the base model."""
+    dtype: torch.dtype
+    device: torch.device
+    quantization: str
+    moe: MoeCheckpoint | None
+    """Tells which weights stay on disk; None: all are loaded."""
 
-def _names(checkpoint: Checkpoint, path: str, blocks: range, is_wanted: _IsWanted | None) -> list[str]:
-    """Returns the tensors of blocks, all of them or those that are wanted."""
-    names = block_tensors(checkpoint, path, blocks)
-    return names if is_wanted is None else [name for name in names if is_wanted(name)]
+    def groups(self, blocks: range) -> list[range]:
+        """Cuts a span into runs of blocks of bounded size: a block exists twice while it is converted."""
+        self._names(blocks)  # finds faults of the whole range at once
+        groups: list[range] = []
+        size = 0
+        for block in blocks:
+            num_bytes = sum(self.checkpoint.tensors[name].num_bytes for name in self._names(range(block, block + 1)))
+            if groups and size + num_bytes <= GROUP_BYTES:
+                groups[-1] = range(groups[-1].start, block + 1)
+                size += num_bytes
+            else:
+                groups.append(range(block, block + 1))
+                size = num_bytes
+        return groups
 
+    def load(self, blocks: range, progress: bool) -> PreTrainedModel:
+        """Returns the base model with some blocks only, frozen."""
 
-def _read(
-    checkpoint: Checkpoint,
-    base_class: type[PreTrainedModel],
-    path: str,
-    blocks: range,
-    progress: bool,
-    is_wanted: _IsWanted | None,
-) -> dict[str, Tensor]:
-    names = _names(checkpoint, path, blocks, is_wanted)
-    _check_experts(names, checkpoint.name)
-    prefix = layer_prefix(checkpoint, path)
-    # HF's conversions are written for the names of a whole causal language model.
-    target = f"{base_class.base_model_prefix}.{path}."
-    tensors = checkpoint.read(names, progress=progress)
-    return {target + name[len(prefix) :]: tensor for name, tensor in tensors.items()}
+        def trim(model: PreTrainedModel) -> None:
+            _cut(model, self.path, blocks)
+            if self.moe is not None:
+                empty_modules(module for module in model.modules() if is_fused_experts(module))
+                leave_out(model, quantized_linears(self.moe, self.path, blocks).values())
+
+        tensors = self._read(blocks, progress)
+        model = model_from_tensors(self.base_class, self.config, tensors, self.dtype, self.checkpoint.name, trim=trim)
+        model.requires_grad_(False)
+        nn.Module.to(model, self.device)
+        if self.quantization != "none":
+            for block in blocks:
+                quantize_block(_layers(model, self.path)[block], self.quantization, self.dtype)
+        return model
+
+    def _names(self, blocks: range) -> list[str]:
+        names = block_tensors(self.checkpoint, self.path, blocks)
+        if self.moe is None:
+            return names
+        others = frozenset(self.moe.others)
+        return [name for name in names if name in others]
+
+    def _read(self, blocks: range, progress: bool) -> dict[str, Tensor]:
+        names = self._names(blocks)
+        _check_experts(names, self.checkpoint.name)
+        prefix = layer_prefix(self.checkpoint, self.path)
+        # HF's conversions are written for the names of a whole causal language model.
+        target = f"{self.base_class.base_model_prefix}.{self.path}."
+        tensors = self.checkpoint.read(names, progress=progress)
+        return {target + name[len(prefix) :]: tensor for name, tensor in tensors.items()}
 
 
 def _check_experts(names: Iterable[str], checkpoint_name: str) -> None:
-    """Checks that every expert of a block has the same tensors, which HF's fusing does not say clearly."""
+    """Checks that all experts of a block have the same tensors; HF's error about fusing does not name the missing."""
     indices: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         before, marker, after = name.partition(".experts.")
@@ -178,16 +191,15 @@ def _check_experts(names: Iterable[str], checkpoint_name: str) -> None:
                 raise CheckpointError(f"{checkpoint_name} lacks {missing}, which other experts have: fetch it again")
 
 
-def _joined(model: PreTrainedModel, part: PreTrainedModel, path: str, blocks: range) -> PreTrainedModel:
+def _move_blocks(source: PreTrainedModel, target: PreTrainedModel, path: str, blocks: range) -> None:
     """Moves blocks from one model to another."""
-    layers, source = _layers(model, path), _layers(part, path)
     for block in blocks:
-        for module in source[block].modules():
+        layer = _layers(source, path)[block]
+        for module in layer.modules():
             # The span switches settings in the one config that all modules read.
-            if getattr(module, "config", None) is part.config:
-                module.config = model.config  # type: ignore[assignment]
-        layers[block] = source[block]
-    return model
+            if getattr(module, "config", None) is source.config:
+                module.config = target.config  # type: ignore[assignment]
+        _layers(target, path)[block] = layer
 
 
 def _span_config(checkpoint: Checkpoint, store: QuantizedStore | None) -> PreTrainedConfig:
@@ -208,38 +220,13 @@ def _span_config(checkpoint: Checkpoint, store: QuantizedStore | None) -> PreTra
 
 
 def _base_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    try:
-        base_class: Any = MODEL_MAPPING[type(config)]
-    except KeyError:
+    found = model_classes(config, MODEL_MAPPING)
+    if not found:
         raise UnsupportedError(
             f"transformers has no model for the config {type(config).__name__} (model_type {config.model_type!r}); "
             "known are the decoder models of the installed transformers"
-        ) from None
-    found: type[PreTrainedModel] = base_class[0] if isinstance(base_class, tuple) else base_class
-    return found
-
-
-def _layer_path(base_class: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    with torch.device("meta"):
-        return layer_list_name(base_class(copy.deepcopy(config)))
-
-
-def _cut_class(
-    base_class: type[PreTrainedModel], path: str, blocks: range, *, has_experts: bool, without: Collection[str]
-) -> type[PreTrainedModel]:
-    """Makes a subclass that constructs the cut-down model, some of its modules left out."""
-
-    def init(self: Any, config: PreTrainedConfig) -> None:
-        base_class.__init__(self, config)
-        _cut(self, path, blocks)
-        if not has_experts:
-            remove_experts(self)
-        for name in without:
-            replace_module(self, name, nn.Identity())
-
-    # HF looks conversions up by the class's name and capabilities by its module's source.
-    attributes = {"__init__": init, "__module__": base_class.__module__, "__qualname__": base_class.__qualname__}
-    return type(base_class.__name__, (base_class,), attributes)
+        )
+    return found[0]
 
 
 def _layers(model: nn.Module, path: str) -> nn.ModuleList:
@@ -249,11 +236,9 @@ def _layers(model: nn.Module, path: str) -> nn.ModuleList:
     return layers
 
 
-def _cut(model: nn.Module, path: str, blocks: range) -> None:
-    layers = find_layers(model)
-    kept = [layer if index in blocks else Passing(layer) for index, layer in enumerate(layers)]
-    parent_path, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent_path), name, BlockList(kept))
+def _cut(model: PreTrainedModel, path: str, blocks: range) -> None:
+    layers = [layer if index in blocks else Passing(layer) for index, layer in enumerate(find_layers(model))]
+    model.set_submodule(path, BlockList(layers))
     top = path.partition(".")[0]
     for name, child in list(model.named_children()):
         # Whatever else has weights (embeddings, final norm) is the client's; `Span` checks that hidden states then
@@ -265,6 +250,6 @@ def _cut(model: nn.Module, path: str, blocks: range) -> None:
     outside = [name for name, _ in model.named_parameters() if not name.startswith(f"{path}.")]
     if outside:
         raise UnsupportedError(
-            f"{type(model).__name__} has weights beside its blocks that cannot be cut off, such as {outside[0]}: it "
-            "adds positions or projects hidden states in its own forward, so its blocks cannot be served apart from it"
+            f"{type(model).__name__} has weights outside of its blocks that cannot be cut off, such as {outside[0]}: "
+            "it adds positions or projects hidden states in its own forward, so its blocks cannot be served apart"
         )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, layer_list_name
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload.ahead.prefetch import install_prefetch
 from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.interfaces import ExpertCache
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
-from swarm_plugins.offload.model.parts import Parts, parts_of
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore
 
-__all__ = ["offload_experts", "offloaded_parts", "quantized_linears", "remove_experts"]
+__all__ = ["offload_experts", "offloaded_parts", "quantized_linears"]
 
 
 def offloaded_parts(
@@ -28,7 +26,7 @@ def offloaded_parts(
     config: OffloadConfig,
     dtype: torch.dtype,
     device: torch.device,
-) -> Parts:
+) -> MoeCheckpoint:
     """Finds the experts of a span.
 
     Args:
@@ -55,47 +53,38 @@ def offloaded_parts(
         raise ConfigError(
             f"other_bits is {config.other_bits}: a span keeps its other weights as they are, leave it out"
         )
-    parts = parts_of(checkpoint, store, dtype=dtype, layers=blocks)
-    check_budget(parts, formats_of(parts, config, device), config, device)
-    parts.fetch()
-    return parts
+    moe = MoeCheckpoint.inspect(checkpoint, store, dtype=dtype, layers=blocks)
+    check_budget(moe, formats_of(moe, config, device), config, device)
+    moe.fetch()
+    return moe
 
 
-def remove_experts(model: nn.Module) -> None:
-    """Takes the weights out of all fused experts, before they are loaded."""
-    for module in model.modules():
-        if is_fused_experts(module):
-            module._parameters.clear()
-            # Or transformers would initialise what it thinks is missing.
-            module._is_hf_initialized = True  # type: ignore[assignment]
-
-
-def quantized_linears(parts: Parts | None, layer_path: str, blocks: range) -> dict[str, str]:
+def quantized_linears(moe: MoeCheckpoint | None, layer_path: str, blocks: range) -> dict[str, str]:
     """Returns the names of the quantized linear layers of some blocks, and their paths in the span's model.
 
     Args:
-        parts: What a store consists of; anything else has none.
+        moe: What a store consists of; anything else has none.
         layer_path: Path of the layer list in the span's model.
         blocks: The blocks.
     """
-    if parts is None or parts.quantized is None:
+    if moe is None or moe.quantized is None:
         return {}
-    whole = layer_list_name(parts.outline)
+    whole = layer_list_name(moe.outline)
     return {
         name: layer_path + name.removeprefix(whole)
-        for name in parts.quantized.manifest.linears
+        for name in moe.quantized.manifest.linears
         if any(name.startswith(f"{whole}.{block}.") for block in blocks)
     }
 
 
 def offload_experts(
-    model: PreTrainedModel, parts: Parts, config: OffloadConfig, device: torch.device
+    model: PreTrainedModel, moe: MoeCheckpoint, config: OffloadConfig, device: torch.device
 ) -> ExpertCache | None:
     """Makes the experts of a span borrow their weights from memory of bounded size.
 
     Args:
         model: HF's base model, cut down to the span.
-        parts: Where the experts are.
+        moe: Where the experts are.
         config: Budgets.
         device: Where the span computes.
 
@@ -105,10 +94,10 @@ def offload_experts(
     Raises:
         CapacityError: If the budget does not hold one expert for each reader and one to compute with.
     """
-    if not parts.paths:
+    if not moe.paths:
         return None
-    formats = formats_of(parts, config, device)
-    cache = make_cache(parts.store, formats, config, device)
-    attach_experts(model, parts, formats, cache, device)
+    formats = formats_of(moe, config, device)
+    cache = make_cache(moe.store, formats, config, device)
+    attach_experts(model, moe, formats, cache, device)
     install_prefetch(model, cache)
     return cache

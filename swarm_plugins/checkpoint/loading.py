@@ -1,42 +1,58 @@
-"""Fills HF's own class with tensors that are in memory, by transformers' own loading and its conversions."""
+"""Loads partial models: HF's own class, cut down as it is constructed, filled by transformers' own loading.
+
+So every conversion that transformers does (renamed tensors, one tensor per expert to fused ones) happens here too, and
+HF's own forward runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.noise import quiet_transformers
 
-__all__ = ["model_from_tensors"]
+__all__ = ["empty_modules", "leave_out", "model_classes", "model_from_tensors", "take_generation_config"]
 
 
 def model_from_tensors(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     tensors: dict[str, Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     name: str,
+    *,
+    trim: Callable[[PreTrainedModel], object] = lambda _: None,
+    may_lack: bool = False,
 ) -> PreTrainedModel:
-    """Returns a model in evaluation mode.
+    """Loads what `trim` leaves of a model.
 
     Args:
-        model_class: HF's class, or one that constructs less of it.
+        model_class: HF's class.
         config: Its config.
-        tensors: All its weights, under the checkpoint's names.
-        dtype: Floating type of the weights.
-        name: The checkpoint's, for messages.
+        tensors: The weights, under the checkpoint's names.
+        dtype: Floating type of the weights; ``auto``: the config's.
+        name: The checkpoint's, which becomes the model's.
+        trim: Changes the model as soon as it is constructed, before weights have memory: removes (`leave_out`), empties
+            (`empty_modules`) or replaces modules.
+        may_lack: Let transformers initialise, and report, weights that are not in `tensors`, such as a new head.
+
+    Returns:
+        An instance of ``model_class``, in evaluation mode.
 
     Raises:
         CheckpointError: If a tensor is missing or has a wrong shape.
     """
     try:
-        # HF reports what errors here say, and shows a bar for tensors converted in memory.
-        with quiet_transformers():
-            loaded: Any = model_class.from_pretrained(
+        # Its report says what errors here say, unless weights may be missing.
+        with nullcontext() if may_lack else quiet_transformers():
+            loaded: Any = _trimmed_class(model_class, trim).from_pretrained(
                 None,
                 config=config,
                 state_dict=tensors,
@@ -45,7 +61,7 @@ def model_from_tensors(
                 ignore_mismatched_sizes=True,
             )
     except UnsupportedError:
-        raise  # the class's own word; a RuntimeError too
+        raise  # from `trim`; a RuntimeError too
     except RuntimeError as exc:
         raise CheckpointError(f"{name} has tensors that do not fit its config: {exc}") from exc
     model: PreTrainedModel = loaded[0]
@@ -54,7 +70,55 @@ def model_from_tensors(
     if wrong:
         raise CheckpointError(f"{name} has {len(wrong)} tensors of a wrong shape, such as {wrong[0]}: not its config")
     missing = sorted(info["missing_keys"])
-    if missing:
+    if missing and not may_lack:
         raise CheckpointError(f"{name} lacks {len(missing)} tensors, such as {missing[0]}: fetch it again")
+    # From here on it is HF's own class: PEFT's and transformers' tables go by class and model_type.
+    model.__class__ = model_class
+    # As from_pretrained sets them when it is given a name: model cards and PEFT's adapters read the config.
+    model.name_or_path = model.config.name_or_path = name
     model.train(False)
     return model
+
+
+def _trimmed_class(
+    model_class: type[PreTrainedModel], trim: Callable[[PreTrainedModel], object]
+) -> type[PreTrainedModel]:
+    """Makes a subclass that trims what it constructs, for the time of loading."""
+
+    def init(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
+        trim(self)
+
+    # transformers looks up weight conversions by class name and capabilities by the module's source.
+    attributes = {"__init__": init, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
+    return type(model_class.__name__, (model_class,), attributes)
+
+
+def take_generation_config(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Gives a model the checkpoint's defaults for generation, if both know any.
+
+    Raises:
+        CheckpointError: If their file is corrupt or cannot be fetched.
+    """
+    if model.can_generate() and (generation := checkpoint.generation_config()) is not None:
+        model.generation_config = generation
+
+
+def empty_modules(modules: Iterable[nn.Module]) -> None:
+    """Takes the parameters out of modules, which stay in the model without weights."""
+    for module in modules:
+        module._parameters.clear()
+        # Or transformers would initialise what it thinks is missing.
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def leave_out(model: nn.Module, paths: Iterable[str]) -> None:
+    """Replaces modules by `nn.Identity`."""
+    for path in paths:
+        model.set_submodule(path, nn.Identity())
+
+
+def model_classes(config: PreTrainedConfig, *tasks: Mapping[Any, Any]) -> list[type[PreTrainedModel]]:
+    """Returns the classes that transformers' mappings of tasks have for a config; empty if there are none."""
+    found = [task[type(config)] for task in tasks if type(config) in task]
+    return [one for known in found for one in (known if isinstance(known, (tuple, list)) else (known,))]

@@ -15,7 +15,7 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.formats.experts import width_on
 from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
-from swarm_plugins.offload.model.parts import find_parts, load_rest
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.saving import refuse_saving
 
 __all__ = ["load_offloaded"]
@@ -57,15 +57,15 @@ def load_offloaded(
     """
     settings = config or OffloadConfig()
     place = choose_device(device)
-    parts = find_parts(name_or_dir, revision=revision, dtype=_dtype_of(dtype))
-    formats = formats_of(parts, settings, place)
-    check_budget(parts, formats, settings, place)
-    parts.fetch()
-    model = load_rest(parts, place)
-    if settings.other_bits not in (None, 16) and parts.other_bits is None:
+    moe = MoeCheckpoint.open(name_or_dir, revision=revision, dtype=_dtype_of(dtype))
+    formats = formats_of(moe, settings, place)
+    check_budget(moe, formats, settings, place)
+    moe.fetch()
+    model = moe.load_rest(place)
+    if settings.other_bits not in (None, 16) and moe.other_bits is None:
         quantize_linears(model, width_on(settings.other_bits, place))
-    cache = make_cache(parts.store, formats, settings, place)
-    attach_experts(model, parts, formats, cache, place)
+    cache = make_cache(moe.store, formats, settings, place)
+    attach_experts(model, moe, formats, cache, place)
     install_prefetch(model, cache)
     # A function: a bound method would be copied with the model, cache and all.
     model.offload_stats = lambda: cache.stats()  # type: ignore[assignment]

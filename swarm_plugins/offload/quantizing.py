@@ -21,7 +21,7 @@ from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.offload.formats.experts import QuantizedFormat, half_type, matrix_format, turn, turned
 from swarm_plugins.offload.formats.linears import PARTS, quantizable_linears
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
-from swarm_plugins.offload.model.parts import Parts, find_parts, load_rest
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.manifest import (
     CONFIG_FILE,
     MANIFEST_FILE,
@@ -82,28 +82,28 @@ def quantize_checkpoint(
     check_width("other_bits", other_bits, OTHER_BITS)
     target = Path(out).expanduser().absolute()
     with work_directory(target) as work:
-        parts = find_parts(name_or_dir, revision=revision)
-        if parts.quantized is not None:
+        moe = MoeCheckpoint.open(name_or_dir, revision=revision)
+        if moe.quantized is not None:
             raise ConfigError(
-                f"{name_or_dir} is quantized already: give {parts.quantized.manifest.base}, which it was made from"
+                f"{name_or_dir} is quantized already: give {moe.quantized.manifest.base}, which it was made from"
             )
-        small_files = _small_files(parts.checkpoint)
-        formats = {layer: _LayerFormat(parts, layer, expert_bits) for layer in parts.paths}
+        small_files = _small_files(moe.checkpoint)
+        formats = {layer: _LayerFormat(moe, layer, expert_bits) for layer in moe.paths}
         expert_bytes = sum(one.file_bytes for one in formats.values())
-        check_space(target, expert_bytes + sum(parts.checkpoint.tensors[name].num_bytes for name in parts.others))
-        parts.fetch()
-        others, linears = other_tensors(load_rest(parts, _CPU), other_bits)
+        check_space(target, expert_bytes + sum(moe.checkpoint.tensors[name].num_bytes for name in moe.others))
+        moe.fetch()
+        others, linears = other_tensors(moe.load_rest(_CPU), other_bits)
         save_file(others, work / _OTHERS_FILE)
         weight_map = dict.fromkeys(others, _OTHERS_FILE)
         del others
-        weight_map |= _write_experts(parts, formats, work, progress)
+        weight_map |= _write_experts(moe, formats, work, progress)
         layers = {layer: one.layer for layer, one in formats.items()}
-        manifest = Manifest.make(parts.checkpoint.version, expert_bits, other_bits, layers, linears)
+        manifest = Manifest.make(moe.checkpoint.version, expert_bits, other_bits, layers, linears)
         write_json(work / OWN_INDEX_FILE, {"weight_map": weight_map})
         for name, path in small_files.items():
             if not (work / name).exists():
                 shutil.copyfile(path, work / name)
-        _write_config(parts, work, manifest)
+        _write_config(moe, work, manifest)
         # Last: a directory without the manifest is not a store.
         (work / MANIFEST_FILE).write_bytes(manifest.with_config(work / CONFIG_FILE).encode())
         other_bytes = (work / _OTHERS_FILE).stat().st_size
@@ -113,23 +113,23 @@ def quantize_checkpoint(
 class _LayerFormat:
     """Quantizes the experts of a layer."""
 
-    def __init__(self, parts: Parts, layer: int, bits: Width) -> None:
-        self._source = parts.store.stored_layout(layer)
-        self._is_turned = parts.is_transposed[layer] and bits != 16
+    def __init__(self, moe: MoeCheckpoint, layer: int, bits: Width) -> None:
+        self._source = moe.store.stored_layout(layer)
+        self._is_turned = moe.is_transposed[layer] and bits != 16
         plain = turned(self._source) if self._is_turned else self._source
         if bits == 16:
             plain = BufferLayout.of([(one.name, half_type(one.dtype), one.shape) for one in plain.tensors])
         self._format = None if bits == 16 else QuantizedFormat(plain, bits, _CPU)
         self._stored = plain if self._format is None else self._format.stored
         self._index = layer
-        self._store = parts.store
-        self.num_experts = parts.store.num_experts[layer]
+        self._store = moe.store
+        self.num_experts = moe.store.num_experts[layer]
         self.layer = Layer(
             num_experts=self.num_experts,
             tensors=tuple(
                 TensorShape(one.name, str(one.dtype).removeprefix("torch."), one.shape) for one in plain.tensors
             ),
-            is_transposed=parts.is_transposed[layer] and bits == 16,
+            is_transposed=moe.is_transposed[layer] and bits == 16,
         )
 
     @property
@@ -161,10 +161,10 @@ class _LayerFormat:
             bar.update(1)
 
 
-def _write_experts(parts: Parts, formats: dict[int, _LayerFormat], work: Path, progress: bool) -> dict[str, str]:
+def _write_experts(moe: MoeCheckpoint, formats: dict[int, _LayerFormat], work: Path, progress: bool) -> dict[str, str]:
     weight_map: dict[str, str] = {}
     total = sum(one.num_experts for one in formats.values())
-    with tqdm(total=total, unit="expert", desc=f"Quantizing {parts.checkpoint.name}", disable=not progress) as bar:
+    with tqdm(total=total, unit="expert", desc=f"Quantizing {moe.checkpoint.name}", disable=not progress) as bar:
         for layer, one in formats.items():
             file = f"experts-{layer:05d}.safetensors"
             names = [expert_tensor(layer, expert) for expert in range(one.num_experts)]
@@ -190,17 +190,17 @@ def other_tensors(model: PreTrainedModel, bits: Width) -> tuple[dict[str, Tensor
     if bits != 16:
         for name, linear in candidates.items():
             linears[name] = (linear.out_features, linear.in_features)
-            parts = matrix_format(linears[name], bits, _CPU).quantize(linear.weight, is_fitted=True)
+            moe = matrix_format(linears[name], bits, _CPU).quantize(linear.weight, is_fitted=True)
             del tensors[f"{name}.weight"]
-            tensors.update({f"{name}.{PARTS[part]}": tensor for part, tensor in parts.items()})
+            tensors.update({f"{name}.{PARTS[part]}": tensor for part, tensor in moe.items()})
     return tensors, linears
 
 
-def _write_config(parts: Parts, work: Path, manifest: Manifest) -> None:
-    config = json.loads(parts.checkpoint.file_path(CONFIG_FILE).read_text())
-    if getattr(parts.config, "dtype", None) is None:
+def _write_config(moe: MoeCheckpoint, work: Path, manifest: Manifest) -> None:
+    config = json.loads(moe.checkpoint.file_path(CONFIG_FILE).read_text())
+    if getattr(moe.config, "dtype", None) is None:
         # Codes do not show it.
-        config["dtype"] = str(parts.dtype).removeprefix("torch.")
+        config["dtype"] = str(moe.dtype).removeprefix("torch.")
     config["quantization_config"] = {
         "quant_method": QUANT_METHOD,
         "expert_bits": manifest.expert_bits,

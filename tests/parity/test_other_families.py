@@ -89,5 +89,5 @@ def test_families_with_masks_of_their_own_are_refused_at_loading(
 
 def test_a_family_with_weights_beside_its_blocks_is_refused_by_a_server(tmp_path: Path) -> None:
     directory = save_other("opt", tmp_path, ffn_dim=48, word_embed_proj_dim=32)
-    with pytest.raises(UnsupportedError, match=r"OPTModel has weights beside its blocks .* decoder.embed_tokens"):
+    with pytest.raises(UnsupportedError, match=r"OPTModel has weights outside of its blocks .* decoder.embed_tokens"):
         load_span(Checkpoint.open(str(directory)), range(4))

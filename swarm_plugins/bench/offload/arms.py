@@ -18,8 +18,7 @@ from swarm_plugins.bench.arms import frozen
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload import OffloadConfig, load_offloaded
-from swarm_plugins.offload.model.outline import stored_dtype
-from swarm_plugins.offload.plan.sizes import meta_model
+from swarm_plugins.offload.model.outline import meta_model, stored_dtype
 
 __all__ = ["ArmName", "LoadedArm", "load_arm"]
 

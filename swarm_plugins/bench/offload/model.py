@@ -19,8 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.errors import CheckpointError, ConfigError
-from swarm_plugins.offload.model.outline import experts_modules
-from swarm_plugins.offload.plan.sizes import meta_model
+from swarm_plugins.offload.model.outline import experts_modules, meta_model
 
 __all__ = ["default_folder", "olmoe_config", "write_random_moe"]
 

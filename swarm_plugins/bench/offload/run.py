@@ -19,11 +19,11 @@ from swarm_plugins.bench.offload.worker import ArmProcess, Job
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.offload import OffloadConfig, load_offloaded
-from swarm_plugins.offload.model.outline import experts_modules
+from swarm_plugins.offload.model.outline import experts_modules, meta_model
 from swarm_plugins.offload.plan.forecast import Speeds, forecast
 from swarm_plugins.offload.plan.measure import step_seconds
 from swarm_plugins.offload.plan.plan import measured_disk
-from swarm_plugins.offload.plan.sizes import ModelSizes, meta_model, model_sizes
+from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
 
 __all__ = ["bench_offload", "parse_share"]
 

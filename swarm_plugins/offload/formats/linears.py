@@ -15,7 +15,7 @@ from swarm_plugins.offload.formats.experts import matrix_format
 from swarm_plugins.offload.formats.matrices import multiply
 from swarm_plugins.offload.widths import Width
 
-__all__ = ["PARTS", "QuantizedLinear", "quantizable_linears", "quantize_linears", "replace_module"]
+__all__ = ["PARTS", "QuantizedLinear", "quantizable_linears", "quantize_linears"]
 
 # A layer with fewer features on a side, such as the gate of a shared expert, saves nothing and would lose the most.
 _MIN_FEATURES = 32
@@ -98,10 +98,4 @@ def quantize_linears(model: PreTrainedModel, bits: Width, *, is_fitted: bool = F
     for name, linear in quantizable_linears(model).items():
         shape, device = (linear.out_features, linear.in_features), linear.weight.device
         parts = matrix_format(shape, bits, device).quantize(linear.weight, is_fitted=is_fitted)
-        replace_module(model, name, QuantizedLinear(shape, bits, parts, linear.bias, device))
-
-
-def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replaces the submodule of a name."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+        model.set_submodule(name, QuantizedLinear(shape, bits, parts, linear.bias, device))

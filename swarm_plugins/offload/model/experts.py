@@ -1,22 +1,32 @@
-"""The experts implementation: what a family's experts run instead of their own forward."""
+"""Offloaded experts: what stands in a model for a family's fused experts, and runs instead of their own forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta, Routing, combine
+from swarm_plugins.offload.model.gradients import adapters_of, out_of_autocast, run_with_gradients
 from swarm_plugins.offload.model.loans import ExpertLoans
-from swarm_plugins.offload.model.training import adapters_of, out_of_autocast, run_with_gradients
 
-__all__ = ["IMPLEMENTATION", "adapted", "run_adapted", "run_offloaded"]
+__all__ = [
+    "IMPLEMENTATION",
+    "OffloadedExperts",
+    "OffloadedWeight",
+    "adapted",
+    "run_adapted",
+    "run_offloaded",
+    "turn_into_offloaded",
+]
 
 IMPLEMENTATION = "swarm_offload"
 """Name in transformers' registry of experts implementations."""
@@ -24,13 +34,77 @@ IMPLEMENTATION = "swarm_offload"
 _deltas: ContextVar[tuple[tuple[Any, ExpertDelta], ...]] = ContextVar("swarm_offload_deltas", default=())
 
 
+class OffloadedWeight(HollowWeight):
+    """A parameter whose values are in the checkpoint."""
+
+    refusal = (
+        "the weights of offloaded experts were read or written here ({what}); they stay in the checkpoint. "
+        "Merging an adapter into them, training them, and DoRA or initialisations by the base weights (pissa, "
+        "olora, loftq) on them cannot work: keep the adapter apart, with init_lora_weights=True"
+    )
+
+    def applied(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """Returns the weight after a cast.
+
+        Raises:
+            UnsupportedError: If it is moved to another device.
+        """
+        changed = super().applied(fn)
+        if changed.device != self.device:
+            raise UnsupportedError(
+                f"offloaded experts compute on {self.device} and cannot move to {changed.device}: load the model there "
+                f"with load_offloaded(..., device={str(changed.device)!r})"
+            )
+        return changed
+
+
+class OffloadedExperts(HollowModule):
+    """Mixed in before a family's experts class: has no weights of its own, borrows an expert when it is needed."""
+
+    _loans: ExpertLoans
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Runs the experts, whatever experts implementation the config names: no other has the weights."""
+        return run_offloaded(self, hidden_states, top_k_index, top_k_weights)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"offloaded experts ({type(self).__name__}) have no 'weight' to read: initialisations by the base "
+                "weights (pissa, olora, loftq, corda, lora_ga, orthogonal) cannot work on them, use "
+                "init_lora_weights=True or 'gaussian'"
+            )
+        return super().__getattr__(name)
+
+
+@functools.cache
+def _offloaded_class(original: type[nn.Module]) -> type[nn.Module]:
+    # transformers finds out by a class's module what it is capable of.
+    return type(f"Offloaded{original.__name__}", (OffloadedExperts, original), {"__module__": original.__module__})
+
+
+def turn_into_offloaded(module: nn.Module, outline: nn.Module, device: torch.device, loans: ExpertLoans) -> None:
+    """Converts a family's experts, in place.
+
+    Args:
+        module: The experts, without their weights.
+        outline: The same with its weights, on the meta device.
+        device: Where they are computed.
+        loans: Where the weights come from.
+    """
+    for name, parameter in outline.named_parameters(recurse=False):
+        module.register_parameter(name, OffloadedWeight.of(parameter.shape, parameter.dtype, device))
+    module.__class__ = _offloaded_class(type(module))  # type: ignore[arg-type]  # classes are hashable
+    module._loans = loans  # type: ignore[assignment]
+
+
 @contextmanager
 def adapted(module: Any, deltas: Sequence[ExpertDelta]) -> Iterator[None]:
-    """Adds adapters to offloaded experts while the context lasts, for calls of this thread (or task) alone.
+    """Adds adapters to offloaded experts inside the context, for calls of this thread (or task) alone.
 
     Args:
         module: Offloaded experts of a family.
-        deltas: The adapters; contexts inside one another add up.
+        deltas: The adapters; nested contexts add up.
     """
     token = _deltas.set((*_deltas.get(), *((module, delta) for delta in deltas)))
     try:
@@ -40,11 +114,20 @@ def adapted(module: Any, deltas: Sequence[ExpertDelta]) -> Iterator[None]:
 
 
 def run_offloaded(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Runs experts whose weights are borrowed, with the adapters of `adapted`; see `run_adapted`."""
+    deltas = [delta for owner, delta in _deltas.get() if owner is module]
+    return run_adapted(module, deltas, hidden_states, top_k_index, top_k_weights)
+
+
+def run_adapted(
+    module: Any, deltas: Sequence[ExpertDelta], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Runs experts whose weights are borrowed; numerics are those of transformers' grouped implementation.
 
     Args:
         module: Offloaded experts of a family.
-        hidden_states: ``[T, D]``.
+        deltas: Adapters on them, each for all tokens or for some.
+        hidden: ``[T, D]``.
         top_k_index: ``[T, k]``; indices beyond the last expert contribute nothing.
         top_k_weights: ``[T, k]``.
 
@@ -55,27 +138,8 @@ def run_offloaded(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         CheckpointError: If an expert cannot be read; names file and tensor.
         UnsupportedError: If the experts' own weights are to be trained.
     """
-    deltas = [delta for owner, delta in _deltas.get() if owner is module]
-    return run_adapted(module, deltas, hidden_states, top_k_index, top_k_weights)
-
-
-def run_adapted(
-    module: Any, deltas: Sequence[ExpertDelta], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Runs experts whose weights are borrowed, with adapters on them; see `run_offloaded`.
-
-    Args:
-        module: Offloaded experts of a family.
-        deltas: The adapters, each for all tokens or for some.
-        hidden_states: ``[T, D]``.
-        top_k_index: ``[T, k]``.
-        top_k_weights: ``[T, k]``.
-
-    Returns:
-        ``[T, D]``.
-    """
-    with out_of_autocast(hidden_states.device):
-        return _run(module, deltas, hidden_states, top_k_index, top_k_weights)
+    with out_of_autocast(hidden.device):
+        return _run(module, deltas, hidden, top_k_index, top_k_weights)
 
 
 def _run(
@@ -102,14 +166,13 @@ def _run(
 def _run_one(
     loans: ExpertLoans, module: Any, hidden: Tensor, top_k_index: Tensor, deltas: Sequence[ExpertDelta]
 ) -> Tensor | None:
-    """Runs a single token, for which there is nothing to sort; None if it is routed out of the ordinary."""
+    """Runs a single token without sorting; None if an expert is chosen twice or does not exist."""
     experts: list[int] = top_k_index[0].tolist()
     places = {expert: place for place, expert in enumerate(experts)}
     if len(places) != len(experts) or max(experts) >= module.num_experts:
         return None
     results: list[Tensor | None] = [None] * len(experts)
-    whole = slice(0, 1)
-    adapters = adapters_of(deltas, top_k_index.new_zeros(1), 1, dict.fromkeys(experts, whole))
+    adapters = adapters_of(deltas, top_k_index.new_zeros(1), 1, dict.fromkeys(experts, slice(0, 1)))
     with closing(loans.borrow(experts)) as lent:
         for expert, tensors in lent:
             results[places[expert]] = loans.run(module, hidden, expert, tensors, adapters(expert))

@@ -1,51 +1,104 @@
-"""Builds a model on the meta device by a stranger's config: whatever is wrong with it ends in one sentence."""
+"""A model without storage, built from a config that may come from anyone: what is wrong with it is one error."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
+from swarm_plugins.checkpoint.loading import model_classes
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 
-__all__ = ["build_outline", "check_picks", "experts_modules", "refuse_quantized", "stored_dtype"]
+__all__ = ["build_outline", "check_picks", "experts_modules", "meta_model", "refuse_quantized", "stored_dtype"]
 
 
-def build_outline(build: Callable[[], PreTrainedModel], what: str, name: str) -> PreTrainedModel:
-    """Returns a model without storage.
+def build_outline(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, name: str
+) -> PreTrainedModel:
+    """Returns a model on the meta device.
 
     Args:
-        build: Makes it.
-        what: Its class, for messages.
+        model_class: HF's class.
+        config: Its config, which is copied.
+        dtype: Floating type of the weights.
         name: The checkpoint's, for messages.
 
     Raises:
-        CheckpointError: If no model can be made of the config.
-        UnsupportedError: If the model needs a package that is absent.
+        CheckpointError: If the config is wrong.
+        UnsupportedError: If the model needs a package that is not installed.
     """
     try:
         with torch.device("meta"):
-            return build()
+            model: PreTrainedModel = model_class._from_config(copy.deepcopy(config), dtype=dtype)
     except ImportError as exc:
         raise UnsupportedError(
-            f"{name}: HF's {what} needs another package ({one_line(exc, with_kind=True)}): "
-            "install it, or take the setting that asks for it out of config.json"
+            f"{name}: HF's {model_class.__name__} needs another package ({one_line(exc, with_kind=True)}): "
+            "install it, or remove the setting that asks for it from config.json"
         ) from exc
     except Exception as exc:
-        # Any kind, from any line of HF's model that meets a stranger's number.
+        # Any kind, from any line of HF's model that meets an unexpected number.
         raise CheckpointError(
-            f"{name}: HF's {what} cannot be made of its config ({one_line(exc, with_kind=True)}): "
+            f"{name}: HF's {model_class.__name__} cannot be made of its config ({one_line(exc, with_kind=True)}): "
             "correct config.json, or fetch the checkpoint again"
         ) from exc
+    return model
+
+
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the causal language model of a config on the meta device, in evaluation mode.
+
+    Raises:
+        CheckpointError: If the config is wrong.
+        UnsupportedError: If transformers has no causal language model for it.
+    """
+    name = config.name_or_path or f"a config of model_type {config.model_type!r}"
+    classes = model_classes(config, MODEL_FOR_CAUSAL_LM_MAPPING)
+    if not classes:
+        raise UnsupportedError(
+            f"transformers has no causal language model for model_type {config.model_type!r} of {name}; supported are "
+            "decoder-only mixture-of-experts models"
+        )
+    model = build_outline(classes[0], config, dtype, name)
+    model.eval()
+    return model
+
+
+def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Returns, by index of the layer, the modules that hold all experts of a layer."""
+    return {
+        index: module
+        for index, layer in enumerate(find_layers(model))
+        for module in layer.modules()
+        if is_fused_experts(module)
+    }
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Returns the type of most bytes of a checkpoint.
+
+    Raises:
+        UnsupportedError: If it cannot be computed with: the checkpoint is packed in a format of its own.
+    """
+    sizes: Counter[torch.dtype] = Counter()
+    for info in checkpoint.tensors.values():
+        sizes[info.dtype] += info.num_bytes
+    dtype = sizes.most_common(1)[0][0]
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedError(
+            f"most weights of {checkpoint.name} are stored as {dtype}; supported are float32, float16 and bfloat16: "
+            "use a checkpoint that is not packed"
+        )
+    return dtype
 
 
 def refuse_quantized(config: PreTrainedConfig, name: str) -> None:
-    """Refuses a checkpoint whose config says that its weights are codes.
+    """Refuses a config that declares its weights to be quantized.
 
     Raises:
         UnsupportedError: If it does.
@@ -66,7 +119,7 @@ def check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -
         name: The checkpoint's, for messages.
 
     Raises:
-        CheckpointError: If it is none, or more than there are.
+        CheckpointError: If a router picks none, or more than there are.
     """
     for layer, path in paths.items():
         num_experts = int(outline.get_submodule(path).num_experts)  # type: ignore[arg-type]
@@ -77,31 +130,3 @@ def check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -
                     f"by the config of {name} each token takes {picks!r} experts of layer {layer}, which has "
                     f"{num_experts}: correct config.json, or fetch the checkpoint again"
                 )
-
-
-def experts_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """Returns, by index of the layer, the modules that hold all experts of a layer."""
-    found: dict[int, nn.Module] = {}
-    for index, layer in enumerate(find_layers(model)):
-        for module in layer.modules():
-            if is_fused_experts(module):
-                found[index] = module
-    return found
-
-
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Returns the type that most bytes of a checkpoint have.
-
-    Raises:
-        UnsupportedError: If it is none to compute with: the checkpoint is packed in a format of its own.
-    """
-    sizes: Counter[torch.dtype] = Counter()
-    for info in checkpoint.tensors.values():
-        sizes[info.dtype] += info.num_bytes
-    dtype = sizes.most_common(1)[0][0]
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise UnsupportedError(
-            f"most weights of {checkpoint.name} are stored as {dtype}; supported are float32, float16 and bfloat16: "
-            "use a checkpoint that is not packed"
-        )
-    return dtype

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.offload.model.standin import OffloadedExperts
+from swarm_plugins.offload.model.experts import OffloadedExperts
 
 __all__ = ["refuse_saving"]
 

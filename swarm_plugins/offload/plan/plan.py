@@ -11,9 +11,10 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.cache.budget import choose_device
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.model.outline import meta_model
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds, forecast
 from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate, step_seconds
-from swarm_plugins.offload.plan.sizes import ModelSizes, meta_model, model_sizes
+from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
 from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
 
 __all__ = [

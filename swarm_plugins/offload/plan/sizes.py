@@ -13,22 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
-from swarm_plugins.offload.model.outline import (
-    build_outline,
-    check_picks,
-    experts_modules,
-    refuse_quantized,
-    stored_dtype,
-)
+from swarm_plugins.offload.model.outline import check_picks, experts_modules, meta_model, refuse_quantized, stored_dtype
 from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 from swarm_plugins.offload.widths import Width
 
-__all__ = ["ExpertLayer", "ModelSizes", "meta_model", "model_sizes"]
+__all__ = ["ExpertLayer", "ModelSizes", "model_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,25 +123,6 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
         cache_bytes=cache_bytes,
         activation_bytes=_activation_bytes(checkpoint.config, max(layer.experts_per_token for layer in layers), dtype),
     )
-
-
-def meta_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns the model without storage.
-
-    Raises:
-        CheckpointError: If no model can be made of the config.
-        UnsupportedError: If transformers has no causal language model for it.
-    """
-    name = config.name_or_path or f"a config of model_type {config.model_type!r}"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedError(
-            f"transformers has no causal language model for model_type {config.model_type!r} of {name}; supported are "
-            "decoder-only mixture-of-experts models"
-        )
-    build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
-    model = build_outline(lambda: build(config, dtype=dtype), f"{config.model_type} model", name)
-    model.eval()
-    return model
 
 
 def _check_fits(

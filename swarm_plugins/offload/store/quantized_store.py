@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.formats.experts import PlainFormat, QuantizedFormat, are_finite, matrix_format
-from swarm_plugins.offload.formats.linears import PARTS, QuantizedLinear, quantizable_linears, replace_module
+from swarm_plugins.offload.formats.linears import PARTS, QuantizedLinear, quantizable_linears
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey, FileRange
 from swarm_plugins.offload.store.checkpoint_store import FetchedFiles
 from swarm_plugins.offload.store.manifest import (
@@ -108,7 +108,7 @@ class QuantizedStore:
                     "damaged, fetch it again or run swarm quantize again"
                 )
             linear = QuantizedLinear(linears[name], self.manifest.other_bits, parts, bias, device)
-            replace_module(model, place, linear)
+            model.set_submodule(place, linear)
 
     def saved_bytes(self, dtype: torch.dtype) -> int:
         """Returns how much less memory the linear layers take than in a floating type."""

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.backbone.standin import (
+    RemoteWeight,
     StandIn,
-    is_hollow,
     stand_in_class,
-    stand_in_tensor,
     structure_version,
     turn_into_stand_ins,
 )
@@ -62,19 +61,8 @@ def test_the_class_is_made_once() -> None:
     assert stand_in_class(nn.Linear) is stand_in_class(nn.Linear)
 
 
-def test_parameters_keep_shape_dtype_and_device_over_one_element(linear: nn.Module) -> None:
-    weight = linear[0].weight
-    assert (weight.shape, weight.dtype, weight.device) == ((200, 300), torch.float32, torch.device("cpu"))
-    assert weight.untyped_storage().nbytes() == 4
-    assert not weight.requires_grad
-    assert is_hollow(weight)
-    assert not is_hollow(torch.zeros(2))
-    assert not is_hollow(torch.zeros(4)[:2])
-
-
-def test_scalars_and_empty_tensors_can_stand_in() -> None:
-    assert stand_in_tensor(torch.Size([]), torch.float32, "cpu").shape == ()
-    assert stand_in_tensor(torch.Size([0, 3]), torch.float32, "cpu").shape == (0, 3)
+def test_parameters_are_hollow_and_frozen(linear: nn.Module) -> None:
+    assert all(isinstance(one, RemoteWeight) and not one.requires_grad for one in linear.parameters())
 
 
 @pytest.mark.parametrize(
@@ -91,18 +79,6 @@ def test_casts_do_not_fill_in_weights(remote: PreTrainedModel, cast, dtype: torc
     remote = cast(remote)
     assert {parameter.dtype for parameter in remote.parameters()} == {dtype}
     assert block_bytes(remote) == num_block_tensors(remote) * dtype.itemsize
-
-
-def test_moving_to_meta_keeps_shapes(linear: nn.Module) -> None:
-    linear.to("meta")
-    assert linear[0].weight.device.type == "meta"
-    assert linear[0].weight.shape == (200, 300)
-
-
-def test_a_cast_that_changes_nothing_keeps_the_parameter(linear: nn.Module) -> None:
-    before = linear[0].weight
-    linear.float()
-    assert linear[0].weight is before
 
 
 def test_counts_equal_those_of_the_real_model(remote: PreTrainedModel, local: PreTrainedModel) -> None:

@@ -13,8 +13,8 @@ from transformers.integrations.moe import use_experts_implementation
 
 from swarm_plugins.offload.formats.experts import PlainFormat
 from swarm_plugins.offload.interfaces import BufferLayout
+from swarm_plugins.offload.model.experts import turn_into_offloaded
 from swarm_plugins.offload.model.loans import ExpertLoans
-from swarm_plugins.offload.model.standin import turn_into_offloaded
 
 # Grouped products want rows of whole 16 bytes.
 NUM_EXPERTS, WIDTH, INNER = 5, 8, 12

@@ -14,7 +14,7 @@ from offload_models import save_toy
 from swarm_plugins import OffloadConfig, load_offloaded
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
 from swarm_plugins.offload.cache.budget import choose_device
-from swarm_plugins.offload.model.parts import find_parts
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_config_that_makes_no_model_says_why(
     directory: Path, tmp_path: Path, settings: dict[str, object], message: str
 ) -> None:
     with pytest.raises(SwarmError, match=message):
-        find_parts(edited(directory, tmp_path / "model", **settings))
+        MoeCheckpoint.open(edited(directory, tmp_path / "model", **settings))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_a_token_takes_one_expert_at_least_and_no_more_than_there_are(
 ) -> None:
     save_toy(family, tmp_path / "plain")
     with pytest.raises(CheckpointError, match=rf"each token takes {picks} experts of layer \d, which has 6"):
-        find_parts(edited(tmp_path / "plain", tmp_path / "model", **{name: picks}))
+        MoeCheckpoint.open(edited(tmp_path / "plain", tmp_path / "model", **{name: picks}))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, 5])
 def test_a_type_that_is_none_to_compute_in_is_named(directory: Path, dtype: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"dtype is {dtype!r}; allowed are torch\.bfloat16"):
+    with pytest.raises(ConfigError, match=rf"invalid dtype {dtype!r}: expected one of torch\.bfloat16"):
         load_offloaded(directory, dtype=dtype, device="cpu")
 
 

@@ -32,7 +32,7 @@ from swarm_plugins.backbone.recognition import cached_commit
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.local_hub import LocalHub
-from swarm_plugins.offload.model.standin import OffloadedWeight
+from swarm_plugins.offload.model.experts import OffloadedWeight
 from swarm_plugins.testing.models import save_tiny
 
 FEW = OffloadConfig(fast_bytes=60_000)

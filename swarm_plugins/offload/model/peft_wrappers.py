@@ -16,9 +16,8 @@ from torch import nn
 
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import EXPERT_PARAMETERS, ExpertDelta
-from swarm_plugins.offload.model.experts import adapted
+from swarm_plugins.offload.model.experts import OffloadedExperts, adapted
 from swarm_plugins.offload.model.loans import refuse_pickling
-from swarm_plugins.offload.model.standin import OffloadedExperts
 
 __all__ = ["AdapterWatch"]
 

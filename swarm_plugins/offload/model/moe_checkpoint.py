@@ -1,0 +1,230 @@
+"""A checkpoint of a mixture-of-experts model: where its experts are, and HF's own class with all the rest."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
+from swarm_plugins.checkpoint.loading import empty_modules, leave_out, model_classes, take_generation_config
+from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.offload.model.outline import (
+    build_outline,
+    check_picks,
+    experts_modules,
+    refuse_quantized,
+    stored_dtype,
+)
+from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
+from swarm_plugins.offload.store.locate import locate_experts
+from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quantized_store, open_quantized
+from swarm_plugins.offload.widths import Width
+
+__all__ = ["MoeCheckpoint"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeCheckpoint:
+    """What the headers of a checkpoint tell: no weight has been read, no file of a store fetched.
+
+    Made by `open` or `inspect`.
+    """
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    """To compute in."""
+    model_class: type[PreTrainedModel]
+    outline: PreTrainedModel
+    """The whole model on the meta device."""
+    paths: Mapping[int, str]
+    """Of the fused experts, by index of the layer."""
+    store: CheckpointStore | QuantizedStore
+    """Has the experts."""
+    is_transposed: Mapping[int, bool]
+    """Whether weights of experts lie as ``[in, out]``, by index of the layer."""
+    others: list[str]
+    """Names, in the checkpoint, of all other tensors but quantized linear layers."""
+
+    @classmethod
+    def open(cls, name_or_dir: str | Path, *, revision: str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Opens a checkpoint and finds its experts.
+
+        Args:
+            name_or_dir: A directory, or the id of a repository on the Hub.
+            revision: Branch, tag or commit on the Hub; for a quantized store, the revision of the model it was made
+                from.
+            dtype: Floating type to compute in; None: the checkpoint's.
+
+        Raises:
+            ConfigError: If there is no such model, or ``dtype`` cannot be computed in.
+            CheckpointError: If a file or tensor is missing, truncated or of a wrong shape; names it.
+            UnsupportedError: If the model has no experts, or experts that cannot be offloaded.
+        """
+        is_store = is_quantized_store(name_or_dir)
+        checkpoint = Checkpoint.open(name_or_dir, revision=None if is_store else revision)
+        store = open_quantized(checkpoint, base_revision=revision if is_store else None)
+        return cls.inspect(checkpoint, store, dtype=dtype)
+
+    @classmethod
+    def inspect(
+        cls,
+        checkpoint: Checkpoint,
+        quantized: QuantizedStore | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        layers: range | None = None,
+    ) -> Self:
+        """Finds the experts of an open checkpoint.
+
+        Args:
+            checkpoint: The model.
+            quantized: The store of its experts, if it is one.
+            dtype: Floating type to compute in; None: the checkpoint's.
+            layers: Layers whose experts are wanted; None: all. A quantized store need not have any in them.
+
+        Raises:
+            ConfigError: If ``dtype`` cannot be computed in.
+            CheckpointError: If a file or tensor is missing, truncated or of a wrong shape, or the config is wrong;
+                names it.
+            UnsupportedError: If there are no experts in these layers, or experts that cannot be offloaded.
+        """
+        name, config = checkpoint.name, checkpoint.config
+        if quantized is not None:
+            config = copy.deepcopy(config)
+            del config.quantization_config
+        compute_dtype = _compute_dtype(checkpoint, dtype)
+        model_class = _model_class(name, config)
+        outline = build_outline(model_class, config, compute_dtype, name)
+        paths = _experts_paths(outline, name)
+        check_picks(outline, paths, name)
+        if quantized is not None:
+            quantized.check_fits(outline, paths)
+        if layers is not None:
+            paths = {layer: path for layer, path in paths.items() if layer in layers}
+            if not paths and quantized is None:
+                raise UnsupportedError(
+                    f"blocks {layers.start}:{layers.stop} of {name} have no experts: serve them without offloading"
+                )
+        store: CheckpointStore | QuantizedStore
+        if quantized is not None:
+            store, others = quantized.of_layers(paths), quantized.other_tensors()
+            is_transposed = dict.fromkeys(paths, False)
+        else:
+            located = locate_experts(outline, paths, checkpoint.tensors)
+            store, others = CheckpointStore(located.experts, checkpoint.file_path), located.others
+            is_transposed = {
+                layer: store.is_transposed(layer) != bool(outline.get_submodule(path).is_transposed)
+                for layer, path in paths.items()
+            }
+        return cls(
+            checkpoint=checkpoint,
+            config=config,
+            dtype=compute_dtype,
+            model_class=model_class,
+            outline=outline,
+            paths=paths,
+            store=store,
+            is_transposed=is_transposed,
+            others=others,
+        )
+
+    @property
+    def quantized(self) -> QuantizedStore | None:
+        """The store, if `swarm quantize` made it."""
+        return self.store if isinstance(self.store, QuantizedStore) else None
+
+    @property
+    def other_bits(self) -> Width | None:
+        """Width of the other weights if they are quantized, else None."""
+        bits = None if self.quantized is None else self.quantized.manifest.other_bits
+        return None if bits == 16 else bits
+
+    def fetch(self) -> None:
+        """Brings the files of the experts here: on the Hub, gigabytes.
+
+        Raises:
+            CheckpointError: If a file is missing or cannot be fetched.
+        """
+        self.store.fetch()
+
+    def load_rest(self, device: torch.device) -> PreTrainedModel:
+        """Loads everything but the experts.
+
+        Args:
+            device: Where to compute.
+
+        Returns:
+            HF's own class, its experts without weights, in evaluation mode.
+
+        Raises:
+            CheckpointError: If a tensor is missing, truncated or of a wrong shape.
+        """
+
+        def trim(model: PreTrainedModel) -> None:
+            empty_modules(map(model.get_submodule, self.paths.values()))
+            leave_out(model, () if self.quantized is None else self.quantized.manifest.linears)
+
+        tensors = self.checkpoint.read(self.others)
+        model = model_from_tensors(self.model_class, self.config, tensors, self.dtype, self.checkpoint.name, trim=trim)
+        take_generation_config(model, self.checkpoint)
+        model.to(device)  # type: ignore[arg-type]  # the wrapper around it has lost its signature
+        if self.quantized is not None:
+            self.quantized.install_linears(model, device)
+        return model
+
+
+def _model_class(name: str, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Returns the class that the config names, if its task is supported, or the causal language model."""
+    refuse_quantized(config, name)
+    found = model_classes(config, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    if not found:
+        raise UnsupportedError(
+            f"transformers has no language model for model_type {config.model_type!r} of {name}; supported "
+            "are decoder-only mixture-of-experts models"
+        )
+    named = (one for one in found if one.__name__ in (config.architectures or ()))
+    return next(named, found[0])
+
+
+def _compute_dtype(checkpoint: Checkpoint, wanted: torch.dtype | None) -> torch.dtype:
+    known = ", ".join(map(str, _DTYPES))
+    if wanted is not None and wanted not in _DTYPES:
+        raise ConfigError(f"invalid dtype {wanted!r}: expected one of {known}")
+    found: torch.dtype = wanted or getattr(checkpoint.config, "dtype", None) or stored_dtype(checkpoint)
+    if found not in _DTYPES:
+        raise UnsupportedError(
+            f"the config of {checkpoint.name} says dtype {found!r}; give the one to compute in, one of {known}"
+        )
+    return found
+
+
+def _experts_paths(outline: PreTrainedModel, name: str) -> dict[int, str]:
+    """Returns the path of the fused experts of each layer that has any."""
+    names = {module: path for path, module in outline.named_modules()}
+    paths = {layer: names[module] for layer, module in experts_modules(outline).items()}
+    if paths:
+        return paths
+    others = {type(module).__name__ for path, module in outline.named_modules() if path.endswith(".experts")}
+    if others:
+        raise UnsupportedError(
+            f"the experts of {name} ({', '.join(sorted(others))}) do not run through transformers' experts "
+            "interface, so they cannot be offloaded: load the model with transformers itself"
+        )
+    raise UnsupportedError(
+        f"{name} ({type(outline).__name__}) has no experts: mixture-of-experts models can be offloaded, "
+        "load a dense one with transformers itself"
+    )
