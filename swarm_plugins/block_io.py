@@ -1,4 +1,4 @@
-"""What goes into consecutive blocks of a model and what comes out, on both ends of the wire.
+"""Inputs and outputs of consecutive blocks, the same record on both ends of the wire.
 
 Shapes: ``B`` batch, ``S`` new tokens, ``P`` prefix or cached tokens, ``D`` hidden width, ``E`` experts.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
 
-__all__ = ["AdapterUse", "LoadedAdapter", "SpanInputs", "SpanOutputs", "chain_outputs", "join_outputs"]
+__all__ = ["AdapterUse", "CacheOp", "LoadedAdapter", "SpanInputs", "SpanOutputs", "chain_outputs", "join_outputs"]
 
 Inputs = TypeVar("Inputs", bound="SpanInputs")
 Outputs = TypeVar("Outputs", bound="SpanOutputs")
@@ -102,6 +102,16 @@ class SpanInputs:
     def num_tokens(self) -> int:
         """Rows times new tokens."""
         return self.hidden.shape[0] * self.hidden.shape[1]
+
+    @property
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """The tensors that may get a gradient: hidden, all adapters' tensors, prefix."""
+        return (self.hidden, *self.adapters.tensors, *self.prefix)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether autograd is going to ask for a gradient."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.differentiable)
 
     def map(self: Inputs, change: Change) -> Inputs:
         """Returns the inputs with every tensor changed but those of adapters."""
@@ -209,3 +219,14 @@ def chain_outputs(parts: Sequence[SpanOutputs], *, collect_hidden: bool) -> Span
         router_logits=tuple(logits for part in parts for logits in part.router_logits),
         router_blocks=tuple(block for part in parts for block in part.router_blocks),
     )
+
+
+class CacheOp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A change of a session's KV cache that takes effect before the next step.
+
+    ``crop``: keep the first ``indices[0]`` tokens. ``reorder`` and ``select``: row ``i`` becomes the old row
+    ``indices[i]``. ``repeat``: each row ``indices[0]`` times, copies side by side. ``reset``: forget all tokens.
+    """
+
+    kind: Literal["crop", "reorder", "select", "repeat", "reset"]
+    indices: tuple[int, ...] = ()

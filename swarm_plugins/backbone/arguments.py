@@ -1,4 +1,4 @@
-"""What transformers hands to a decoder layer, reduced to what servers need: positions, padding and the cache."""
+"""Reduces the arguments of a decoder layer to what servers need: positions, padding and the cache."""
 
 from __future__ import annotations
 
@@ -14,22 +14,16 @@ from swarm_plugins.errors import UnsupportedError
 
 __all__ = ["LayerArguments", "by_name", "read_arguments"]
 
-_KNOWN = frozenset(
-    {
-        "attention_mask",
-        "position_ids",
-        "position_embeddings",
-        "cache_position",
-        # Meant for the loss; models hand all keyword arguments on to their layers, which ignore these.
-        "num_items_in_batch",
-        "shift_labels",
-    }
-)
+_KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "cache_position"}) | frozenset({
+    # Meant for the loss; models hand all keyword arguments on to their layers, which ignore these.
+    "num_items_in_batch",
+    "shift_labels",
+})  # fmt: skip
 """Tensors that transformers hands to every decoder layer; servers compute position embeddings themselves."""
 
 
 class LayerArguments(NamedTuple):
-    """The arguments of a decoder layer that matter to a server."""
+    """Arguments of a decoder layer that matter to a server."""
 
     position_ids: Tensor | None
     """``[B or 1, S]``."""
@@ -52,7 +46,7 @@ def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
         kwargs: All other arguments of the layer, by name.
 
     Raises:
-        UnsupportedError: If there is something that servers cannot take.
+        UnsupportedError: If servers cannot take one of them.
     """
     # Not by name: some families call it `layer_past`, and without it every token would be the first.
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
@@ -70,8 +64,8 @@ def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
 def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor | None:
     """Returns the padding mask as bool, or None when nothing is padded."""
     if mask is None:
-        # transformers takes positions that start again for packed sequences, but not where it has a mask or a cache;
-        # servers see neither an empty cache nor a mask that hides nothing, unless they are told.
+        # Without mask and cache transformers takes positions that start again for packed sequences. Servers see
+        # neither an empty cache nor a mask that hides nothing, so an explicit mask tells them.
         is_empty = cache is not None and cache.get_seq_length() == 0
         return torch.ones(hidden.shape[:2], dtype=torch.bool) if is_empty and _restart(positions) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -85,5 +79,5 @@ def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache |
 
 
 def _restart(positions: Tensor | None) -> bool:
-    """Whether positions start again within a row."""
+    """Returns whether positions start again within a row."""
     return positions is not None and bool((positions[..., 1:] - positions[..., :-1] != 1).any())

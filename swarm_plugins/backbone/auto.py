@@ -29,7 +29,7 @@ __all__ = ["AutoSwarmModel", "AutoSwarmModelForCausalLM", "AutoSwarmModelForSequ
 
 
 class _AutoSwarm:
-    """What the three classes share."""
+    """Shared by the three classes."""
 
     _mapping: ClassVar[Mapping[Any, Any]]
     _what: ClassVar[str]
@@ -54,24 +54,24 @@ class _AutoSwarm:
     ) -> PreTrainedModel:
         """Returns the model in HF's own class; its decoder layers run on servers of the same model version.
 
-        Embeddings, final norm and head are real and local; only they are read or downloaded. Everything else is as
-        with transformers: ``generate()``, PEFT, any Trainer.
+        Embeddings, final norm and head are real and local; only they are downloaded and read. Everything else works as
+        in transformers: ``generate()``, PEFT, any Trainer.
 
-        ``save_pretrained`` and ``state_dict`` give the local weights only (a trained head, say); they are put back by
-        ``load_state_dict`` into the model loaded by its name again. Adapters are saved by PEFT.
+        ``save_pretrained`` and ``state_dict`` give the local weights only (a trained head, say); to restore them, load
+        the model by its name and call ``load_state_dict``. PEFT saves adapters.
 
         Args:
             name_or_dir: Id of a repository on the Hub, or a directory.
             revision: Branch, tag or commit on the Hub.
-            initial_peers: Addresses of peers through which the swarm is joined. None: those of the active strategy,
-                else of the environment variable ``SWARM_INITIAL_PEERS``.
+            initial_peers: Addresses the swarm is joined by. None: the active strategy's, else the environment variable
+                ``SWARM_INITIAL_PEERS``.
             swarm: How the client behaves: deadlines, retries, codec.
             dtype: Floating type of the local weights and of the hidden states that are sent. None: the checkpoint's.
             device: Where the local weights and the adapters live; the CPU by default.
             token: Access token of the Hub.
             cache_dir: Cache of the Hub's files.
-            connection: A connection of one's own, instead of peers.
-            **config_changes: Settings of the model's config that act on this side, such as ``num_labels``.
+            connection: Your own connection, instead of peers.
+            **config_changes: Settings of the model's config that act on the client, such as ``num_labels``.
 
         Raises:
             ConfigError: If no peers are given, a setting is wrong or the model does not exist.
@@ -125,13 +125,13 @@ _CLIENT_SETTINGS = frozenset({
 
 
 def _check_not_store(checkpoint: Checkpoint) -> None:
-    """Refuses a quantized store: its blocks are announced as those of the model that it was made from."""
+    """Refuses a quantized store: its blocks are announced under the model it was made from."""
     quantization = getattr(checkpoint.config, "quantization_config", None)
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == QUANT_METHOD:
         base = str(quantization.get("base"))[:_MAX_CHARS]
         raise ConfigError(
-            f"{checkpoint.name} is a store that swarm quantize made: servers serve it as blocks of {base!r}, so give "
-            "that model here"
+            f"{checkpoint.name} is a quantized store: servers announce its blocks as blocks of {base!r}; "
+            "load that model instead"
         )
 
 

@@ -1,7 +1,7 @@
-"""The client's view of a KV cache that lives on servers.
+"""Remote cache layers: a KV cache of transformers whose keys and values live on servers.
 
-transformers sees ordinary cache layers that know their length. All layers of one cache share one state; changes
-(crop, reorder, ...) are queued there by the first layer only and ride with the next request.
+All layers of a cache share one state that knows its length. The first layer queues changes (crop, reorder, ...) there;
+they ride with the next request.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from swarm_plugins.client import CacheOp
-from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
-from swarm_plugins.client.connection import RemoteBlocks
-from swarm_plugins.client.session import ClientSession
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["RemoteCacheLayer", "RemoteCacheState", "adopt_cache"]
+if TYPE_CHECKING:
+    from swarm_plugins.client.connection import RemoteBlocks
+    from swarm_plugins.client.session import ClientSession
+
+__all__ = ["RemoteCacheLayer", "RemoteCacheState", "adopt_cache", "run_cached"]
 
 
 class RemoteCacheState:
-    """One session and the changes that wait for its next step.
+    """One session, and the changes that wait for its next step.
 
     Args:
         remote: The blocks that the session runs on.
@@ -41,16 +43,16 @@ class RemoteCacheState:
         self._ops: list[CacheOp] = []
         self._session: ClientSession | None = None
         self._release: Callable[[], object] | None = None
-        """Closes the session, once; also called when this state is collected."""
-        self._owed: list[BlockInputs] = []
-        """Inputs that ran with gradients, outside the session: sent first if the cache is used again."""
+        """Closes the session once, at the latest when this state is collected."""
+        self._owed: list[SpanInputs] = []
+        """Inputs that ran outside the session, with gradients: sent first if the cache is used again."""
 
     @property
     def is_untouched(self) -> bool:
         """Whether nothing but the prefix is cached."""
         return self._session is None and not self._owed
 
-    def step(self, inputs: BlockInputs) -> BlockOutputs:
+    def step(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs new tokens in the session."""
         session = self._ready_session()
         ops, self._ops = self._ops, []
@@ -59,7 +61,7 @@ class RemoteCacheState:
         return outputs
 
     def _ready_session(self) -> ClientSession:
-        """Opens the session if there is none yet, and puts in what is owed."""
+        """Returns the session, opened if need be, with all owed tokens in it."""
         session = self._session
         if session is None:
             session = self._keep(self.remote.open_session(range(self.num_blocks), self.prefix))
@@ -73,23 +75,16 @@ class RemoteCacheState:
         self._release = weakref.finalize(self, self.remote.release, session)
         return session
 
-    def owe(self, inputs: BlockInputs) -> None:
+    def owe(self, inputs: SpanInputs) -> None:
         """Notes tokens that ran outside the session."""
-        with torch.no_grad():
-            self._owed.append(
-                BlockInputs(
-                    hidden=inputs.hidden.detach(),
-                    position_ids=inputs.position_ids,
-                    attention_mask=inputs.attention_mask,
-                    adapters=inputs.adapters,
-                )
-            )
+        plain = replace(inputs, hidden=inputs.hidden.detach(), collect_hidden=False, collect_router=False)
+        self._owed.append(plain)
         self.length += inputs.hidden.shape[1]
 
     def change(self, kind: str, *indices: int) -> None:
-        """Queues a change of the cache, or makes it at once where nothing is on servers yet."""
+        """Queues a change of the cache, or applies it here if nothing is on servers yet."""
         if self._owed:
-            # What is owed was computed before the change: it has to be in the session first.
+            # Owed tokens were computed before the change: they go in first.
             self._ready_session()
         if kind == "crop":
             self.length = indices[0]
@@ -103,7 +98,7 @@ class RemoteCacheState:
             self.prefix = tuple(tensor[list(indices)] for tensor in self.prefix)
 
     def reset(self) -> None:
-        """Forgets everything; the session is closed and its memory given back."""
+        """Forgets everything, closes the session and frees its memory."""
         if self._release is not None:
             self._release()
         self.length, self.prefix = 0, ()
@@ -131,7 +126,7 @@ class RemoteCacheLayer(CacheLayerMixin):
 
     Args:
         state: Shared by all layers.
-        is_first: Whether this layer speaks for all.
+        is_first: Whether this layer acts for all.
     """
 
     is_compileable = False
@@ -146,10 +141,10 @@ class RemoteCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: servers allocate."""
+        """Does nothing: servers allocate memory."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Raises: keys and values never come here."""
+        """Raises UnsupportedError: keys and values never come here."""
         raise UnsupportedError(
             "keys and values of a remote block are kept by its server; this cache cannot be used by a local model"
         )
@@ -163,7 +158,7 @@ class RemoteCacheLayer(CacheLayerMixin):
         return self.state.length
 
     def get_max_length(self) -> int:
-        """Returns -1: the cache grows until the server's budget is used up."""
+        """Returns -1: only the servers' budgets limit the cache."""
         return -1
 
     def reset(self) -> None:
@@ -209,7 +204,7 @@ class RemoteCacheLayer(CacheLayerMixin):
 def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCacheState:
     """Makes a cache of transformers remote, in place, and returns its state.
 
-    Keys and values that it holds already (PEFT's prefix tuning puts them there) become the prefix.
+    Keys and values it already holds (from PEFT's prefix tuning) become the prefix.
 
     Raises:
         UnsupportedError: If another model's tokens are in it.
@@ -234,3 +229,23 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCa
     cache.layers = [RemoteCacheLayer(state, is_first=index == 0) for index in range(num_blocks)]
     cache.layer_class_to_replicate = None
     return state
+
+
+def run_cached(remote: RemoteBlocks, inputs: SpanInputs, cache: Cache) -> SpanOutputs:
+    """Runs all blocks on new tokens of a cache: in its session, or outside of it if gradients are needed.
+
+    Raises:
+        UnsupportedError: If gradients would have to flow through cached tokens, or another model's tokens are cached.
+    """
+    state = adopt_cache(cache, remote, len(inputs.blocks))
+    with_prefix = replace(inputs, prefix=state.prefix)
+    if not with_prefix.needs_gradient:
+        return state.step(inputs)
+    if not state.is_untouched:
+        raise UnsupportedError(
+            "gradients cannot flow through a KV cache that lives on servers; run under torch.no_grad(), "
+            "or pass the whole sequence with use_cache=False"
+        )
+    outputs = remote.forward(with_prefix)
+    state.owe(inputs)
+    return outputs

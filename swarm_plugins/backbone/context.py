@@ -20,9 +20,13 @@ class SwarmSettings:
     """Which swarm to use, and how."""
 
     initial_peers: tuple[str, ...]
-    """Multiaddresses of peers through which the swarm is joined."""
+    """Addresses the swarm is joined by."""
     config: SwarmConfig
     """How the client behaves."""
+
+    def connection(self) -> SwarmConnection:
+        """Returns the connection that all models with these settings share; it may not be started yet."""
+        return connect(self.initial_peers, self.config)
 
 
 _active: ContextVar[SwarmSettings | None] = ContextVar("active_swarm", default=None)
@@ -30,7 +34,7 @@ _active: ContextVar[SwarmSettings | None] = ContextVar("active_swarm", default=N
 
 @contextlib.contextmanager
 def active_swarm(settings: SwarmSettings) -> Iterator[None]:
-    """Makes a swarm the default for models that are loaded inside (a strategy does this around ``configure_model``)."""
+    """Makes a swarm the default for models loaded inside (a strategy wraps ``configure_model`` in it)."""
     token = _active.set(settings)
     try:
         yield
@@ -73,16 +77,16 @@ def find_settings(initial_peers: Sequence[str] | str | None, config: SwarmConfig
     for peer in peers:
         if not peer.startswith("/") or "/p2p/" not in peer:
             raise ConfigError(
-                f"{peer!r} is no address of a peer; it looks like /ip4/203.0.113.7/tcp/31337/p2p/Qm..., "
+                f"{peer!r} is not a peer address; expected one like /ip4/203.0.113.7/tcp/31337/p2p/Qm..., "
                 "as 'swarm serve' prints it"
             )
     return SwarmSettings(initial_peers=peers, config=config or SwarmConfig())
 
 
 def join_swarm(settings: SwarmSettings) -> SwarmConnection:
-    """Returns the connection that all models with these settings share, started.
+    """Returns the shared connection of these settings, started.
 
     Raises:
         TransportError: If no peer answers.
     """
-    return connect(settings.initial_peers, settings.config).start()
+    return settings.connection().start()

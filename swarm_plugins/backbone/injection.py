@@ -1,4 +1,4 @@
-"""The one place where PEFT's injection is met: refuses what cannot work, and mends targets that were not given.
+"""Hooks into PEFT's injection: refuses what cannot work on remote blocks, and completes targets that were not given.
 
 PEFT offers no hook before an injection; the conversion of old configs is the first thing it calls with config and
 model, for every kind of adapter and every way to inject one.
@@ -6,18 +6,37 @@ model, for every kind of adapter and every way to inject one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import peft.utils.transformers_weight_conversion as weight_conversion
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_TARGETS
 from torch import nn
 
-from swarm_plugins.backbone.defaults import add_lora_defaults, keep_unset_targets
 from swarm_plugins.backbone.refusals import check_config
 from swarm_plugins.backbone.standin import StandIn
 from swarm_plugins.noise import ignore_peft_deprecation
 
-__all__ = ["watch_injection"]
+__all__ = ["add_lora_defaults", "keep_unset_targets", "watch_injection"]
+
+_QUERY_VALUE = ("q_proj", "v_proj")
+_DEFAULTS: dict[str, tuple[str, ...]] = {
+    "qwen2_moe": _QUERY_VALUE,
+    "qwen3": _QUERY_VALUE,
+    "qwen3_moe": _QUERY_VALUE,
+    "olmoe": _QUERY_VALUE,
+    "gpt_oss": _QUERY_VALUE,
+    "phimoe": _QUERY_VALUE,
+    "granitemoe": _QUERY_VALUE,
+    "glm4_moe": _QUERY_VALUE,
+    "ernie4_5_moe": _QUERY_VALUE,
+    # Multi-head latent attention has no v_proj: the compressed projections take its place.
+    "deepseek_v2": ("q_proj", "q_b_proj", "kv_b_proj"),
+    "deepseek_v3": ("q_proj", "q_b_proj", "kv_b_proj"),
+}
+"""LoRA's default target modules for families that PEFT 0.21 has none for; drop them when its own table has them."""
 
 
 @functools.cache
@@ -36,3 +55,21 @@ def watch_injection() -> None:
             original(peft_config, model=model, conversions=conversions)
 
     weight_conversion.convert_peft_config_for_transformers = convert
+
+
+def add_lora_defaults() -> None:
+    """Adds the missing defaults to PEFT's table; what is there stays."""
+    for model_type, modules in _DEFAULTS.items():
+        LORA_TARGETS.setdefault(model_type, list(modules))
+
+
+@contextlib.contextmanager
+def keep_unset_targets(config: Any) -> Iterator[None]:
+    """Keeps "no targets given" through PEFT's conversion of a config, which makes it "no modules" for Mixtral.
+
+    With no modules PEFT 0.21 never looks up its defaults.
+    """
+    is_unset = getattr(config, "target_modules", None) is None and not getattr(config, "target_parameters", None)
+    yield
+    if is_unset and not config.target_modules and not getattr(config, "target_parameters", None):
+        config.target_modules = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from swarm_plugins.backbone.block import make_remote
+from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.masks import ATTENTION_NAME, register_attention
 from swarm_plugins.backbone.probe import probe_layer_loop
 from swarm_plugins.backbone.stack import RemoteStack

@@ -1,4 +1,4 @@
-"""The attention name ``swarm``: blocks get the plain padding mask, servers build what their family needs."""
+"""The attention ``swarm``: blocks get the plain padding mask, servers build the mask their family needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATTENTION_NAME = "swarm"
 
 
 def _padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-    """Hands on the two-dimensional mask ``[B, cached + new]`` as it is."""
+    """Returns the two-dimensional mask ``[B, cached + new]`` unchanged."""
     return attention_mask
 
 

@@ -1,26 +1,28 @@
-"""Tries, while a model is loaded, whether its layer loop is one that remote blocks can stand in.
+"""Probes a model's layer loop while it is loaded.
 
-A few families build masks of their own, hand more than hidden states from layer to layer, or do something between
+A few families build masks of their own, pass more than hidden states from layer to layer, or do something between
 layers. That shows here, before any data is read, and not as a wrong token later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from swarm_plugins.backbone.arguments import read_arguments
-from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from swarm_plugins.backbone.stack import RemoteStack
 
 __all__ = ["probe_layer_loop"]
 
 
 class _Watch:
-    """Stands in for the remote blocks and checks how they are called."""
+    """Takes the place of remote blocks and checks how they are called."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -31,21 +33,21 @@ class _Watch:
             raise UnsupportedError(f"hidden states are changed between blocks {index - 1} and {index}")
         read_arguments(hidden, kwargs)
         self.calls.append(index)
-        # New tensors, as a server's answers are.
+        # A new tensor, like a server's answer.
         self.last = hidden.clone()
         return self.last
 
 
 def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device | str) -> None:
-    """Calls the base model once with remote blocks that hand hidden states on.
+    """Calls the base model once with blocks that return their input.
 
     Args:
         base: HF's base model.
-        stack: Of its remote blocks; learns in which form they return hidden states.
+        stack: Its remote blocks; learns whether they must return tuples.
         device: Where the local weights are.
 
     Raises:
-        UnsupportedError: If the model's own forward does what servers could not know of.
+        UnsupportedError: If the model's forward does something servers cannot know about.
     """
     reasons = []
     for in_tuple in (False, True):

@@ -1,7 +1,7 @@
-"""Recognises by its weights which commit in the Hub's cache a plain model was loaded from.
+"""Finds the commit in the Hub's cache that a plain model was loaded from, by its weights.
 
-transformers 5 forgets the commit: a model knows its repository's name only. So samples of its weights are compared with
-those of the commits that lie in the cache: what was just loaded from the Hub is there.
+transformers 5 forgets the commit: a model only knows its repository's name. So samples of its weights are compared with
+all commits in the cache: a model just loaded from the Hub is there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SAMPLE_ROWS = 1
 
 
 def cached_commit(model: nn.Module, repo_id: str, cache_dir: str | Path | None = None) -> str | None:
-    """Returns the commit in the cache whose weights a model has; None if there is none, or it cannot be told.
+    """Returns the cached commit whose weights a model has; None if no commit can be told.
 
-    Of several commits with the same weights it is that of the main branch, else the latest downloaded.
+    Of several commits with the same weights, the main branch's wins, else the latest downloaded.
 
     Args:
         model: A model of transformers, with or without adapters in it.
-        repo_id: The repository that it says it is from.
-        cache_dir: The cache. None: that of huggingface_hub.
+        repo_id: The repository it names.
+        cache_dir: The cache. None: huggingface_hub's.
     """
     folder = Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model")
     tensors = _own_tensors(model)
@@ -59,11 +59,11 @@ def _snapshots(folder: Path) -> list[Path]:
 
 
 def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by the names that they have in a checkpoint."""
+    """Returns the weights by their names in a checkpoint."""
     prefix = getattr(model, "base_model_prefix", "")
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # PEFT puts what it wraps one level down.
+        # PEFT moves what it wraps one level down.
         plain = name.replace(".base_layer.", ".")
         tensors[plain] = tensor
         # The base model alone lacks the prefix that the model with a head has.
@@ -88,7 +88,7 @@ def _samples(snapshot: Path, tensors: dict[str, Tensor]) -> Iterator[tuple[str, 
             for name in opened.keys():  # noqa: SIM118  # not a mapping
                 own = tensors.get(name)
                 part = opened.get_slice(name)
-                # Quantized, fused or offloaded weights look different here: they say nothing.
+                # Quantized, fused or offloaded weights look different here and cannot be compared.
                 if own is None or own.is_meta or not own.is_floating_point() or list(own.shape) != part.get_shape():
                     continue
                 if left == 0:

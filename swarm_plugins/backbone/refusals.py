@@ -1,7 +1,7 @@
-"""What of PEFT cannot work on remote blocks, and is refused when it is injected: before any step, with the cure.
+"""Refuses what of PEFT cannot work on remote blocks, at injection and with the cure.
 
-Servers know their weights and the adapters that are shipped to them. What reads base weights (initialisations, DoRA,
-merging), trains them, or adds other mathematics to a layer stays out of reach of a client.
+Servers hold the weights and apply shipped adapters. A client cannot read base weights (initialisations, DoRA, merging),
+train them, or add other mathematics to a layer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ WHAT_WORKS = (
 )
 _READS_WEIGHTS = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
 _OTHER_CHANGES = ("alora_invocation_tokens", "layer_replication", "lora_bias", "megatron_config")
-"""Options of LoRA that are no variant in PEFT's own sense, and change more than a low-rank product does."""
+"""Options of LoRA that PEFT does not count as variants, but that do more than a low-rank product."""
 
 
 def check_inserted(name: str, module: nn.Module) -> None:
-    """Checks a module that is put in the place of one of a remote block.
+    """Checks a module that replaces one of a remote block.
 
     Raises:
         UnsupportedError: If servers could not apply it: it would never run.
@@ -56,7 +56,7 @@ def check_inserted(name: str, module: nn.Module) -> None:
 
 
 def check_config(config: Any, remote_modules: Iterable[str]) -> None:
-    """Checks PEFT's config of an adapter that is about to be injected.
+    """Checks PEFT's config of an adapter before it is injected.
 
     Args:
         config: A ``PeftConfig``.
@@ -77,7 +77,7 @@ def check_config(config: Any, remote_modules: Iterable[str]) -> None:
 
 def _check_lora(config: Any) -> None:
     init = config.init_lora_weights
-    # EVA leaves base weights as they are, so what it has trained can be loaded.
+    # EVA does not change base weights, so a trained adapter can be loaded.
     is_loaded_eva = init == "eva" and config.inference_mode
     if isinstance(init, str) and init.lower().startswith(_READS_WEIGHTS) and not is_loaded_eva:
         raise UnsupportedError(
@@ -94,7 +94,7 @@ def _check_lora(config: Any) -> None:
 
 
 def _check_trained_modules(config: Any, remote_modules: list[str]) -> None:
-    """Refuses base modules that were to be trained as a whole."""
+    """Refuses to train base modules as a whole."""
     indices = getattr(config, "trainable_token_indices", None)
     named = {
         "modules_to_save": list(getattr(config, "modules_to_save", None) or ()),
@@ -112,13 +112,13 @@ def _check_trained_modules(config: Any, remote_modules: list[str]) -> None:
 
 def _targets_any(config: Any, remote_modules: list[str]) -> bool:
     if config.peft_type == PeftType.XLORA:
-        # It names no targets: it takes the place of other adapters' forward.
+        # It names no targets: it replaces other adapters' forward.
         return True
     if config.peft_type == PeftType.TRAINABLE_TOKENS and config.target_modules is None:
         # The embedding, which is here.
         return False
     if getattr(config, "target_parameters", None) or getattr(config, "target_modules", None) is None:
-        # Parameters that can be targeted lie in blocks; without targets PEFT's defaults are layers of blocks.
+        # Parameters are targeted in blocks only, and PEFT's default targets lie in blocks too.
         return True
     if config.target_modules == "all-linear":
         return True

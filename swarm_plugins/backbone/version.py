@@ -1,20 +1,22 @@
-"""Which version of which base a model is: the same answer for one with remote blocks and for the plain one."""
+"""The version of a model's base: the same answer with remote blocks and without."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peft import PeftModel
 from torch import nn
 
-from swarm_plugins.backbone.block import RemoteBlock
+from swarm_plugins.backbone.decoder_layer import RemoteDecoderLayer
 from swarm_plugins.backbone.recognition import cached_commit
-from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint, block_fingerprints, layer_list_name
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.hub_errors import repo_id_fault
 from swarm_plugins.versions import ModelVersion
+
+if TYPE_CHECKING:
+    from swarm_plugins.backbone.stack import RemoteStack
 
 __all__ = ["ServedBlocks", "base_blocks", "base_version", "served_blocks"]
 
@@ -33,16 +35,16 @@ class ServedBlocks(NamedTuple):
 
 
 def base_version(model: nn.Module) -> ModelVersion | None:
-    """Returns the version of the base that a model was loaded from; None if that is not known.
+    """Returns the version of the base a model was loaded from; None if unknown.
 
-    A model with remote blocks knows it. For a plain one a sample of every tensor is read again: of its directory, or of
-    the commits in the Hub's cache, one of which it was loaded from.
+    A model with remote blocks knows it. For a plain one samples of its tensors are compared with its directory, or with
+    the commits in the Hub's cache.
 
     Args:
         model: A model of transformers, with or without adapters of PEFT around it.
 
     Raises:
-        CheckpointError: If the files of its directory cannot be read any more.
+        CheckpointError: If the files of its directory can no longer be read.
     """
     stack = _stack_of(model)
     if stack is not None:
@@ -58,14 +60,13 @@ def base_version(model: nn.Module) -> ModelVersion | None:
 def base_blocks(model: nn.Module) -> tuple[str, ...]:
     """Returns the fingerprint of each block of the base's weights, in order.
 
-    Empty if they are not at hand: for a base on the Hub its commit covers them, and of the blocks on a swarm a client
-    has no byte.
+    Empty for a base on the Hub, whose commit covers them: a client of a swarm has no byte of the blocks.
 
     Args:
         model: A model of transformers, with or without adapters of PEFT around it.
 
     Raises:
-        CheckpointError: If the files of its directory cannot be read, or are not those of the model any more.
+        CheckpointError: If the files of its directory cannot be read, or have changed since the model was loaded.
     """
     name = _name_of(model)
     if not name or not Path(name).is_dir():
@@ -82,7 +83,7 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 
 def _name_of(model: nn.Module) -> str:
-    # One with remote blocks was not loaded by transformers, which would have told its config.
+    # A model with remote blocks was not loaded by transformers, which names it in its config.
     told: Any = getattr(model, "config", None) if _stack_of(model) is None else _base_of(model)
     name = getattr(told, "name_or_path", None) or getattr(told, "_name_or_path", None)
     return name if isinstance(name, str) else ""
@@ -99,7 +100,7 @@ def _hub_version(model: nn.Module, name: str) -> ModelVersion | None:
 
 
 def served_blocks(model: nn.Module) -> list[ServedBlocks]:
-    """Returns what the servers that a model has heard of say of themselves; empty for a plain model."""
+    """Returns how the servers a model has seen hold their blocks; empty for a plain model."""
     stack = _stack_of(model)
     if stack is None or stack._remote is None:
         return []
@@ -108,4 +109,4 @@ def served_blocks(model: nn.Module) -> list[ServedBlocks]:
 
 
 def _stack_of(model: nn.Module) -> RemoteStack | None:
-    return next((part.swarm_stack for part in model.modules() if isinstance(part, RemoteBlock)), None)
+    return next((part.swarm_stack for part in model.modules() if isinstance(part, RemoteDecoderLayer)), None)

@@ -1,9 +1,9 @@
-"""The two sides of a comparison: the model run by transformers here, and through a swarm on this machine."""
+"""The model that is measured, its prompt, and greedy decoding with a note of each token."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.errors import ConfigError
 
 __all__ = [
@@ -23,8 +22,6 @@ __all__ = [
     "generate",
     "local_model",
     "prompt_tokens",
-    "swarm_model",
-    "weight_bytes",
 ]
 
 Note = TypeVar("Note")
@@ -58,13 +55,6 @@ def local_model(directory: Path) -> PreTrainedModel:
     return frozen(AutoModelForCausalLM.from_pretrained(check_directory(directory), dtype=torch.float32))
 
 
-def swarm_model(directory: Path, initial_peers: Sequence[str]) -> PreTrainedModel:
-    """Loads the client's share of the model; its blocks run on the swarm."""
-    return frozen(
-        AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=list(initial_peers), dtype=torch.float32)
-    )
-
-
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the model in evaluation mode, with nothing to train."""
     model.eval()
@@ -79,13 +69,6 @@ def prompt_tokens(directory: Path, *, length: int, vocab_size: int, shift: int =
         return torch.tensor([tokens[shift * 7 : shift * 7 + length]])
     # A toy vocabulary would cut the text into single characters or unknown words: any tokens do.
     return torch.randint(3, vocab_size, (1, length), generator=torch.Generator().manual_seed(shift))
-
-
-def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
-    """Returns the size in memory of the weights of some blocks of a local model."""
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    return sum(tensor.numel() * tensor.element_size() for index in blocks for tensor in layers[index].parameters())
 
 
 class _Clock(Generic[Note]):

@@ -10,9 +10,10 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarm_plugins.bench.arms import decode, local_model, prompt_tokens, swarm_model, weight_bytes
+from swarm_plugins.bench.arms import decode, local_model, prompt_tokens
 from swarm_plugins.bench.figures import Figure, SwarmReport
-from swarm_plugins.bench.measure import Arm, compare, private_bytes
+from swarm_plugins.bench.measure import Arm, private_bytes
+from swarm_plugins.bench.swarm import compare, swarm_model, weight_bytes
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 

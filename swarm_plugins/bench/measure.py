@@ -1,4 +1,4 @@
-"""How things are measured: interleaved rounds, medians, CPU time and memory of whole process trees."""
+"""Measuring: interleaved rounds, medians, CPU time and memory of whole process trees."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 
 import psutil
-from rich.progress import Progress
 
-from swarm_plugins.bench.figures import Figure
-
-__all__ = ["Arm", "Bystanders", "Sample", "compare", "cpu_seconds", "interleave", "private_bytes", "process_tree"]
+__all__ = ["Arm", "Bystanders", "Sample", "cpu_seconds", "interleave", "private_bytes", "process_tree"]
 
 
 # The system counts CPU time in hundredths of a second.
@@ -33,12 +29,10 @@ class Sample:
 
 @dataclass
 class Arm:
-    """One of the things that are compared.
-
-    ``run`` does one round and returns the seconds of the part that counts.
-    """
+    """One side of a comparison."""
 
     run: Callable[[], float]
+    """Does one round and returns the seconds of the part that counts."""
     pids: tuple[int, ...]
     """Processes that work for this arm; their children count too."""
     samples: list[Sample] = field(default_factory=list)
@@ -54,7 +48,7 @@ class Arm:
         return sum(sample.cpu_s for sample in self.samples)
 
     def cpu_ratio(self, base: Arm) -> float | None:
-        """Returns CPU time over that of another arm; None if that is too short to be measured."""
+        """Returns CPU time over another arm's; None if the other's is too short to be measured."""
         return self.cpu_s / base.cpu_s if base.cpu_s >= _SHORTEST_CPU_S else None
 
 
@@ -63,7 +57,7 @@ def interleave(
 ) -> None:
     """Runs the arms in turns, so that a machine that slows down or speeds up does so for all of them.
 
-    The order is reversed every other round: none is always the one after a pause.
+    The order is reversed every other round, so that no arm is always the one after a pause.
     """
     arms = list(arms)
     for index in range(warm_up + rounds):
@@ -73,34 +67,6 @@ def interleave(
             if index >= warm_up:
                 arm.samples.append(Sample(seconds, cpu_seconds(arm.pids) - cpu))
         on_round()
-
-
-def compare(
-    name: str, unit: str, here: Arm, there: Arm, *, goal: float | None, rounds: int, progress: Progress
-) -> Figure:
-    """Runs the local model and the swarm in turns and returns the swarm's figure.
-
-    Args:
-        name: Of the figure.
-        unit: Milliseconds of what, such as ``ms/token``.
-        here: The local model.
-        there: The swarm.
-        goal: Least ratio of their speeds, if any is asked for.
-        rounds: After one to warm up.
-        progress: Shows how far it is.
-    """
-    bar = progress.add_task(name, total=rounds + 1)
-    interleave([here, there], rounds=rounds, on_round=partial(progress.advance, bar))
-    return Figure(
-        name=name,
-        unit=unit,
-        local=here.median_s * 1e3,
-        swarm=there.median_s * 1e3,
-        ratio=here.median_s / there.median_s,
-        goal=goal,
-        cpu_ratio=there.cpu_ratio(here),
-        rounds=rounds,
-    )
 
 
 def process_tree(pids: Iterable[int]) -> list[psutil.Process]:
@@ -141,13 +107,13 @@ def private_bytes(pids: Iterable[int], *, settle_s: float = 1.0) -> int:
 
 
 class Bystanders:
-    """Notes how much CPU the rest of the machine uses from the start to the end of a run."""
+    """Measures how much CPU the rest of the machine uses during a run."""
 
     def __init__(self) -> None:
         self._before = (time.monotonic(), _machine_cpu_s(), _own_cpu_s())
 
     def cores(self) -> float:
-        """Returns the mean number of cores that other processes kept busy; our own children have to have ended."""
+        """Returns the mean number of cores that other processes kept busy; call it when our own children have ended."""
         seconds, machine, own = self._before
         others = (_machine_cpu_s() - machine) - (_own_cpu_s() - own)
         return max(0.0, others / (time.monotonic() - seconds))

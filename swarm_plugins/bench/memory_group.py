@@ -1,4 +1,4 @@
-"""A control group of Linux that bounds the memory of a process, page cache included."""
+"""A Linux control group that bounds the memory of a process, page cache included."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from types import TracebackType
 __all__ = ["MemoryGroup"]
 
 _ROOT = Path("/sys/fs/cgroup")
-# Where groups are made, the file for the limit, and the one where a 0 means no swapping: the unified hierarchy, and the
-# one before it.
+# Folder for groups, file of the limit, and file where 0 means no swapping: in the unified hierarchy, and in version 1.
 _PLACES = (
     (_ROOT, "memory.max", "memory.swap.max"),
     (_ROOT / "memory", "memory.limit_in_bytes", "memory.swappiness"),
@@ -22,16 +21,16 @@ _REMOVE_S = 2.0
 
 
 class MemoryGroup:
-    """Makes a group; needs a system whose groups this user may make (root, most often).
+    """Makes a group, where this user may (root, most often).
 
     Args:
-        limit_bytes: Of all memory that processes take once they are in the group.
+        limit_bytes: Limit of all memory that processes take once they are in the group.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.path: Path | None = None
-        """Where processes join, by writing 0 to its ``cgroup.procs``; None if no group could be made."""
+        """Folder of the group; a process joins by writing 0 to its ``cgroup.procs``. None if none could be made."""
 
     def __enter__(self) -> MemoryGroup:
         for place, name, swap_name in _PLACES:
@@ -41,7 +40,7 @@ class MemoryGroup:
             except OSError:
                 continue
             try:
-                # Of a hierarchy without a memory controller, and of a folder that is no group, there is no such file.
+                # A hierarchy without a memory controller lacks the file, and so does a plain folder.
                 with (path / name).open("r+") as file:
                     file.write(str(self.limit_bytes))
             except OSError:

@@ -14,10 +14,11 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarm_plugins.bench.arms import decode, local_model, prompt_tokens, swarm_model
+from swarm_plugins.bench.arms import decode, local_model, prompt_tokens
 from swarm_plugins.bench.child import Child, answer, jobs
 from swarm_plugins.bench.figures import Figure, SwarmReport
 from swarm_plugins.bench.measure import Arm, interleave
+from swarm_plugins.bench.swarm import swarm_model
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 
@@ -62,7 +63,7 @@ def bench_sessions(
     rounds: int,
     progress: Progress,
 ) -> SwarmReport:
-    """Compares the tokens per second of several client processes together with those of one alone.
+    """Compares the tokens per second of several client processes together with one alone.
 
     Raises:
         SwarmError: If a session's tokens change when others run at the same time.

@@ -12,9 +12,10 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swarm_plugins.bench.arms import local_model, prompt_tokens, swarm_model
+from swarm_plugins.bench.arms import local_model, prompt_tokens
 from swarm_plugins.bench.figures import SwarmReport
-from swarm_plugins.bench.measure import Arm, compare
+from swarm_plugins.bench.measure import Arm
+from swarm_plugins.bench.swarm import compare, swarm_model
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from torch import nn
 
-from swarm_plugins.backbone import base_version
+from swarm_plugins.backbone.version import base_version
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE

@@ -45,11 +45,12 @@ def demo(
     quiet_command()
     with one_sentence_errors("demo"):
         from swarm_plugins.demo.tour import Tour, TourSettings
+        from swarm_plugins.demo.tuning import tune
 
         # A service manager or CI ends commands with this signal: the servers then end as on Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         settings = TourSettings.make(method=method.value, steps=steps, is_short=short, threads=cores, model=model)
-        Tour(settings, folder, write=partial(typer.echo, nl=False)).run()
+        Tour(settings, folder, tune=tune, write=partial(typer.echo, nl=False)).run()
 
 
 def demo_model(

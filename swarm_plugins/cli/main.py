@@ -12,8 +12,7 @@ from swarm_plugins.cli.chat import chat, run
 from swarm_plugins.cli.demo import demo, demo_model
 from swarm_plugins.cli.fit import fit
 from swarm_plugins.cli.hub import hub, push
-from swarm_plugins.cli.plan import plan
-from swarm_plugins.cli.quantize import quantize
+from swarm_plugins.cli.plan import plan, quantize
 from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.status import status
 

@@ -84,7 +84,7 @@ def serve(
         from swarm_plugins.server.embedding import Embedding
 
         embedding = Embedding.take_over() if embedded else None
-        from swarm_plugins.cli.support.options import parse_blocks, parse_offload
+        from swarm_plugins.cli.support.options import parse_offload
         from swarm_plugins.server.config import DEFAULT_HOST_MADDRS, ServeConfig, ServiceLimits
 
         if log_level.lower() not in _LEVELS:
@@ -121,3 +121,20 @@ def serve(
         if embedding is not None:
             config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
         run_server(config, embedding)
+
+
+def parse_blocks(text: str | None) -> tuple[range | None, tuple[int, int] | None]:
+    """Returns the span ``A:B``, or the part ``K/N``, that ``--blocks`` names.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if text is None:
+        return None, None
+    for sign in (":", "/"):
+        first, found, second = text.partition(sign)
+        if found and first.strip().isdecimal() and second.strip().isdecimal():
+            if sign == "/":
+                return None, (int(first), int(second))
+            return range(int(first), int(second)), None
+    raise ConfigError(f"invalid --blocks {text!r}: expected A:B such as 0:10, or K/N such as 1/2")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from swarm_plugins.block_io import CacheOp
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import RemoteBlocks, SwarmConnection, connect
-from swarm_plugins.transport.messages import CacheOp
 
 __all__ = ["CacheOp", "RemoteBlocks", "SwarmConfig", "SwarmConnection", "connect"]

@@ -30,7 +30,7 @@ class SwarmConfig:
     """Failed requests (of one forward, backward or session step) after which the call raises."""
 
     min_batch_tokens: int = 256
-    """Servers that take fewer tokens than this at once are used only for blocks that nobody else holds."""
+    """Servers that take fewer tokens than this at once are used only for blocks that no other server holds."""
 
     codec: Literal["none", "float16", "int8"] = "none"
     """How hidden states and their gradients are packed on the wire; ``none`` keeps every bit."""

@@ -7,23 +7,24 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from swarm_plugins.client.adapters import DigestCache
-from swarm_plugins.client.autograd import run_blocks
-from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, ChainCall
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, join_outputs
+from swarm_plugins.client.answers import check_same_routers
+from swarm_plugins.client.autograd import run_chain
+from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.loop import LoopThread
 from swarm_plugins.client.network import LastingNetwork, Network
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
-from swarm_plugins.client.splitting import run_in_row_chunks, tokens_per_message
+from swarm_plugins.client.splitting import cut_rows, tokens_per_message
+from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
-from swarm_plugins.transport.messages import CacheOp
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.versions import ModelVersion
 
@@ -38,12 +39,12 @@ class SwarmConnection:
     Args:
         open_network: Starts the network; called on the loop by `start`.
         config: Deadlines, retries, codec.
-        initial_peers: Addresses by which the swarm is joined; for messages.
+        initial_peers: Addresses the swarm is joined by; for messages.
     """
 
     def __init__(
         self,
-        open_network: Callable[[], Awaitable[Network]],
+        open_network: Callable[[], Coroutine[Any, Any, Network]],
         config: SwarmConfig,
         *,
         initial_peers: tuple[str, ...] = (),
@@ -66,15 +67,12 @@ class SwarmConnection:
             if self.peers is None:
                 self.loop.start()
                 try:
-                    self.network = self.loop.run(self._started())
+                    self.network = self.loop.run(self._open_network())
                 except BaseException:
                     self.loop.close()
                     raise
                 self.peers = Peers(self.network, self.config)
         return self
-
-    async def _started(self) -> Network:
-        return await self._open_network()
 
     def close(self) -> None:
         """Closes all streams and stops the network and the loop. Idempotent."""
@@ -86,7 +84,7 @@ class SwarmConnection:
                     try:
                         self.loop.run(part.close())
                     except SwarmError as exc:
-                        log.debug("left the swarm without a word: %s", exc)
+                        log.debug("the swarm was not left cleanly: %s", exc)
             self.loop.close()
 
     def __enter__(self) -> SwarmConnection:
@@ -120,8 +118,7 @@ class RemoteBlocks:
         if connection.peers is None or connection.network is None:
             raise SwarmError("the connection is not started")
         self.connection = connection
-        self.peers = connection.peers
-        self.digests = DigestCache()
+        self._loop = connection.loop
         self.view = SwarmView(
             connection.network,
             connection.peers,
@@ -131,6 +128,7 @@ class RemoteBlocks:
             model=model,
             initial_peers=connection.initial_peers,
         )
+        self.servers = Servers(connection.peers, self.view)
 
     def check(self) -> None:
         """Looks for a chain that covers all blocks.
@@ -138,9 +136,9 @@ class RemoteBlocks:
         Raises:
             MissingBlocksError: If some block has no living server.
         """
-        self.connection.loop.run(self.view.chain(range(self.view.num_blocks), Demand()))
+        self._loop.run(self.view.chain(range(self.view.num_blocks), Demand()))
 
-    def forward(self, inputs: BlockInputs, blocks: range) -> BlockOutputs:
+    def forward(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs blocks without a session; differentiable to hidden states, adapter tensors and prefix.
 
         Raises:
@@ -148,43 +146,38 @@ class RemoteBlocks:
             SwarmError: If a server refuses the request, or too many servers failed.
         """
         if not self.view.infos:
-            self.connection.loop.run(self.view.refresh(force=False))
-        largest = tokens_per_message(inputs, len(blocks))
-        return run_in_row_chunks(
-            inputs,
-            min(self.view.max_batch_tokens(blocks) or largest, largest),
-            lambda part: run_blocks(self.connection.loop, self._new_call, part, blocks),
-        )
-
-    def _new_call(self, inputs: BlockInputs, *, keep: bool) -> ChainCall:
-        return ChainCall(self.peers, self.view, self.digests, inputs, keep=keep)
+            self._loop.run(self.view.refresh(force=False))
+        limit = tokens_per_message(inputs)
+        parts = cut_rows(inputs, min(self.view.max_batch_tokens(inputs.blocks) or limit, limit))
+        outputs = [run_chain(self._loop, ChainCall(self.servers, part, keep=part.needs_gradient)) for part in parts]
+        check_same_routers(outputs, "the swarm")
+        return join_outputs(outputs, dim=0)
 
     def open_session(self, blocks: range, prefix: Sequence[Tensor] = ()) -> ClientSession:
         """Returns a new session; servers hear of it at its first step."""
-        return ClientSession(self.peers, self.view, self.digests, blocks=blocks, prefix=prefix)
+        return ClientSession(self.servers, blocks=blocks, prefix=prefix)
 
-    def step(self, session: ClientSession, inputs: BlockInputs, ops: Sequence[CacheOp]) -> BlockOutputs:
+    def step(self, session: ClientSession, inputs: SpanInputs, ops: Sequence[CacheOp]) -> SpanOutputs:
         """Runs new tokens of a session, after the queued changes of its cache.
 
         Raises:
             MissingBlocksError: If no living server holds some block.
             SwarmError: If a server refuses the step, or too many servers failed.
         """
-        return self.connection.loop.run(session.step(inputs, ops))
+        return self._loop.run(session.step(inputs, ops))
 
     def fork(self, session: ClientSession) -> ClientSession:
         """Returns an independent copy of a session."""
-        return self.connection.loop.run(session.fork())
+        return self._loop.run(session.fork())
 
     def release(self, session: ClientSession) -> None:
         """Closes a session in the background; safe to call from a garbage collector."""
-        loop = self.connection.loop
 
         def start_closing() -> None:
             with contextlib.suppress(SwarmError):
-                loop.submit(session.close())
+                self._loop.submit(session.close())
 
-        loop.call_soon(start_closing)
+        self._loop.call_soon(start_closing)
 
 
 _connections: weakref.WeakValueDictionary[tuple[tuple[str, ...], SwarmConfig], SwarmConnection] = (
@@ -195,23 +188,22 @@ _connections_lock = threading.Lock()
 
 def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnection:
     """Returns a connection through some peers: the one that is open already, or a new one (not started yet)."""
-    key = (tuple(initial_peers), config)
+    addresses = tuple(initial_peers)
     with _connections_lock:
-        known = _connections.get(key)
+        known = _connections.get((addresses, config))
         if known is None:
-            known = SwarmConnection(lambda: _open_lasting(key[0]), config, initial_peers=key[0])
-            _connections[key] = known
+            known = SwarmConnection(lambda: _open_lasting(addresses), config, initial_peers=addresses)
+            _connections[addresses, config] = known
         return known
 
 
-async def _start_node(initial_peers: tuple[str, ...]) -> SwarmNode:
-    node = SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True))
-    await node.start()
-    return node
-
-
 async def _open_lasting(initial_peers: tuple[str, ...]) -> Network:
-    network = LastingNetwork(lambda: _start_node(initial_peers))
+    async def start_node() -> SwarmNode:
+        node = SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True))
+        await node.start()
+        return node
+
+    network = LastingNetwork(start_node)
     await network.start()
     return network
 

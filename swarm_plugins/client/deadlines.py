@@ -1,15 +1,11 @@
-"""How long to wait for an answer: a multiple of what the same server took before, never a fixed minute.
-
-A server that hangs is noticed within seconds when it used to answer in milliseconds; one that computes for a long
-time on every request keeps its time.
-"""
+"""Deadlines learnt from each server's pace: a hang shows within seconds, a slow server keeps its time."""
 
 from __future__ import annotations
 
 __all__ = ["Deadlines"]
 
 _SLACK_S = 2.5
-"""Added to every deadline: another client's long request may be running."""
+"""Added to every deadline: a long request of another client may be running."""
 _FACTOR = 10.0
 """A server slower than this many times its own average counts as hung."""
 _SMOOTHING = 0.2

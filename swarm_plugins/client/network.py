@@ -1,4 +1,4 @@
-"""The client's place in the network, taken again when its own libp2p daemon has died."""
+"""A client's network node, restarted when its libp2p daemon has died."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Node(Network, Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still reaches anybody."""
+        """Whether it still reaches other peers."""
         ...
 
 
 class LastingNetwork:
-    """A network whose node is started again when it has died, so that a killed daemon does not end a long run.
+    """A network that starts a new node when the old one has died: a killed daemon does not end a long run.
 
     Args:
         start_node: Starts a node.
@@ -53,7 +53,7 @@ class LastingNetwork:
     async def _living(self) -> Node:
         async with self._lock:
             if self._node is not None and not self._node.is_alive:
-                log.warning("the libp2p daemon of this client has died; starting another one")
+                log.warning("the libp2p daemon of this client has died; starting a new one")
                 dead, self._node = self._node, None
                 with contextlib.suppress(SwarmError):
                     await dead.close()

@@ -1,7 +1,7 @@
-"""A router from hidden states: balanced spherical k-means of what is left without their mean.
+"""A router from hidden states: balanced spherical k-means of the states without their mean.
 
-A router of Mixtral has no bias. Centres are kept at a right angle to the mean ``m`` of the states, so that ``h @ c``
-equals ``(h - m) @ c``; and along ``m``, where ``h @ m / |m|^2`` is about one for every state, lies what acts as a bias.
+Mixtral's router has no bias. Centres are kept at a right angle to the mean ``m`` of the states, so that ``h @ c``
+equals ``(h - m) @ c``; a part along ``m`` acts as a bias, since ``h @ m / |m|^2`` is about one for every state.
 
 Letters: N states, D width, E experts.
 """
@@ -24,7 +24,7 @@ _BIAS_STEP = 0.5
 
 
 def router_of(states: Tensor, num_experts: int, *, top_k: int, generator: torch.Generator) -> Tensor:
-    """Returns the weight of a router that sends similar states to the same experts, and to all about as many.
+    """Returns the weight of a router that sends similar states to the same experts and loads all about equally.
 
     Args:
         states: Inputs of the router, ``[N, D]``.
@@ -54,13 +54,13 @@ def uses(states: Tensor, weight: Tensor, top_k: int) -> Tensor:
 
 
 def load_entropy(used: Tensor) -> float:
-    """Returns how evenly experts are used: 1 if equally, 0 if one does everything."""
+    """Returns how evenly experts are used, from 0 (one does everything) to 1 (all equally)."""
     share = used.sum(0) / used.sum()
     return float(-(share * share.clamp_min(1e-12).log()).sum() / math.log(len(share)))
 
 
 def _even_bias(scores: Tensor, bias_scale: Tensor, top_k: int) -> Tensor:
-    """Returns the bias ``[E]`` with which ``scores + bias_scale * bias``, ``[N, E]``, use all experts about equally."""
+    """Returns the bias ``[E]`` with which ``scores + bias_scale * bias``, ``[N, E]``, picks all experts equally."""
     bias = torch.zeros(scores.shape[1])
     for step in range(_BIAS_ROUNDS):
         picked = (scores + bias_scale[:, None] * bias).topk(top_k).indices  # [N, top_k]
@@ -70,7 +70,7 @@ def _even_bias(scores: Tensor, bias_scale: Tensor, top_k: int) -> Tensor:
 
 
 def _centres(points: Tensor, num_centres: int, generator: torch.Generator) -> Tensor:
-    """Spherical k-means of unit vectors ``[N, D]``, soft, with equal shares (Sinkhorn)."""
+    """Returns centres ``[E, D]`` of soft spherical k-means of unit vectors ``[N, D]``, with equal shares (Sinkhorn)."""
     centres = points[torch.randperm(len(points), generator=generator)[:num_centres]]
     for _ in range(_ROUNDS):
         share = torch.softmax(_SHARPNESS * points @ centres.T, dim=-1)  # [N, E]

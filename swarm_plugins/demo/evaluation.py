@@ -19,7 +19,7 @@ _ROWS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over documents."""
+    """A mean over documents, with its standard error."""
 
     mean: float
     standard_error: float
@@ -36,7 +36,7 @@ class Figure:
 
 
 def change(before: Tensor, after: Tensor) -> Figure:
-    """Returns the mean change; documents differ more from one another than each does from itself."""
+    """Returns the mean of paired changes: documents differ more from one another than each changes."""
     return Figure.of(after - before)
 
 

@@ -1,4 +1,4 @@
-"""An expert cut out of a dense MLP: the neurons that its tokens use most, and a second layer fitted to them.
+"""Cuts an expert out of a dense MLP: the neurons that its tokens use most, and a second layer fitted to them.
 
 Letters: T tokens, D width, F neurons of the dense MLP, K neurons that are kept.
 """
@@ -41,11 +41,11 @@ def moments(dense: GatedMLP, states: Tensor) -> Tensor:
 
 
 def cut_expert(dense: GatedMLP, over: Tensor, num_neurons: int) -> GatedMLP:
-    """Returns an expert of fewer neurons that does for some states nearly what the dense MLP does.
+    """Returns an expert with fewer neurons that approximates the dense MLP on some states.
 
     The second layer is the ridge regression of the dense output on the kept neurons, drawn towards the dense weights
-    instead of zero: where the states say nothing, these stay. The ridge is relative to each neuron, since a few of
-    them have values a thousand times those of the rest.
+    instead of zero: they stay where the states carry no information. The ridge is relative to each neuron, since a few
+    neurons have values a thousand times larger than the rest.
 
     Args:
         dense: The dense MLP.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,17 +19,18 @@ from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.demo.dense_model import smollm2
 from swarm_plugins.demo.text import demo_pieces
 from swarm_plugins.demo.upcycling import Variant, calibrate, mixtral_config, write_weights
+from swarm_plugins.demo.writing import new_folder
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.noise import quiet_loading
 
 __all__ = ["VARIANTS", "BuiltModel", "default_folder", "demo_model", "find_variant"]
 
 VARIANTS = {one.name: one for one in (Variant(num_experts=4, neurons=1536), Variant(num_experts=8, neurons=1152))}
-"""By name: 4x1536 computes exactly what the dense model does; 8x1152 has experts that really differ."""
+"""Variants by name: 4x1536 computes exactly what the dense model does; the experts of 8x1152 really differ."""
 _ABOUT_FILE = "demo_model.json"
 _FORMAT = 1
 _CALIBRATION_PIECES = {4: 16, 8: 32}
-"""By number of experts: routers alone need less text than experts that are fitted to it."""
+"""Pieces of text by number of experts: routers alone need less than experts that are fitted."""
 _NEEDED_BYTES = 2_500_000_000
 _LOCK_S = 1800.0
 # Thirty layers in another order of additions; measured 5e-5, and a wrong expert changes logits by whole numbers.
@@ -40,25 +39,25 @@ _LOGIT_TOLERANCE = 2e-3
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltModel:
-    """What was made, as its folder says too."""
+    """The model that was made, as recorded in its folder."""
 
     variant: str
     seed: int
     load_entropy: float
     """How evenly experts are used in the worst layer, 0 to 1."""
     logit_difference: float
-    """Largest difference of a logit from those of the dense model."""
+    """Largest difference of a logit from the dense model's."""
     dense_loss: float
     """Loss of the dense model on a held-out piece."""
     loss: float
-    """Loss of the mixture on the same."""
+    """Loss of the mixture on the same piece."""
 
 
 def find_variant(name: str) -> Variant:
     """Returns a variant by its name.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If the name is unknown.
     """
     if name not in VARIANTS:
         raise ConfigError(f"unknown variant {name!r}; known: {', '.join(VARIANTS)}")
@@ -66,22 +65,22 @@ def find_variant(name: str) -> Variant:
 
 
 def default_folder(variant: Variant) -> Path:
-    """Returns where the model is kept unless a folder is given."""
+    """Returns the model's folder in the cache."""
     return default_cache() / f"SmolLM2-MoE-{variant.name}"
 
 
 def demo_model(variant: Variant, folder: Path, *, seed: int = 0, source: Path | None = None) -> BuiltModel:
-    """Makes the model, or finds it made: an ordinary checkpoint in the format of Mixtral, with its tokenizer.
+    """Makes the model unless it exists: an ordinary checkpoint in the format of Mixtral, with its tokenizer.
 
     Args:
         variant: How the experts are made.
-        folder: Where to; must be absent, empty or hold the same model.
-        seed: Of the routers.
+        folder: Folder to make; must be absent, empty or hold the same model.
+        seed: Seed of the routers.
         source: Directory of the dense model. None: SmolLM2-135M-Instruct, made or downloaded if need be.
 
     Raises:
         ConfigError: If the folder holds something else.
-        CheckpointError: If the model cannot be written, or is not what it should be.
+        CheckpointError: If the model cannot be written, or computes something else than it should.
         MissingExtraError: If text or converter are not installed.
     """
     target = folder.expanduser().absolute()
@@ -89,24 +88,19 @@ def demo_model(variant: Variant, folder: Path, *, seed: int = 0, source: Path | 
     if found is not None:
         return found
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target):
-        found = _made_before(target, variant, seed)
-        if found is not None:
-            return found
-        free = shutil.disk_usage(target.parent).free
-        if free < _NEEDED_BYTES:
-            raise CheckpointError(
-                f"{target.parent} has {free / 1e9:.1f} GB free, the model needs {_NEEDED_BYTES / 1e9:.1f} GB: free "
-                "some space or choose another folder"
-            )
-        # Written beside it and renamed: a half-made folder is never taken for the model.
-        with tempfile.TemporaryDirectory(prefix=".demo-model-", dir=target.parent) as work:
-            out = Path(work) / "out"
-            out.mkdir(mode=0o755)
-            built = _build(variant, out, seed, source or smollm2())
-            (out / _ABOUT_FILE).write_text(json.dumps({"format": _FORMAT, **asdict(built)}, indent=2))
-            out.rename(target)
-        return built
+    try:
+        with FileLock(f"{target}.lock", timeout=_LOCK_S):
+            found = _made_before(target, variant, seed)
+            if found is not None:
+                return found
+            with new_folder(target, needed_bytes=_NEEDED_BYTES, cure="choose another folder") as out:
+                built = _build(variant, out, seed, source or smollm2())
+                (out / _ABOUT_FILE).write_text(json.dumps({"format": _FORMAT, **asdict(built)}, indent=2))
+            return built
+    except Timeout as exc:
+        raise CheckpointError(
+            f"another process has been making {target} for {_LOCK_S:g} s: end it, or delete {target}.lock"
+        ) from exc
 
 
 def _made_before(target: Path, variant: Variant, seed: int) -> BuiltModel | None:
@@ -114,27 +108,11 @@ def _made_before(target: Path, variant: Variant, seed: int) -> BuiltModel | None
         return None
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         about = json.loads((target / _ABOUT_FILE).read_text())
-        is_same = (about.pop("format"), about["variant"], about["seed"]) == (_FORMAT, variant.name, seed)
-        if is_same:
+        if (about.pop("format"), about["variant"], about["seed"]) == (_FORMAT, variant.name, seed):
             return BuiltModel(**about)
     raise ConfigError(
         f"{target} exists and is not the model {variant.name} of seed {seed}: give another folder or remove it"
     )
-
-
-@contextlib.contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    lock = FileLock(f"{target}.lock", timeout=_LOCK_S)
-    try:
-        lock.acquire()
-    except Timeout as exc:
-        raise CheckpointError(
-            f"another process has been making {target} for {_LOCK_S:g} s: end it, or delete {target}.lock"
-        ) from exc
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _build(variant: Variant, out: Path, seed: int, source: Path) -> BuiltModel:
@@ -159,7 +137,7 @@ def _build(variant: Variant, out: Path, seed: int, source: Path) -> BuiltModel:
     difference = float((logits - expected).abs().max())
     if not difference <= _LOGIT_TOLERANCE and is_exact:
         raise CheckpointError(
-            f"logits of the mixture differ by {difference:.3g} from those of the dense model, at most "
+            f"logits of the mixture differ by {difference:.3g} from the dense model's, at most "
             f"{_LOGIT_TOLERANCE:g} is rounding; delete {source} so that it is made again, and try again"
         )
     return BuiltModel(

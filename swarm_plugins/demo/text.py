@@ -1,4 +1,4 @@
-"""Real text for the demonstration: pieces of presidential addresses, documents held out."""
+"""Real text for the demonstration: pieces of presidential addresses, with documents held out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_plugins.recipes.rows import load_rows, split_by_document
 __all__ = ["Pieces", "demo_pieces", "pieces_of"]
 
 _NUM_DOCUMENTS = 128
-"""Of some 235, evenly spread over two centuries; every eighth is held out: 16."""
+"""Documents to take of some 235, evenly spread over two centuries; every eighth, 16 in all, is held out."""
 _PIECES_PER_DOCUMENT = 4
 
 
@@ -26,14 +26,14 @@ class Pieces:
     train: Tensor
     """Pieces to learn from."""
     held_out: Tensor
-    """One piece of each document that is not learned from."""
+    """One piece of each held-out document."""
 
 
 def demo_pieces(tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Pieces:
     """Returns pieces of addresses of US presidents.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         length: Tokens of a piece.
 
     Raises:
@@ -47,13 +47,13 @@ def demo_pieces(tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Pieces
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, rows: Dataset, length: int, *, per_document: int) -> Tensor:
-    """Returns pieces evenly spread over each document, away from its ends, whose words are the same in most.
+    """Returns pieces evenly spread over each document, away from its ends, where most addresses use the same words.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         rows: Paragraphs with their document.
         length: Tokens of a piece.
-        per_document: Pieces to take of each document; fewer of one that is short, none of one shorter than a piece.
+        per_document: Pieces to take of each document; a short document gives fewer, or none.
 
     Raises:
         ConfigError: If no document is long enough.

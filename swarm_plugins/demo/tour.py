@@ -9,44 +9,44 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from filelock import FileLock, Timeout
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from swarm_plugins.backbone import SwarmSettings, active_swarm
-from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
+from swarm_plugins.backbone.context import SwarmSettings, active_swarm
 from swarm_plugins.callbacks.loading import load_adapter
-from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.demo.model import VARIANTS, default_folder, demo_model
 from swarm_plugins.demo.text import Pieces, demo_pieces
-from swarm_plugins.demo.tuning import METHODS, DemoTuner, fit
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.noise import quiet_loading
 from swarm_plugins.talk.turns import WordStreamer
 
+if TYPE_CHECKING:
+    from swarm_plugins.demo.tuning import DemoTuner
+
 __all__ = ["Tour", "TourSettings"]
 
 _NUM_SERVERS = 3
 _REPO = "me/sotu-adapter"
-# Any will do on a Hub of one's own, but the libraries do not push without one.
+# A Hub of one's own takes any token, but the libraries do not push without one.
 _TOKEN = "local"
 _PROMPT = "Fellow citizens, the state of the Union this year is"
 _SAME = 1e-3
-"""Losses of one adapter on the swarm and in the plain model: additions in another order."""
+"""Largest difference of losses of one adapter on the swarm and in the plain model: additions in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TourSettings:
-    """How long the tour is."""
+    """Length of the tour."""
 
     method: str
-    """A name of ``METHODS``."""
+    """Name of the method of tuning."""
     steps: int
     """Steps of training."""
     held_out: int
@@ -56,13 +56,7 @@ class TourSettings:
     threads: int
     """CPU threads of each process."""
     model: Path | None
-    """Directory of a model. None: the one of the demonstration."""
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"unknown method {self.method!r}; known: {', '.join(METHODS)}")
-        if self.steps < 1:
-            raise ConfigError(f"steps must be at least 1, got {self.steps}")
+    """Directory of a model. None: the demonstration's own."""
 
     @classmethod
     def make(
@@ -78,25 +72,31 @@ class Tour:
     """The tour; everything it starts ends with `run`.
 
     Args:
-        settings: How long it is.
-        folder: Where Hub and adapter are kept.
+        settings: Length of the tour.
+        folder: Folder for Hub and adapter.
+        tune: `demo.tuning.tune`, which trains and publishes.
         write: Takes text; nothing is added to it.
     """
 
-    def __init__(self, settings: TourSettings, folder: Path, write: Callable[[str], Any]) -> None:
+    def __init__(
+        self,
+        settings: TourSettings,
+        folder: Path,
+        *,
+        tune: Callable[..., tuple[DemoTuner, str]],
+        write: Callable[[str], Any],
+    ) -> None:
         self.settings = settings
         self.folder = folder.expanduser().absolute()
+        self._tune_adapter = tune
         self._write = write
         self._started = 0.0
 
-    def run(self) -> tuple[Figure, Figure, Figure]:
+    def run(self) -> None:
         """Goes the whole way.
 
-        Returns:
-            The held-out loss before, after, and its change.
-
         Raises:
-            SwarmError: If a part cannot do its work, or the adapter does not come back from the Hub as it went.
+            SwarmError: If a step fails, or the adapter that comes back from the Hub differs from the one trained.
         """
         self._started = time.monotonic()
         torch.set_num_threads(self.settings.threads)
@@ -109,11 +109,10 @@ class Tour:
             with LocalHub(self.folder / "hub") as hub:
                 tuner, tag = self._on_swarm(model, tokenizer, pieces, hub)
                 self._back(model, tuner, pieces, hub, tag)
-            return Figure.of(tuner.before), Figure.of(tuner.after), change(tuner.before, tuner.after)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Two tours in one folder would publish each other's versions."""
+        # Two tours in one folder would publish each other's versions.
         lock = FileLock(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
@@ -153,24 +152,24 @@ class Tour:
             f'3. {settings.steps} steps of {settings.method} with Trainer(strategy="swarm"), on addresses of presidents'
         )
         self._say(f"   measured on {len(pieces.held_out)} addresses that it is not trained on")
-        pl.seed_everything(0, verbose=False)
-        tuner = DemoTuner(model, settings.method, pieces.held_out)
-        publish = HubAdapterCallback(
-            _REPO, on=["end"], folder=self.folder / "adapters", endpoint=hub.endpoint, token=_TOKEN
+        tuner, tag = self._tune_adapter(
+            model,
+            settings.method,
+            pieces,
+            steps=settings.steps,
+            folder=self.folder,
+            repo=_REPO,
+            endpoint=hub.endpoint,
+            token=_TOKEN,
         )
-        fit(tuner, pieces.train, steps=settings.steps, publish=publish, folder=self.folder)
-        gained = change(tuner.before, tuner.after)
         self._say(f"   held-out loss before: {Figure.of(tuner.before)} (mean and standard error over addresses)")
         self._say(f"   held-out loss after:  {Figure.of(tuner.after)}")
-        self._say(f"   change of each:       {gained}")
+        self._say(f"   change of each:       {change(tuner.before, tuner.after)}")
         # One loss per address, for plots and paired tests.
         losses = {"before": tuner.before.tolist(), "after": tuner.after.tolist()}
         (self.folder / "losses.json").write_text(json.dumps(losses))
-        if not publish.pushed:
-            raise SwarmError(f"the adapter was not published; it is in {self.folder / 'adapters'}")
-        pushed = publish.pushed[-1]
-        self._say(f"   published as {pushed.repo_id}@{pushed.tag}, a commit on a Hub in {self.folder / 'hub'}")
-        return tuner, pushed.tag
+        self._say(f"   published as {_REPO}@{tag}, a commit on a Hub in {self.folder / 'hub'}")
+        return tuner, tag
 
     def _talk(self, tuner: DemoTuner, tokenizer: PreTrainedTokenizerBase) -> None:
         self._say("4. generate() through the swarm, greedy")

@@ -1,4 +1,4 @@
-"""What the demonstration trains: an ordinary module of Lightning, and a progress bar."""
+"""Training of the demonstration: an ordinary module of Lightning, measured and published."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
 from swarm_plugins.demo.evaluation import losses_of
 from swarm_plugins.demo.progress import Progress
-from swarm_plugins.errors import ConfigError
-from swarm_plugins.recipes import AdapterTuner
+from swarm_plugins.demo.text import Pieces
+from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.recipes.language import AdapterTuner
 
-__all__ = ["METHODS", "DemoTuner", "fit"]
+__all__ = ["METHODS", "DemoTuner", "tune"]
 
 PROMPT_TEXT = "An address of the President of the United States to both houses of Congress:"
 METHODS: dict[str, tuple[dict[str, Any], float]] = {
@@ -35,12 +36,12 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
         1e-2,
     ),
 }
-"""By name: PEFT's settings, and the step size."""
+"""PEFT's settings and the step size, by name."""
 _BATCH = 2
 
 
 class DemoTuner(AdapterTuner):
-    """Keeps what was measured before the first step and after the last; the rest is as in the recipes.
+    """Keeps the losses before the first step and after the last; the rest is as in the recipes.
 
     Args:
         base: Directory of the model.
@@ -72,7 +73,7 @@ class DemoTuner(AdapterTuner):
 
 
 class _Measure(Callback):
-    """Measures the held-out loss; before the one that publishes, so that the card says it."""
+    """Measures the held-out loss; listed before the callback that publishes, so that the card has it."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         with pl_module.tuned.disable_adapter():
@@ -103,18 +104,40 @@ class _Bar(Callback):
             self._progress.close()
 
 
-def fit(tuner: DemoTuner, train: Tensor, *, steps: int, publish: HubAdapterCallback, folder: Path) -> None:
-    """Trains on the swarm that is active.
+def tune(
+    model: Path,
+    method: str,
+    pieces: Pieces,
+    *,
+    steps: int,
+    folder: Path,
+    repo: str,
+    endpoint: str,
+    token: str,
+) -> tuple[DemoTuner, str]:
+    """Trains an adapter on the active swarm, measures it and publishes it.
 
     Args:
-        tuner: What is trained.
-        train: Tokens to learn from, ``[pieces, length]``.
+        model: Directory of the model.
+        method: A name of ``METHODS``.
+        pieces: Tokens to learn from, and to measure on.
         steps: Steps of the optimizer.
-        publish: Publishes the adapter at the end.
-        folder: Where versions are written.
+        folder: Folder that versions are written to.
+        repo: Repository of the adapter.
+        endpoint: Address of the Hub.
+        token: Access token of the Hub.
+
+    Returns:
+        The module, with the losses, and the tag of the published version.
+
+    Raises:
+        SwarmError: If the adapter could not be published.
     """
+    pl.seed_everything(0, verbose=False)
+    tuner = DemoTuner(model, method, pieces.held_out)
+    publish = HubAdapterCallback(repo, on=["end"], folder=folder / "adapters", endpoint=endpoint, token=token)
     generator = torch.Generator().manual_seed(0)
-    data = DataLoader(TensorDataset(train), batch_size=_BATCH, shuffle=True, drop_last=True, generator=generator)
+    data = DataLoader(TensorDataset(pieces.train), batch_size=_BATCH, shuffle=True, drop_last=True, generator=generator)
     trainer = pl.Trainer(
         strategy="swarm",
         accelerator="cpu",
@@ -133,3 +156,6 @@ def fit(tuner: DemoTuner, train: Tensor, *, steps: int, publish: HubAdapterCallb
     except SystemExit:
         # How Lightning answers Ctrl-C, once it has told its callbacks.
         raise KeyboardInterrupt from None
+    if not publish.pushed:
+        raise SwarmError(f"the adapter was not published; it is in {folder / 'adapters'}")
+    return tuner, publish.pushed[-1].tag

@@ -1,34 +1,33 @@
 """A dense Llama as a Mixtral checkpoint, layer by layer, so that no second model stands in memory.
 
-Variants with all neurons are the dense model exactly, whatever the router says: the weights of the chosen experts add
-up to one, and the experts are equal. Those with fewer differ, as those of a trained mixture do.
+A variant with all neurons computes exactly what the dense model does, whatever the router picks: its experts are equal,
+and their weights add up to one. Experts with fewer neurons differ, as in a trained mixture.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 
 from swarm_plugins.demo.clusters import load_entropy, router_of, uses
 from swarm_plugins.demo.experts import GatedMLP, cut_expert, moments
 from swarm_plugins.demo.progress import Progress
+from swarm_plugins.demo.writing import Shards
 
 __all__ = ["TOP_K", "Seen", "Variant", "calibrate", "cut_experts", "mixtral_config", "write_weights"]
 
 TOP_K = 2
 """Experts of a token."""
 _OF_ALL = 0.2
-"""Share of all states beside those that an expert is sent: few are, and a fit to them alone follows their noise."""
+"""Weight of all states in the fit of an expert: it is sent few states, and a fit to them alone follows their noise."""
 _OF_FIRST = 1 / 64
-"""Weight of first positions, against one for the others of a text: as often as they occur in short ones."""
+"""Weight of first positions against the others of a text: their frequency in short texts."""
 _LAYERS_PER_FILE = 5
 _ROWS_AT_ONCE = 8
 _KEPT = (
@@ -67,16 +66,16 @@ class Variant:
 
 
 class Seen(NamedTuple):
-    """What goes into an MLP, ``[N, D]`` each."""
+    """Inputs of an MLP, ``[N, D]`` each."""
 
     states: Tensor
-    """At all positions but the first."""
+    """Inputs at all positions but the first."""
     first: Tensor
-    """At the first one, to which all later ones attend: its state is like no other, a hundred times as large."""
+    """Inputs at the first position, to which all later ones attend: a hundred times as large as any other."""
 
 
 def mixtral_config(dense: LlamaConfig, variant: Variant) -> MixtralConfig:
-    """Returns the config of the mixture: what the dense model is, but for its MLPs."""
+    """Returns the config of the mixture: the dense model's, but for its MLPs."""
     return MixtralConfig(
         **{name: getattr(dense, name) for name in _KEPT},
         architectures=["MixtralForCausalLM"],
@@ -89,10 +88,10 @@ def mixtral_config(dense: LlamaConfig, variant: Variant) -> MixtralConfig:
 
 
 def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Seen]:
-    """Returns what goes into the MLP of each layer.
+    """Returns the inputs of the MLP of each layer.
 
     Args:
-        model: A dense model of Llama's build.
+        model: A dense model with Llama's layers.
         pieces: Tokens, ``[pieces, length]``.
     """
     layers = _layers(model)
@@ -121,29 +120,19 @@ def write_weights(model: PreTrainedModel, seen: list[Seen], variant: Variant, fo
 
     Args:
         model: The dense model.
-        seen: What goes into its MLPs; emptied on the way.
+        seen: Inputs of its MLPs; emptied on the way.
         variant: How the experts are made.
-        folder: Where to.
-        seed: Of the routers.
+        folder: Folder to write to.
+        seed: Seed of the routers.
 
     Returns:
         How evenly the experts are used, 0 to 1, in the worst layer.
     """
     generator = torch.Generator().manual_seed(seed)
     layers = _layers(model)
-    num_files = 1 + -(-len(layers) // _LAYERS_PER_FILE)
-    weight_map: dict[str, str] = {}
-    total = 0
+    files = Shards(folder, 1 + -(-len(layers) // _LAYERS_PER_FILE))
+    files.write(dict(_outside_layers(model)))
     entropy = 1.0
-
-    def write(number: int, tensors: dict[str, Tensor]) -> None:
-        nonlocal total
-        name = f"model-{number:05d}-of-{num_files:05d}.safetensors"
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-        total += sum(tensor.nbytes for tensor in tensors.values())
-
-    write(1, dict(_outside_layers(model)))
     chunk: dict[str, Tensor] = {}
     with torch.inference_mode(), Progress("making experts", len(layers), "layers") as bar:
         for index, layer in enumerate(layers):
@@ -152,11 +141,9 @@ def write_weights(model: PreTrainedModel, seen: list[Seen], variant: Variant, fo
             entropy = min(entropy, load_entropy(uses(inputs.states, router, TOP_K)))
             chunk.update(_mixture_layer(f"model.layers.{index}.", layer, router, inputs, variant.neurons))
             if (index + 1) % _LAYERS_PER_FILE == 0 or index + 1 == len(layers):
-                write(2 + index // _LAYERS_PER_FILE, chunk)
+                files.write(chunk)
                 chunk = {}
             bar.advance()
-    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
     return entropy
 
 
@@ -188,19 +175,19 @@ def _mixture_layer(
 
 
 def cut_experts(dense: GatedMLP, router: Tensor, inputs: Seen, neurons: int) -> Iterator[GatedMLP]:
-    """Yields the experts of a layer, one after the other.
+    """Yields the experts of a layer, one by one.
 
     Args:
         dense: The dense MLP.
         router: Weight of the router, ``[E, D]``.
-        inputs: What goes into both.
+        inputs: Inputs of both.
         neurons: Neurons of an expert.
     """
     if neurons == dense.gate.shape[0]:
         yield from [dense] * len(router)
         return
     used = uses(inputs.states, router, TOP_K)  # [N, E]
-    # Any expert may get a first position, and one that fails there fails everywhere after it.
+    # Any expert may get a first position; one that fails there spoils all later positions.
     common = _OF_ALL * moments(dense, inputs.states) + _OF_FIRST * moments(dense, inputs.first)
     for number in range(len(router)):
         its_own = moments(dense, inputs.states[used[:, number] > 0])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm_plugins.backbone import AutoSwarmModelForSequenceClassification
+from swarm_plugins.backbone.auto import AutoSwarmModelForSequenceClassification
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.adapter import adapter_config, put_on
 from swarm_plugins.recipes.language import AdapterTuner

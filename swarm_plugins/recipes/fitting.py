@@ -11,8 +11,8 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 
-from swarm_plugins.backbone import SwarmSettings, active_swarm
-from swarm_plugins.client import SwarmConfig
+from swarm_plugins.backbone.context import SwarmSettings, active_swarm
+from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.recipes.reading import read_recipe

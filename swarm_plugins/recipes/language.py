@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.recipes.adapter import adapter_config, put_on, save_adapter
 
 __all__ = ["AdapterTuner"]

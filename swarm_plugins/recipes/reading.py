@@ -1,4 +1,4 @@
-"""Reads a recipe with LightningCLI, and says in one sentence what is wrong with it."""
+"""Reads a recipe with LightningCLI; a fault in it becomes one sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.noise import without_cli_remark
 
-__all__ = ["first_swarm_error", "read_recipe"]
+__all__ = ["read_recipe"]
 
 _IN_CLASS = re.compile(
     r"Problem with given class_path '([\w.]+)': (.*?)(?= Expected a <class 'NoneType'>| Not a valid subclass |$)"
@@ -43,14 +43,14 @@ def read_recipe(arguments: list[str]) -> LightningCLI:
         except SwarmError:
             raise
         except (ArgumentError, MisconfigurationException, TypeError, ValueError) as error:
-            found = first_swarm_error(error)
+            found = _first_swarm_error(error)
             if found is not None:
                 raise found from None
             raise ConfigError(f"the recipe cannot be read: {_sentence(error)}") from error
 
 
-def first_swarm_error(error: BaseException) -> SwarmError | None:
-    """Returns the error of this package behind one of another package, if there is one: it says what to do."""
+def _first_swarm_error(error: BaseException) -> SwarmError | None:
+    """Returns the error of this package behind another package's, if there is one: it names the cure."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, SwarmError):
@@ -60,21 +60,21 @@ def first_swarm_error(error: BaseException) -> SwarmError | None:
 
 
 def _sentence(error: Exception) -> str:
-    """Returns the innermost of jsonargparse's nested messages, in one line, with what is allowed."""
+    """Returns the innermost of jsonargparse's nested messages in one line, with the known keys."""
     text = " ".join(re.sub(r"^[\s-]+", "", line) for line in str(error).splitlines()).strip()
     inner = _IN_CLASS.search(text)
     if inner is not None:
         text = f"{inner[1]}: {inner[2]}"
     if "not accept" in text and _REFUSED.search(text):
-        return f"{text}; allowed are {', '.join(_allowed(text, inner))}"
+        return f"{text}; known: {', '.join(_known(text, inner))}"
     if inner is not None and "has no attribute" in text:
         module = importlib.import_module(inner[1].rpartition(".")[0])
         return f"{text}; it has {', '.join(getattr(module, '__all__', ()) or 'other names')}"
     return text
 
 
-def _allowed(text: str, inner: re.Match[str] | None) -> list[str]:
-    """Returns what may stand where a key was refused."""
+def _known(text: str, inner: re.Match[str] | None) -> list[str]:
+    """Returns the keys that are known where one was refused."""
     if inner is None and "'trainer'" not in text:
         return list(_KEYS)
     owner = Trainer if inner is None else _class(inner[1])

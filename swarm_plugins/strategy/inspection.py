@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from swarm_plugins.backbone.block import RemoteBlock
+from swarm_plugins.backbone.decoder_layer import RemoteDecoderLayer
 from swarm_plugins.backbone.standin import StandIn
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.versions import ModelVersion
@@ -18,7 +18,7 @@ def remote_models(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the innermost modules that hold a list of remote blocks, by name (HF's ``LlamaModel``, say)."""
     found: dict[str, nn.Module] = {}
     for name, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, RemoteBlock):
+        if isinstance(part, RemoteDecoderLayer):
             # model.layers.0 -> model
             path = name.split(".")[:-2]
             found[".".join(path)] = module.get_submodule(".".join(path))
@@ -27,12 +27,12 @@ def remote_models(module: nn.Module) -> dict[str, nn.Module]:
 
 def has_remote_blocks(module: nn.Module) -> bool:
     """Returns whether some decoder layer of a module runs on the swarm."""
-    return any(isinstance(part, RemoteBlock) for part in module.modules())
+    return any(isinstance(part, RemoteDecoderLayer) for part in module.modules())
 
 
 def base_versions(module: nn.Module) -> list[ModelVersion]:
     """Returns the versions of the base models whose blocks are remote, each once, in order."""
-    versions = (part.swarm_stack.version for part in module.modules() if isinstance(part, RemoteBlock))
+    versions = (part.swarm_stack.version for part in module.modules() if isinstance(part, RemoteDecoderLayer))
     return list(dict.fromkeys(versions))
 
 

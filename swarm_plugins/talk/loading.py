@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig, load_offloaded

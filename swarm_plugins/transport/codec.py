@@ -7,11 +7,13 @@ blockwise decoders of other packages trust lengths inside the payload.)
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from swarm_plugins.transport.messages import Codec
+if TYPE_CHECKING:
+    from swarm_plugins.transport.messages import Codec
 
 __all__ = ["BLOCK_ELEMENTS", "MIN_PACKED_ELEMENTS", "has_non_finite", "is_packable", "pack", "packed_bytes", "unpack"]
 

@@ -14,14 +14,13 @@ from typing import Literal
 import msgspec
 from torch import Tensor
 
-from swarm_plugins.block_io import LoadedAdapter, SpanOutputs
+from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
 
 __all__ = [
     "AdapterStored",
     "AdapterUpload",
     "BackwardRequest",
     "BackwardResponse",
-    "CacheOp",
     "Codec",
     "Failure",
     "FailureKind",
@@ -86,7 +85,7 @@ class ServerInfo(_Message, kw_only=True):
     """Compute dtype, such as ``float32``."""
     quantization: str
     """``none``, ``int8`` or ``nf4``."""
-    state: Literal["joining", "online", "draining"] = "online"
+    state: Literal["joining", "online"] = "online"
     throughput: float = 0.0
     """Tokens per second through one block in a batched forward, measured by the server itself."""
     decode_s: float = 0.0
@@ -167,17 +166,6 @@ class BackwardResponse(_Message, kw_only=True):
     grad_adapters: tuple[Tensor, ...] = ()
     """Of all tensors of all adapters that the request names, in order."""
     grad_prefix: tuple[Tensor, ...] = ()
-
-
-class CacheOp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change of a session's KV cache that takes effect before the next step.
-
-    ``crop``: keep the first ``indices[0]`` tokens. ``reorder`` and ``select``: row ``i`` becomes the old row
-    ``indices[i]``. ``repeat``: each row ``indices[0]`` times, copies side by side. ``reset``: forget all tokens.
-    """
-
-    kind: Literal["crop", "reorder", "select", "repeat", "reset"]
-    indices: tuple[int, ...] = ()
 
 
 class SessionOpen(_Message, kw_only=True):

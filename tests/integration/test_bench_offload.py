@@ -39,7 +39,7 @@ def test_offloaded_arms_run_under_the_limit_and_agree(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         pytest.param([], "give either --model DIR or --random-model SCALE", id="no-model"),
-        pytest.param(["--random-model", "2"], "scale is 2; allowed are more than 0 and at most 1", id="scale"),
+        pytest.param(["--random-model", "2"], "invalid --random-model 2: expected more than 0", id="scale"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(arguments: list[str], message: str) -> None:

@@ -57,6 +57,8 @@ def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp
     assert after[1].rstrip(",") == here[1].rstrip(",")
     [card] = (tmp_path / "demo" / "adapters").rglob("README.md")
     assert "val_loss" in card.read_text()
+    assert "training: 4 of 4 steps" in output
+    assert not re.search(r"[\r\x1b]", output), "no cursor codes without a terminal"
     losses = json.loads((tmp_path / "demo" / "losses.json").read_text())
     assert len(losses["before"]) == len(losses["after"]) == 4
 
@@ -67,7 +69,7 @@ def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp
     [
         pytest.param("2. 3 servers", id="servers-start"),
         pytest.param("3. 100 steps", id="training", marks=pytest.mark.slow),
-        pytest.param("1/100 [", id="amid-training"),
+        pytest.param("training: 1 of 100 steps", id="amid-training"),
         pytest.param("4. generate", id="generating", marks=pytest.mark.slow),
     ],
 )

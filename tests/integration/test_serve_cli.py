@@ -99,7 +99,7 @@ def refusal(*arguments: str) -> tuple[int, str]:
 WRONG = {
     "too-far": ("--blocks 2:9", r"blocks 2:9 are out of range: .* has blocks 0:4"),
     "empty": ("--blocks 3:3", r"invalid blocks 3:3: expected START:END with 0 <= START < END"),
-    "words": ("--blocks all", r"blocks 'all' are no span: A:B such as 0:10"),
+    "words": ("--blocks all", r"invalid --blocks 'all': expected A:B such as 0:10"),
     "too-many-parts": ("--blocks 1/9", r"has 4 blocks: they cannot be cut into 9 parts"),
     "too-many": ("--num-blocks 5", r"--num-blocks is 5, .* has only 4 blocks"),
     "both": ("--blocks 0:1 --num-blocks 1", r"0:1 and --num-blocks 1 exclude"),
@@ -108,7 +108,7 @@ WRONG = {
     "quantization": ("--quantization int3", r"unknown quantization 'int3'; known: none"),
     "size": ("--kv-bytes lots", r"invalid size 'lots'"),
     "device": ("--device tpu9", r"unknown device 'tpu9'; cpu, cuda"),
-    "log-level": ("--log-level loud", r"unknown log level 'loud'; known: debug"),
+    "log-level": ("--log-level loud", r"invalid --log-level 'loud': expected debug, info"),
     "peer": ("--initial-peers 1.2.3.4:5", r"'1.2.3.4:5' is not a libp2p address"),
     "peer-without-id": ("--initial-peers /ip4/1.2.3.4/tcp/5", r"has no peer id"),
     "host": ("--host-maddrs here", r"'here' is not a libp2p address"),

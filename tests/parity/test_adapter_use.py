@@ -17,10 +17,10 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.apply import adapter_dropout_mask
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.testing.in_process import InProcessSwarm
-from swarm_plugins.transport.messages import AdapterUpload
 
 TOLERANCE = 1e-5
 few_families = pytest.mark.parametrize("pair", ["llama", "mixtral", "deepseek_v3"], indirect=True)
@@ -52,12 +52,12 @@ def logits(model: nn.Module, **inputs) -> Tensor:
 
 
 @contextmanager
-def uploads_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[AdapterUpload]]:
+def uploads_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LoadedAdapter]]:
     """Lists the adapters that are uploaded meanwhile."""
-    seen: list[AdapterUpload] = []
+    seen: list[LoadedAdapter] = []
     original = Peers._upload_exact
 
-    async def counted(self: Peers, peer: str, upload: AdapterUpload) -> None:
+    async def counted(self: Peers, peer: str, upload: LoadedAdapter) -> None:
         seen.append(upload)
         await original(self, peer, upload)
 

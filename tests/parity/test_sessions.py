@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
-from swarm_plugins.client.chain_call import BlockInputs
+from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
@@ -136,7 +136,7 @@ def test_an_interrupted_step_can_be_tried_again(directory: Path, local: PreTrain
 
 
 def _inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> Any:
-    return BlockInputs(hidden=model.get_input_embeddings()(ids), position_ids=torch.tensor([[6, 7]]))
+    return SpanInputs(blocks=range(4), hidden=model.get_input_embeddings()(ids), position_ids=torch.tensor([[6, 7]]))
 
 
 @torch.no_grad()

@@ -66,16 +66,16 @@ def test_the_classifier_reports_its_accuracy_beside_that_of_the_majority(fit: Fi
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        pytest.param("max_epochs", "max_epoks", r"option 'max_epoks'; allowed are .*max_epochs", id="trainer"),
-        pytest.param("learning_rate", "learning_rte", r"'learning_rte' .*allowed are .*learning_rate", id="model"),
-        pytest.param("num_documents", "num_docs", r"'num_docs' .*allowed are .*num_documents", id="data"),
+        pytest.param("max_epochs", "max_epoks", r"option 'max_epoks'; known: .*max_epochs", id="trainer"),
+        pytest.param("learning_rate", "learning_rte", r"'learning_rte' .*known: .*learning_rate", id="model"),
+        pytest.param("num_documents", "num_docs", r"'num_docs' .*known: .*num_documents", id="data"),
         pytest.param("lora_alpha", "lora_alhpa", r"no setting 'lora_alhpa'; LORA has .*lora_alpha", id="adapter"),
-        pytest.param("\ntrainer:", "\ntrianer:", r"'trianer.*; allowed are .*trainer, model, data", id="section"),
+        pytest.param("\ntrainer:", "\ntrianer:", r"'trianer.*; known: .*trainer, model, data", id="section"),
         pytest.param("AdapterTuner", "AdapterTunr", r"'AdapterTunr'; it has AdapterTuner", id="class"),
         pytest.param("peft_type: LORA", "peft_type: LORRA", r"'LORRA'.*LORA, IA3", id="method"),
         pytest.param("2.0e-3", "quick", r"learning_rate.*float.*quick", id="value"),
         pytest.param("  strategy: swarm", HUB.format("repo_id"), r"'a b/c' cannot be the name of a repo", id="repo"),
-        pytest.param("  strategy: swarm", HUB.format("rep_id"), r"'rep_id' .*allowed are repo_id", id="callback"),
+        pytest.param("  strategy: swarm", HUB.format("rep_id"), r"'rep_id' .*known: repo_id", id="callback"),
     ],
 )
 def test_a_misspelt_recipe_is_told_what_is_allowed(old: str, new: str, said: str, tmp_path: Path, fit: Fit) -> None:

@@ -1,3 +1,3 @@
-"""Decoding with offloaded experts, beside accelerate and resident weights."""
+"""Decoding with offloaded experts, against accelerate and resident weights."""
 
 from __future__ import annotations

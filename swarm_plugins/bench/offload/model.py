@@ -1,4 +1,4 @@
-"""Writes a large mixture of experts with random weights: as large as a real one, for what depends on size alone.
+"""Writes a large mixture of experts with random weights, for figures that depend on size alone.
 
 Its routers are random too, which makes caches look better than they are on real text; figures say so.
 """
@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.demo.writing import Shards, new_folder
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.outline import experts_modules, meta_model
 
 __all__ = ["default_folder", "olmoe_config", "write_random_moe"]
@@ -31,6 +29,8 @@ _TABLE_VALUES = 1 << 25
 _SPARE_BYTES = 1_000_000_000
 _LAYERS = 16
 
+_Shape = tuple[str, tuple[int, ...]]
+
 
 def olmoe_config(scale: float = 1.0) -> PreTrainedConfig:
     """Returns the config of OLMoE-1B-7B (Muennighoff et al. 2024), or of fewer of its layers.
@@ -42,7 +42,7 @@ def olmoe_config(scale: float = 1.0) -> PreTrainedConfig:
         ConfigError: If it is not above 0 and at most 1.
     """
     if not 0 < scale <= 1:
-        raise ConfigError(f"the random model's scale is {scale:g}; allowed are more than 0 and at most 1")
+        raise ConfigError(f"invalid --random-model {scale:g}: expected more than 0 and at most 1")
     config: PreTrainedConfig = AutoConfig.for_model(
         "olmoe",
         vocab_size=50304,
@@ -60,7 +60,7 @@ def olmoe_config(scale: float = 1.0) -> PreTrainedConfig:
 
 
 def default_folder(config: PreTrainedConfig, seed: int = 0) -> Path:
-    """Returns where the model is kept unless a folder is given."""
+    """Returns the model's folder in the cache."""
     return default_cache() / f"random-olmoe-{config.num_hidden_layers}-layers-{seed}"
 
 
@@ -72,13 +72,13 @@ def write_random_moe(
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Path:
-    """Writes the model, a shard at a time, or finds it written. Experts are stored one by one, as OLMoE has them.
+    """Writes the model, a shard at a time, unless it exists. Experts are stored one by one, as OLMoE has them.
 
     Args:
-        config: Of the family ``olmoe``.
-        folder: Where to; must be absent or hold the same model.
+        config: A config of the family ``olmoe``.
+        folder: Folder to make; must be absent or hold the same model.
         seed: The same seed gives the same weights.
-        dtype: Of all weights.
+        dtype: Dtype of all weights.
         progress: Called with the bytes written and the bytes in all.
 
     Returns:
@@ -92,25 +92,18 @@ def write_random_moe(
     if folder.exists():
         _check_same(folder, about)
         return folder
-    tensors = list(_shapes(config, dtype))
-    total = sum(math.prod(shape) for _, shape in tensors) * dtype.itemsize
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < total + _SPARE_BYTES:
-        raise CheckpointError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, the random model needs {total / 1e9:.1f} GB and "
-            f"{_SPARE_BYTES / 1e9:g} GB to spare: free some space, or make a smaller model: --random-model 0.1"
-        )
-    # Written beside it and renamed: a half-made folder is never taken for the model.
-    with tempfile.TemporaryDirectory(prefix=".random-model-", dir=folder.parent) as work:
-        out = Path(work) / "out"
-        out.mkdir(mode=0o755)
+    shards = list(_shards(config, dtype))
+    total = sum(math.prod(shape) for shard in shards for _, shape in shard) * dtype.itemsize
+    cure = "make a smaller model: --random-model 0.1"
+    with new_folder(folder, needed_bytes=total + _SPARE_BYTES, cure=cure) as out:
         config.dtype = dtype
         config.architectures = ["OlmoeForCausalLM"]
         config.save_pretrained(out)
-        _write(tensors, out, _Numbers(seed, dtype), dtype, lambda done: progress(done, total))
+        numbers, files = _Numbers(seed, dtype), Shards(out, len(shards))
+        for shard in shards:
+            files.write({name: numbers.take(name, shape) for name, shape in shard})
+            progress(files.num_bytes, total)
         (out / _ABOUT_FILE).write_text(json.dumps(about, indent=1))
-        out.rename(folder)
     return folder
 
 
@@ -123,7 +116,21 @@ def _check_same(folder: Path, about: dict[str, object]) -> None:
         raise ConfigError(f"{folder} exists and is not this random model: give another folder or remove it")
 
 
-def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shards(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[list[_Shape]]:
+    """Yields the names and shapes of each file."""
+    shard: list[_Shape] = []
+    size = 0
+    for name, shape in _shapes(config, dtype):
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if shard and size + num_bytes > _SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append((name, shape))
+        size += num_bytes
+    yield shard
+
+
+def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[_Shape]:
     """Yields the names and shapes of the checkpoint: HF's own, but experts one by one."""
     model = meta_model(config, dtype)
     experts = experts_modules(model)
@@ -131,12 +138,11 @@ def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[tuple[str,
     for name, parameter in model.named_parameters():
         if id(parameter) not in inside:
             yield name, tuple(parameter.shape)
+    inner, width = config.intermediate_size, config.hidden_size
     for layer in experts:
         for expert in range(config.num_experts):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}."
-            yield f"{prefix}gate_proj.weight", (config.intermediate_size, config.hidden_size)
-            yield f"{prefix}up_proj.weight", (config.intermediate_size, config.hidden_size)
-            yield f"{prefix}down_proj.weight", (config.hidden_size, config.intermediate_size)
+            for name, shape in (("gate", (inner, width)), ("up", (inner, width)), ("down", (width, inner))):
+                yield f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight", shape
 
 
 class _Numbers:
@@ -154,41 +160,5 @@ class _Numbers:
         for piece in values.split(half):
             start = int(torch.randint(half, (), generator=self._generator))
             piece.copy_(self._table[start : start + len(piece)])
-        # Width of the inputs, so that activations keep their size; embeddings have none.
+        # Divided by the root of the inputs' width, so that activations keep their size; embeddings have no inputs.
         return values.mul_(1.0 if "embed" in name else shape[-1] ** -0.5).reshape(shape)
-
-
-def _write(
-    tensors: Sequence[tuple[str, tuple[int, ...]]],
-    out: Path,
-    numbers: _Numbers,
-    dtype: torch.dtype,
-    progress: Callable[[int], object],
-) -> None:
-    shards = list(_shards(tensors, dtype))
-    weight_map: dict[str, str] = {}
-    done = 0
-    for index, names in enumerate(shards, start=1):
-        file = f"model-{index:05}-of-{len(shards):05}.safetensors"
-        content = {name: numbers.take(name, shape) for name, shape in names}
-        save_file(content, out / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(content, file)
-        done += sum(tensor.nbytes for tensor in content.values())
-        progress(done)
-    index_file = {"metadata": {"total_size": done}, "weight_map": weight_map}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1))
-
-
-def _shards(
-    tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype
-) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-    shard: list[tuple[str, tuple[int, ...]]] = []
-    size = 0
-    for name, shape in tensors:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if shard and size + num_bytes > _SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append((name, shape))
-        size += num_bytes
-    yield shard

@@ -17,15 +17,15 @@ from swarm_plugins.offload.model.outline import experts_modules
 __all__ = ["ExpertUse", "draw_expert_use", "recorded_use", "shown_layers"]
 
 ExpertUse = Mapping[int, Sequence[Tensor]]
-"""By layer: ``[T, experts_per_token]`` for each pass, tokens in their order."""
+"""``[T, experts_per_token]`` for each pass, by layer; tokens in their order."""
 
-# As many as can be told apart on a page.
+# More cannot be told apart on a page.
 _MOST_LAYERS = 6
 
 
 @contextmanager
 def recorded_use(model: PreTrainedModel) -> Iterator[ExpertUse]:
-    """Records which experts are asked for while inside; one sequence at a time, and as long as there is memory."""
+    """Records which experts are used inside; for one sequence at a time, all in memory."""
     use: dict[int, list[Tensor]] = {}
     handles = []
 
@@ -48,9 +48,9 @@ def draw_expert_use(use: ExpertUse, num_experts: int, file: Path) -> None:
     """Draws one strip for each of a few layers: tokens from left to right, experts from bottom to top.
 
     Args:
-        use: What was recorded.
-        num_experts: Of each layer.
-        file: Where to; its ending says in which format.
+        use: The record.
+        num_experts: Experts of each layer.
+        file: The picture; its ending chooses the format.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.

@@ -177,7 +177,7 @@ def _decode(loaded: LoadedArm, prompt: Tensor, new_tokens: int, resident: int) -
             time.perf_counter(), time.process_time(), _own("io", "read_bytes"), None if stats is None else stats()
         )
         loaded.before_token()
-        # A pause between tokens is no part of decoding.
+        # Decoding does not include the pause between tokens.
         paused_s += time.perf_counter() - taken.at
         return taken
 

@@ -1,4 +1,4 @@
-"""Reads options whose value has a form of its own: ``fast=4GB,bits=4``, ``0:10``, ``nf4``."""
+"""Reads options whose value has a form of its own: ``fast=4GB,bits=4``, ``nf4``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width
 from swarm_plugins.sizes import parse_bytes
 
-__all__ = ["format_offload", "parse_blocks", "parse_offload", "parse_width"]
+__all__ = ["format_offload", "parse_offload", "parse_width"]
 
 T = TypeVar("T")
 
@@ -72,23 +72,6 @@ def parse_width(option: str, text: str, allowed: Iterable[Width]) -> Width:
     if text not in widths:
         raise ConfigError(f"invalid {option} {text!r}: expected {_one_of(widths)}")
     return widths[text]
-
-
-def parse_blocks(text: str | None) -> tuple[range | None, tuple[int, int] | None]:
-    """Returns the span ``A:B``, or the part ``K/N``, that ``--blocks`` names.
-
-    Raises:
-        ConfigError: If it is neither.
-    """
-    if text is None:
-        return None, None
-    for sign in (":", "/"):
-        first, found, second = text.partition(sign)
-        if found and first.strip().isdecimal() and second.strip().isdecimal():
-            if sign == "/":
-                return None, (int(first), int(second))
-            return range(int(first), int(second)), None
-    raise ConfigError(f"invalid --blocks {text!r}: expected A:B such as 0:10, or K/N such as 1/2")
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ def print_plan(console: Console, planned: Planned) -> None:
     )
     console.print(_forecast_table(planned))
     console.print(
-        "hits: as measured in answers to real text with 8 experts of which 2 are picked (fewer: as if even); in "
+        "hits: as measured in answers to real text with 2 of 8 experts picked (fewer: as if even); in "
         "brackets: if every expert were equally likely at any time\n"
         "other widths: from a store that `swarm quantize` writes; products are taken to be as fast\n"
     )

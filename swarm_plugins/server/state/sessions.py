@@ -6,9 +6,9 @@ import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 
+from swarm_plugins.block_io import CacheOp
 from swarm_plugins.blocks.runner import SessionCache
 from swarm_plugins.server.failures import BadRequestError, RequestError
-from swarm_plugins.transport.messages import CacheOp
 
 __all__ = ["MAX_OPS", "Session", "SessionTable", "apply_ops", "shape_after"]
 

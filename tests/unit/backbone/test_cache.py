@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from swarm_plugins.backbone.cache import RemoteCacheLayer, RemoteCacheState, adopt_cache
-from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
 from swarm_plugins.errors import RemoteError, UnsupportedError
 from swarm_plugins.testing.models import tiny_config
-from swarm_plugins.transport.messages import CacheOp
 
 NUM_BLOCKS = 3
 
@@ -43,11 +42,11 @@ class FakeRemote:
         self.opened.append(FakeSession(tuple(prefix)))
         return self.opened[-1]
 
-    def step(self, session: FakeSession, inputs: BlockInputs, ops: list[CacheOp]) -> BlockOutputs:
+    def step(self, session: FakeSession, inputs: SpanInputs, ops: list[CacheOp]) -> SpanOutputs:
         if self.error is not None:
             raise self.error
         session.steps.append((inputs.hidden.shape[1], [(op.kind, op.indices) for op in ops]))
-        return BlockOutputs(hidden=inputs.hidden)
+        return SpanOutputs(hidden=inputs.hidden)
 
     def fork(self, session: FakeSession) -> FakeSession:
         self.opened.append(FakeSession(session.prefix))
@@ -58,8 +57,8 @@ class FakeRemote:
         self.released.append(session)
 
 
-def tokens(count: int) -> BlockInputs:
-    return BlockInputs(hidden=torch.zeros(2, count, 4))
+def tokens(count: int) -> SpanInputs:
+    return SpanInputs(blocks=range(NUM_BLOCKS), hidden=torch.zeros(2, count, 4))
 
 
 @pytest.fixture

@@ -69,5 +69,5 @@ def test_no_peers_names_the_three_ways(peers: list[str] | str | None) -> None:
 
 @pytest.mark.parametrize("peer", ["localhost:31337", "/ip4/127.0.0.1/tcp/1", "QmOne"])
 def test_what_is_no_address_is_named(peer: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{peer}' is no address of a peer; it looks like /ip4/"):
+    with pytest.raises(ConfigError, match=f"'{peer}' is not a peer address; expected one like /ip4/"):
         resolve_settings([peer], None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.backbone.block import make_remote
+from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.probe import probe_layer_loop
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint

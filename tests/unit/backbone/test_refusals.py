@@ -31,7 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
-from swarm_plugins.backbone.adapters import AdapterReader
+from swarm_plugins.backbone.adapter_reader import AdapterReader
 from swarm_plugins.backbone.standin import RemoteWeight, turn_into_stand_ins
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.testing.in_process import InProcessSwarm

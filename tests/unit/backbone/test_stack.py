@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
-from swarm_plugins.backbone import stack as stack_module
+from swarm_plugins.backbone import context as context_module
 from swarm_plugins.backbone.context import SwarmSettings
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.client.config import SwarmConfig
@@ -123,7 +123,7 @@ def test_settings_connect_at_the_first_use_and_once(monkeypatch: pytest.MonkeyPa
         asked.append(peers)
         return live.connection
 
-    monkeypatch.setattr(stack_module, "connect", connect)
+    monkeypatch.setattr(context_module, "connect", connect)
     settings = SwarmSettings(initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/QmOne",), config=SwarmConfig())
     stack = RemoteStack(version=live.version, num_blocks=4, settings=settings)
     assert asked == []

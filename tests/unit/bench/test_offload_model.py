@@ -70,7 +70,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
         free: int
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free=1000))
-    with pytest.raises(CheckpointError, match=r"has 0\.0 GB free, the random model needs"):
+    with pytest.raises(CheckpointError, match=r"has 0\.0 GB free, the model needs"):
         write_random_moe(small(), tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
@@ -84,5 +84,5 @@ def test_full_scale_is_olmoe_s_own_size() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1.5])
 def test_an_impossible_scale_is_refused(scale: float) -> None:
-    with pytest.raises(ConfigError, match=r"scale is .*; allowed are more than 0 and at most 1"):
+    with pytest.raises(ConfigError, match=r"invalid --random-model .*: expected more than 0 and at most 1"):
         olmoe_config(scale)

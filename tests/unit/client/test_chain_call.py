@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_plugins.client.adapters import DigestCache
-from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, ChainCall
-from swarm_plugins.client.directory import SwarmView
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.transport.messages import (
     BackwardRequest,
@@ -50,11 +50,12 @@ class Doubler:
 
 
 def call(peers: Peers, view: SwarmView) -> ChainCall:
-    return ChainCall(peers, view, DigestCache(), BlockInputs(hidden=torch.ones(1, 2, 4)), keep=True)
+    inputs = SpanInputs(blocks=range(view.num_blocks), hidden=torch.ones(1, 2, 4))
+    return ChainCall(Servers(peers, view), inputs, keep=True)
 
 
 async def backward(chain: ChainCall) -> torch.Tensor | None:
-    grads = BlockOutputs(hidden=torch.ones(1, 2, 4))
+    grads = SpanOutputs(hidden=torch.ones(1, 2, 4))
     return (await chain.backward(grads, needs_hidden=True, needs=()))[0]
 
 
@@ -63,7 +64,7 @@ def test_a_second_backward_gives_the_same_gradient(run_in_swarm: Callable[..., A
 
     async def use(peers: Peers, view: SwarmView) -> None:
         chain = call(peers, view)
-        outputs = await chain.forward(range(2))
+        outputs = await chain.forward()
         assert outputs.hidden.eq(4).all()
         for _ in range(3):
             grad = await backward(chain)
@@ -80,7 +81,7 @@ def test_a_lost_graph_is_computed_again_on_the_same_server(run_in_swarm: Callabl
 
     async def use(peers: Peers, view: SwarmView) -> None:
         chain = call(peers, view)
-        await chain.forward(range(1))
+        await chain.forward()
         server.tickets.clear()
         grad = await backward(chain)
         assert grad is not None
@@ -96,7 +97,7 @@ def test_a_server_that_always_says_the_graph_is_gone_is_not_asked_for_ever(run_i
 
     async def use(peers: Peers, view: SwarmView) -> None:
         chain = call(peers, view)
-        await chain.forward(range(1))
+        await chain.forward()
         with pytest.raises(MissingBlocksError, match=r"left out after failures: a; the last failure: .*gone") as raised:
             await backward(chain)
         # The causes are in the sentence: what to do stands under one traceback, not several.
@@ -109,7 +110,7 @@ def test_a_server_that_always_says_the_graph_is_gone_is_not_asked_for_ever(run_i
 def test_a_refusal_says_nothing_of_a_servers_pace(run_in_swarm: Callable[..., Any]) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
         chain = call(peers, view)
-        await chain.forward(range(1))
+        await chain.forward()
         tokens = 1000
         assert peers.deadlines.timeout_s("a", "rpc_backward", tokens) == 10.0
         server.tickets.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter
-from swarm_plugins.client.history import History, SentStep
-from swarm_plugins.transport.messages import CacheOp
+from swarm_plugins.block_io import AdapterUse, CacheOp, LoadedAdapter, SpanInputs
+from swarm_plugins.client.history import History
 
 BATCH = 3
 
 
-def step(tokens: int, first: int, batch: int, mask: bool) -> SentStep:
+def step(tokens: int, first: int, batch: int, mask: bool) -> SpanInputs:
     # Each element says which row and position it came from.
     hidden = torch.arange(batch)[:, None, None] * 1000.0 + torch.arange(first, first + tokens)[None, :, None]
-    return SentStep(
+    return SpanInputs(
+        blocks=range(1),
         hidden=hidden,
         position_ids=torch.arange(first, first + tokens)[None],
         attention_mask=torch.ones(batch, first + tokens, dtype=torch.bool) if mask else None,
-        adapters=AdapterSelection(),
+        adapters=AdapterUse(),
     )
 
 
@@ -56,7 +57,7 @@ def test_ops_change_the_record_as_they_change_a_cache(steps: list[int], changes:
     history = History((prefix_rows, prefix_rows) if prefix else ())
     first = prefix
     for tokens in steps:
-        history.steps.append(step(tokens, first, BATCH, mask=True))
+        history.append(step(tokens, first, BATCH, mask=True))
         first += tokens
     expected = torch.cat([prefix_rows[:, 0], *(s.hidden for s in history.steps)], dim=1)
     for op in changes:
@@ -75,7 +76,8 @@ def test_ops_change_the_record_as_they_change_a_cache(steps: list[int], changes:
 
 def test_decode_steps_replay_as_one_prefill() -> None:
     history = History()
-    history.steps = [step(1, position, 2, mask=False) for position in range(50)]
+    for position in range(50):
+        history.append(step(1, position, 2, mask=False))
     merged = history.merged()
     assert len(merged) == 1
     assert merged[0].hidden.shape == (2, 50, 1)
@@ -84,15 +86,15 @@ def test_decode_steps_replay_as_one_prefill() -> None:
 
 def test_steps_with_different_adapters_stay_apart() -> None:
     history = History()
-    other = AdapterSelection(rows=(0, -1))
-    history.steps = [step(2, 0, 2, mask=False), step(1, 2, 2, mask=False)]
-    history.steps[1] = SentStep(**{**vars(history.steps[1]), "adapters": other})
-    assert [s.adapters for s in history.merged()] == [AdapterSelection(), other]
+    other = AdapterUse(rows=(0, -1))
+    history.append(step(2, 0, 2, mask=False))
+    history.append(replace(step(1, 2, 2, mask=False), adapters=other))
+    assert [s.adapters for s in history.merged()] == [AdapterUse(), other]
 
 
 def test_repeat_and_select_change_the_batch() -> None:
     history = History()
-    history.steps = [step(2, 0, 2, mask=True)]
+    history.append(step(2, 0, 2, mask=True))
     history.apply(CacheOp(kind="repeat", indices=(2,)))
     assert history.batch_size == 4
     history.apply(CacheOp(kind="select", indices=(3,)))
@@ -102,7 +104,7 @@ def test_repeat_and_select_change_the_batch() -> None:
 
 def test_a_copy_is_independent() -> None:
     history = History()
-    history.steps = [step(4, 0, 1, mask=False)]
+    history.append(step(4, 0, 1, mask=False))
     twin = history.copy()
     twin.apply(CacheOp(kind="crop", indices=(1,)))
     assert (history.length, twin.length) == (4, 1)
@@ -110,17 +112,17 @@ def test_a_copy_is_independent() -> None:
 
 def test_reset_forgets_everything() -> None:
     history = History((torch.ones(1, 1, 2, 1),) * 2)
-    history.steps = [step(4, 2, 1, mask=False)]
+    history.append(step(4, 2, 1, mask=False))
     history.apply(CacheOp(kind="reset"))
     assert (history.length, history.prefix, history.merged()) == (0, (), [])
 
 
 def test_steps_of_another_adapter_are_not_joined() -> None:
     spec = AdapterSpec(modules=())
-    first, second = (AdapterSelection(adapters=(ClientAdapter(spec, (torch.ones(2),)),)) for _ in range(2))
+    first, second = (AdapterUse(adapters=(LoadedAdapter(spec=spec, tensors=(torch.ones(2),)),)) for _ in range(2))
     history = History()
     for position, adapters in enumerate([first, first, second]):
-        history.steps.append(replace(step(1, position, BATCH, mask=False), adapters=adapters))
+        history.append(replace(step(1, position, BATCH, mask=False), adapters=adapters))
     assert [joined.hidden.shape[1] for joined in history.merged()] == [2, 1]
 
 
@@ -131,7 +133,8 @@ def test_a_mask_that_later_steps_leave_out_still_holds(prefix: int) -> None:
     padded = step(3, 0, BATCH, mask=False)
     mask = torch.ones(BATCH, prefix + 3, dtype=torch.bool)
     mask[1, prefix] = False
-    history.steps = [replace(padded, attention_mask=mask), step(2, 3, BATCH, mask=False)]
+    history.append(replace(padded, attention_mask=mask))
+    history.append(step(2, 3, BATCH, mask=False))
     (joined,) = history.merged()
     assert joined.attention_mask is not None
     assert joined.attention_mask.tolist() == torch.cat([mask, torch.ones(BATCH, 2, dtype=torch.bool)], dim=1).tolist()
@@ -140,8 +143,33 @@ def test_a_mask_that_later_steps_leave_out_still_holds(prefix: int) -> None:
 def test_joined_steps_whose_positions_jump_get_a_mask() -> None:
     # Without one a server would take them for two packed sequences.
     history = History()
-    history.steps = [step(3, 0, BATCH, mask=False), step(2, 7, BATCH, mask=False)]
+    history.append(step(3, 0, BATCH, mask=False))
+    history.append(step(2, 7, BATCH, mask=False))
     (joined,) = history.merged()
     assert joined.attention_mask is not None
     assert joined.attention_mask.shape == (BATCH, 5)
     assert joined.attention_mask.all()
+
+
+class VisitedSteps(list[SpanInputs]):
+    """Counts how many past steps are looked at."""
+
+    num_visits = 0
+
+    def __iter__(self) -> Iterator[SpanInputs]:
+        for one in super().__iter__():
+            self.num_visits += 1
+            yield one
+
+
+def test_a_token_costs_no_look_at_past_ones() -> None:
+    # Not a time: sums over the past made each token dearer than the one before.
+    history = History()
+    steps = history.steps = VisitedSteps()
+    for position in range(300):
+        history.append(step(1, position, 2, mask=False))
+        assert (history.length, history.batch_size) == (position + 1, 2)
+        history.apply(CacheOp(kind="crop", indices=(position + 1,)))
+    history.apply(CacheOp(kind="crop", indices=(298,)))
+    assert history.steps is steps
+    assert (history.length, steps.num_visits) == (298, 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from concurrent.futures import CancelledError
 
 import pytest
 
 from swarm_plugins.client.loop import LoopThread
-from swarm_plugins.errors import TransportError
+from swarm_plugins.errors import MissingBlocksError, TransportError
 
 
 async def answer() -> int:
@@ -56,3 +57,21 @@ def test_who_waits_when_the_loop_ends_waits_no_longer() -> None:
     assert not user.is_alive()
     assert len(outcome) == 1
     assert has_cleaned_up.is_set()
+
+
+def test_an_error_arrives_without_what_lies_behind_it() -> None:
+    async def fail() -> None:
+        try:
+            raise OSError("connection reset")
+        except OSError as exc:
+            raise MissingBlocksError("no living server holds block 3; serve it with: ...") from exc
+
+    loop = LoopThread()
+    loop.start()
+    with pytest.raises(MissingBlocksError, match="holds block 3") as raised:
+        loop.run(fail())
+    loop.close()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.count("Traceback") == 1
+    # Frames: this test and the one that waits.
+    assert shown.count("  File ") == 2

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.view import SwarmView
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Message, ServerInfo
@@ -101,7 +101,7 @@ def test_server_that_cannot_be_reached_holds_nobody_up() -> None:
 
 
 def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.directory._MAX_PROBES", 4)
+    monkeypatch.setattr("swarm_plugins.client.view._MAX_PROBES", 4)
 
     async def body() -> None:
         infos = {f"liar{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(4)}
@@ -140,7 +140,7 @@ def test_batches_are_cut_for_a_small_server_that_nobody_can_replace() -> None:
 
 
 def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.directory._MAX_INFOS", 2)
+    monkeypatch.setattr("swarm_plugins.client.view._MAX_INFOS", 2)
 
     async def body() -> None:
         swarm = Swarm({})
@@ -154,7 +154,7 @@ def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: p
 
 
 def test_a_flood_of_announcements_does_not_crowd_out_who_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.directory._MAX_PROBES", 4)
+    monkeypatch.setattr("swarm_plugins.client.view._MAX_PROBES", 4)
 
     async def body() -> None:
         swarm = Swarm({"honest": INFO})

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_plugins.client.adapters import DigestCache
-from swarm_plugins.client.chain_call import BlockInputs, BlockOutputs, ChainCall
-from swarm_plugins.client.directory import SwarmView
-from swarm_plugins.client.failures import RefusedError
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.client.answers import RefusedError
+from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
+from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
@@ -29,7 +29,7 @@ from swarm_plugins.transport.messages import (
     SessionStepResponse,
 )
 
-INPUTS = BlockInputs(hidden=torch.ones(1, 2, 4))
+INPUTS = SpanInputs(blocks=range(1), hidden=torch.ones(1, 2, 4))
 refusals = pytest.mark.parametrize("kind", ["bad_request", "not_finite"])
 
 
@@ -56,7 +56,7 @@ class Server:
 
 
 def call(peers: Peers, view: SwarmView) -> ChainCall:
-    return ChainCall(peers, view, DigestCache(), INPUTS, keep=True)
+    return ChainCall(Servers(peers, view), replace(INPUTS, blocks=range(view.num_blocks)), keep=True)
 
 
 async def with_liar_first(view: SwarmView, run: Callable[[], Any]) -> Any:
@@ -71,7 +71,7 @@ def test_a_forward_that_another_server_carries_out_counts_against_the_liar(
     run_in_swarm: Callable[..., Any], kind: FailureKind
 ) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
-        outputs = await with_liar_first(view, lambda: call(peers, view).forward(range(2)))
+        outputs = await with_liar_first(view, lambda: call(peers, view).forward())
         assert outputs.hidden.eq(3).all()
         assert view.bans.banned() == ["liar"]
 
@@ -82,7 +82,7 @@ def test_a_forward_that_another_server_carries_out_counts_against_the_liar(
 
 def test_the_rest_of_the_chain_stays_as_planned(run_in_swarm: Callable[..., Any]) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
-        outputs = await with_liar_first(view, lambda: call(peers, view).forward(range(2)))
+        outputs = await with_liar_first(view, lambda: call(peers, view).forward())
         assert outputs.hidden.eq(3).all()
 
     last = Server()
@@ -94,8 +94,8 @@ def test_the_rest_of_the_chain_stays_as_planned(run_in_swarm: Callable[..., Any]
 def test_a_backward_that_another_server_carries_out_counts_against_the_liar(run_in_swarm: Callable[..., Any]) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
         chain = call(peers, view)
-        await with_liar_first(view, lambda: chain.forward(range(1)))
-        grads = BlockOutputs(hidden=torch.full((1, 2, 4), 5.0))
+        await with_liar_first(view, lambda: chain.forward())
+        grads = SpanOutputs(hidden=torch.full((1, 2, 4), 5.0))
         found = (await chain.backward(grads, needs_hidden=True, needs=()))[0]
         assert found is not None
         assert found.eq(5).all()
@@ -109,7 +109,7 @@ def test_a_session_that_another_server_carries_on_counts_against_the_liar(run_in
     liar = Server()
 
     async def use(peers: Peers, view: SwarmView) -> None:
-        session = ClientSession(peers, view, DigestCache(), blocks=range(1))
+        session = ClientSession(Servers(peers, view), blocks=range(1))
         await with_liar_first(view, lambda: session.step(INPUTS))
         liar.refuses = (SessionStep,)
         outputs = await session.step(INPUTS)
@@ -126,7 +126,7 @@ def test_two_servers_that_refuse_are_believed(run_in_swarm: Callable[..., Any], 
 
     async def use(peers: Peers, view: SwarmView) -> None:
         with pytest.raises(RefusedError, match="that is wrong"):
-            await call(peers, view).forward(range(1))
+            await call(peers, view).forward()
         assert view.bans.banned() == []
 
     run_in_swarm({name: ((0, 1), server) for name, server in servers.items()}, use, num_blocks=1)
@@ -138,7 +138,7 @@ def test_the_only_server_is_believed_at_once(run_in_swarm: Callable[..., Any]) -
 
     async def use(peers: Peers, view: SwarmView) -> None:
         with pytest.raises(RefusedError, match="that is wrong"):
-            await call(peers, view).forward(range(1))
+            await call(peers, view).forward()
 
     run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
     assert server.num_asked == 1

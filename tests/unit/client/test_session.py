@@ -12,16 +12,14 @@ import pytest
 import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.client.adapters import DigestCache
-from swarm_plugins.client.chain_call import BlockInputs
-from swarm_plugins.client.directory import SwarmView
-from swarm_plugins.client.peers import Peers, ShippedAdapter
+from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs
+from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
+from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import CapacityError, MissingBlocksError
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
-    CacheOp,
     Failure,
     Message,
     SessionOpen,
@@ -48,8 +46,8 @@ class Adder:
         return SessionStepResponse(hidden=message.hidden + 1)
 
 
-def new_tokens(count: int = 1) -> BlockInputs:
-    return BlockInputs(hidden=torch.zeros(1, count, 4))
+def new_tokens(count: int = 1) -> SpanInputs:
+    return SpanInputs(blocks=range(2), hidden=torch.zeros(1, count, 4))
 
 
 @pytest.mark.parametrize("faulty", ["b", "c"])
@@ -59,7 +57,7 @@ def test_only_the_server_that_fails_in_a_replay_is_left_out(run_in_swarm: Callab
     async def use(peers: Peers, view: SwarmView) -> None:
         await view.refresh(force=False)
         view.bans.ban("b")
-        session = ClientSession(peers, view, DigestCache(), blocks=range(2))
+        session = ClientSession(Servers(peers, view), blocks=range(2))
         await session.step(new_tokens(3))
         view.bans.forgive("b")
         servers["a"].is_broken = servers[faulty].is_broken = True
@@ -78,7 +76,7 @@ def test_changes_of_the_prefix_outlive_a_failed_first_step(run_in_swarm: Callabl
     async def use(peers: Peers, view: SwarmView) -> None:
         await view.refresh(force=False)
         keys = torch.arange(5.0)[None, None, :, None]
-        session = ClientSession(peers, view, DigestCache(), blocks=range(1), prefix=(keys, keys))
+        session = ClientSession(Servers(peers, view), blocks=range(1), prefix=(keys, keys))
         view.bans.ban("a")
         with pytest.raises(MissingBlocksError):
             await session.step(new_tokens(), [CacheOp(kind="crop", indices=(3,))])
@@ -111,7 +109,7 @@ def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Calla
         for peer, info in view.infos.items():
             view.infos[peer] = msgspec.structs.replace(info, max_batch_tokens=300)
         view.bans.ban("honest")
-        session = ClientSession(peers, view, DigestCache(), blocks=range(1))
+        session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens())
         view.bans.forgive("honest")
         outputs = await session.step(replace(new_tokens(600), collect_router=True))
@@ -133,7 +131,7 @@ def test_a_prompt_that_the_server_said_it_cannot_hold_is_not_sent(run_in_swarm: 
         return SessionStepResponse(hidden=message.hidden + 1)
 
     async def use(peers: Peers, view: SwarmView) -> None:
-        session = ClientSession(peers, view, DigestCache(), blocks=range(1))
+        session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens(6))
         with pytest.raises(CapacityError, match=r"a holds 9 tokens per row at most .* 10 are needed"):
             await session.step(new_tokens(4))
@@ -149,8 +147,8 @@ def test_a_server_that_hangs_is_not_waited_for_longer_than_it_used_to_take(
 ) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
         weight = torch.zeros(2, 2)
-        await peers.upload("a", [ShippedAdapter("d", AdapterSpec(modules=()), (weight,))])
-        session = ClientSession(peers, view, DigestCache(), blocks=range(1))
+        await peers.upload("a", [LoadedAdapter(digest="d", spec=AdapterSpec(modules=()), tensors=(weight,))])
+        session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens(6))
         rpc = "open session" if message is SessionOpen else "rpc_adapter"
         assert peers.deadlines.timeout_s("a", rpc, 1) < peers.deadlines.longest_s

@@ -89,7 +89,7 @@ def test_bitsandbytes_is_refused_although_it_calls_itself_32_true() -> None:
 
 @pytest.mark.parametrize("cls", STRATEGIES)
 def test_a_malformed_address_is_named(cls: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'nowhere' is no address"):
+    with pytest.raises(ConfigError, match=r"'nowhere' is not a peer address"):
         cls(["nowhere"]).join()
 
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from swarm_plugins.backbone.block import make_remote
+from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import find_layers
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError

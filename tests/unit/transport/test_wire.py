@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
+from swarm_plugins.block_io import CacheOp
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import (
     AdapterUpload,
     BackwardRequest,
     BackwardResponse,
-    CacheOp,
     Failure,
     ForwardRequest,
     ForwardResponse,

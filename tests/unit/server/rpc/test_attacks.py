@@ -12,7 +12,7 @@ import torch
 from fake_server import VERSION, WIDTH, FakeCache, FakeRunner, transport_to
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
-from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.block_io import CacheOp, LoadedAdapter
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.adapter_store import MAX_ADAPTERS, AdapterStore
@@ -20,7 +20,6 @@ from swarm_plugins.server.state.sessions import MAX_OPS, apply_ops
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
-    CacheOp,
     Failure,
     ForwardRequest,
     Message,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from fake_server import VERSION, WIDTH, FakeRunner, transport_to
 
+from swarm_plugins.block_io import CacheOp
 from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
-    CacheOp,
     Failure,
     ForwardRequest,
     Message,

@@ -8,21 +8,22 @@ import pytest
 import torch
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
-from swarm_plugins.client import adapters as adapters_module
-from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter, DigestCache
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter
+from swarm_plugins.client import digests as adapters_module
+from swarm_plugins.client.digests import DigestCache
 
 
-def adapter(blocks: range, rank: int = 2) -> ClientAdapter:
+def adapter(blocks: range, rank: int = 2) -> LoadedAdapter:
     modules, tensors = [], []
     for block in blocks:
         shapes = ((rank, 4), (6, rank))
         modules.append(AdapterModule(block=block, module="self_attn.q_proj", kind="lora", shapes=shapes, scaling=2.0))
         tensors += [torch.full(shape, float(block + 1)) for shape in shapes]
-    return ClientAdapter(AdapterSpec(modules=tuple(modules)), tuple(tensors))
+    return LoadedAdapter(spec=AdapterSpec(modules=tuple(modules)), tensors=tuple(tensors))
 
 
 def test_a_part_names_the_positions_of_its_tensors() -> None:
-    selection = AdapterSelection(adapters=(adapter(range(4)), adapter(range(1, 3))))
+    selection = AdapterUse(adapters=(adapter(range(4)), adapter(range(1, 3))))
     part = DigestCache().part(selection, range(2, 4))
     assert part.indices == (4, 5, 6, 7, 10, 11)
     assert [module.block for module in part.shipped[0].spec.modules] == [2, 3]
@@ -46,7 +47,7 @@ def test_unchanged_tensors_are_hashed_once_and_changed_ones_again(monkeypatch: p
         return adapter_digest(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(adapters_module, "adapter_digest", counted)
-    selection, cache = AdapterSelection(adapters=(adapter(range(2)),)), DigestCache()
+    selection, cache = AdapterUse(adapters=(adapter(range(2)),)), DigestCache()
     first = cache.part(selection, range(2)).digests
     assert cache.part(selection, range(2)).digests == first
     assert len(calls) == 1
@@ -71,7 +72,7 @@ def test_changes_that_autograd_does_not_see_are_seen(
     change: Callable[[torch.Tensor], object], dtype: torch.dtype
 ) -> None:
     plain = adapter(range(2))
-    selection = AdapterSelection(adapters=(ClientAdapter(plain.spec, tuple(t.to(dtype) for t in plain.tensors)),))
+    selection = AdapterUse(adapters=(plain.map(lambda tensor: tensor.to(dtype)),))
     cache = DigestCache()
     before = cache.part(selection, range(2)).digests
     change(selection.adapters[0].tensors[1])
@@ -81,7 +82,7 @@ def test_changes_that_autograd_does_not_see_are_seen(
 
 
 def test_between_tokens_values_are_not_looked_at() -> None:
-    selection, cache = AdapterSelection(adapters=(adapter(range(2)),)), DigestCache()
+    selection, cache = AdapterUse(adapters=(adapter(range(2)),)), DigestCache()
     before = cache.part(selection, range(2)).digests
     selection.adapters[0].tensors[1].data.add_(1.0)
     assert cache.part(selection, range(2), verify=False).digests == before
@@ -91,11 +92,5 @@ def test_between_tokens_values_are_not_looked_at() -> None:
 def test_few_parts_are_remembered() -> None:
     cache = DigestCache(capacity=2)
     for _ in range(5):
-        cache.part(AdapterSelection(adapters=(adapter(range(2)),)), range(2))
+        cache.part(AdapterUse(adapters=(adapter(range(2)),)), range(2))
     assert len(cache._cuts) == len(cache._named) == 2
-
-
-def test_rows_and_seed_follow_a_slice_of_the_batch() -> None:
-    selection = AdapterSelection(adapters=(adapter(range(1)),), rows=(0, -1, 0), dropout_seed=7)
-    part = selection.row_slice(slice(1, 3), 1)
-    assert (part.rows, part.dropout_seed) == ((-1, 0), 8)

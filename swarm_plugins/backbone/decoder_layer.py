@@ -1,20 +1,22 @@
-"""A decoder layer that runs on the swarm."""
+"""Decoder layers that run on the swarm."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from swarm_plugins.backbone.arguments import by_name
-from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.backbone.standin import stand_in_class, turn_into_stand_ins
 
-__all__ = ["RemoteBlock", "make_remote"]
+if TYPE_CHECKING:
+    from swarm_plugins.backbone.stack import RemoteStack
+
+__all__ = ["RemoteDecoderLayer", "make_remote"]
 
 
-class RemoteBlock(nn.Module):
-    """Mixed in before the class of a decoder layer: its forward asks the stack, its children never run."""
+class RemoteDecoderLayer(nn.Module):
+    """Mixin that goes before a decoder layer's class: its forward asks the stack, its children never run."""
 
     swarm_stack: RemoteStack
     swarm_index: int
@@ -34,7 +36,7 @@ def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:
     for index, layer in enumerate(layers):
         turn_into_stand_ins(layer, device)
         original: type[nn.Module] = layer._stand_in_of[1]  # type: ignore[index,assignment]
-        layer.__class__ = stand_in_class(original, RemoteBlock)  # type: ignore[arg-type]
+        layer.__class__ = stand_in_class(original, RemoteDecoderLayer)  # type: ignore[arg-type]
         layer.swarm_stack = stack  # type: ignore[assignment]
         layer.swarm_index = index  # type: ignore[assignment]
     stack.layers = list(layers)

@@ -1,7 +1,7 @@
-"""Reads PEFT's adapters off the stand-ins, and refuses what servers could not apply.
+"""Reads PEFT's adapters off the stand-ins; refuses what servers could not apply.
 
-PEFT has injected real tensors under the real names; servers get structure and tensors. A trainable tensor that
-would not be shipped would silently get no gradient, so anything unknown raises before the first step.
+PEFT has injected real tensors under their real names; servers get structure and tensors. A trainable tensor that is not
+shipped would silently get no gradient, so anything unknown raises before the first step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
 from swarm_plugins.backbone.standin import StandIn
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter
 from swarm_plugins.checkpoint.hollow import is_hollow
-from swarm_plugins.client.adapters import AdapterSelection, ClientAdapter
 from swarm_plugins.errors import UnsupportedError
 
 __all__ = ["AdapterReader"]
@@ -38,8 +38,8 @@ class _Tuned(NamedTuple):
 class AdapterReader:
     """Finds the adapters of a model's remote blocks.
 
-    Reading them all anew takes milliseconds, which every generated token would pay; what is cheap to see (which are
-    active, which tensors, how scaled) tells whether the last reading still holds.
+    A full reading takes milliseconds, too much for every generated token; a cheap look (what is active, which tensors,
+    how scaled) shows whether the last reading still holds.
 
     Args:
         blocks: The remote blocks, in order.
@@ -51,14 +51,14 @@ class AdapterReader:
         self._weights: list[tuple[int, str, dict[str, nn.Parameter | None]]] = []
         self._seen = -1
         self._state: list[object] | None = None
-        self._last = AdapterSelection()
+        self._last = AdapterUse()
         self._is_checked = False
 
-    def select(self, structure: int, indices: range, batch_size: int) -> AdapterSelection:
-        """Returns the adapters that are active now on some blocks.
+    def select(self, structure: int, indices: range, batch_size: int) -> AdapterUse:
+        """Returns the adapters now active on some blocks.
 
         Args:
-            structure: Changes when modules were injected or removed; the search is done again then.
+            structure: Changes when modules are injected or removed, which starts a new search.
             indices: Which blocks.
             batch_size: Rows of the batch.
 
@@ -108,13 +108,13 @@ def _forgotten(index: int, name: str) -> UnsupportedError:
 
 
 def _is_inactive(name: str, parameter: nn.Parameter) -> bool:
-    """Whether it is a LoRA or IA3 tensor of an adapter that is switched off: PEFT leaves those trainable too."""
+    """Returns whether it belongs to a LoRA or IA3 that is switched off: PEFT leaves its tensors trainable."""
     known = (".lora_A.", ".lora_B.", ".ia3_l.")
     return not is_hollow(parameter) and any(part in f".{name}" for part in known)
 
 
 def _find_weights(blocks: Sequence[nn.Module]) -> Iterator[tuple[int, str, dict[str, nn.Parameter | None]]]:
-    """Finds the modules of the blocks that have parameters of their own, with the live dict of these."""
+    """Finds modules with parameters of their own, and the live dict of these."""
     for index, block in enumerate(blocks):
         for path, module in block.named_modules():
             if isinstance(module, StandIn) and module._parameters:
@@ -123,10 +123,10 @@ def _find_weights(blocks: Sequence[nn.Module]) -> Iterator[tuple[int, str, dict[
 
 
 def _state(layer: Any) -> list[object]:
-    """Returns what the structure and tensors of a layer's adapters depend on, as cheaply as can be."""
+    """Returns everything that structure and tensors of a layer's adapters depend on, as cheaply as possible."""
     if layer._disable_adapters:
         return [None]
-    # Past PEFT's properties and torch's attribute hooks: this runs for every layer and generated token.
+    # Bypasses PEFT's properties and torch's attribute hooks: this runs for every layer and generated token.
     modules = layer._modules
     if "ia3_l" in modules:
         vectors = modules["ia3_l"]._parameters
@@ -164,24 +164,24 @@ def _check_options(item: _Tuned, name: str) -> None:
         )
 
 
-def _selection(tuned: Sequence[_Tuned], names: Sequence[str] | None, batch_size: int) -> AdapterSelection:
+def _selection(tuned: Sequence[_Tuned], names: Sequence[str] | None, batch_size: int) -> AdapterUse:
     if names is None:
-        # One for each name: PEFT applies several on one layer one after the other, and a frozen one is not sent again.
+        # One per name: PEFT applies several on a layer one by one, and a frozen one is not sent again.
         distinct = list(dict.fromkeys(name for item in tuned for name in _active(item)))
         found = [_collect([item for item in tuned if name in _active(item)], name) for name in distinct]
-        return AdapterSelection(adapters=tuple(adapter for adapter in found if adapter.tensors))
+        return AdapterUse(adapters=tuple(adapter for adapter in found if adapter.tensors))
     if len(names) != batch_size:
         raise UnsupportedError(
             f"adapter_names has {len(names)} names for a batch of {batch_size} rows; give one for each"
         )
     distinct = [name for name in dict.fromkeys(names) if name != "__base__"]
     rows = tuple(-1 if name == "__base__" else distinct.index(name) for name in names)
-    return AdapterSelection(adapters=tuple(_collect(tuned, name) for name in distinct), rows=rows)
+    return AdapterUse(adapters=tuple(_collect(tuned, name) for name in distinct), rows=rows)
 
 
 def _per_row_names(tuned: Sequence[_Tuned]) -> list[str] | None:
-    """Reads the names of a mixed batch from the hooks by which PEFT hands them to its layers."""
-    # PEFT hands them to all of its LoRA layers alike.
+    """Reads a mixed batch's adapter names from the hooks by which PEFT passes them to its layers."""
+    # All of PEFT's LoRA layers get the same ones.
     first = next((item.layer for item in tuned if isinstance(item.layer, LoraLayer)), None)
     if first is not None:
         for hook in first._forward_pre_hooks.values():  # type: ignore[attr-defined]
@@ -196,7 +196,7 @@ def _active(item: _Tuned) -> list[str]:
     return [] if item.layer.disable_adapters else list(item.layer.active_adapters)
 
 
-def _collect(tuned: Sequence[_Tuned], name: str) -> ClientAdapter:
+def _collect(tuned: Sequence[_Tuned], name: str) -> LoadedAdapter:
     modules: list[AdapterModule] = []
     tensors: list[Tensor] = []
     for item in tuned:
@@ -205,7 +205,7 @@ def _collect(tuned: Sequence[_Tuned], name: str) -> ClientAdapter:
             _check_options(item, name)
             modules.append(found[0])
             tensors.extend(found[1])
-    return ClientAdapter(AdapterSpec(modules=tuple(modules)), tuple(tensors))
+    return LoadedAdapter(spec=AdapterSpec(modules=tuple(modules)), tensors=tuple(tensors))
 
 
 def _dropout(item: _Tuned, name: str) -> float:
@@ -217,7 +217,7 @@ def _dropout(item: _Tuned, name: str) -> float:
 
 
 def _read(item: _Tuned, name: str) -> tuple[AdapterModule, tuple[Tensor, ...]] | None:
-    """Returns structure and tensors of one adapter on one layer, or None if the layer does not have it."""
+    """Returns one adapter's structure and tensors on one layer, None if it is not there."""
     layer: Any = item.layer
     if isinstance(layer, IA3Layer):
         if name not in layer.ia3_l:

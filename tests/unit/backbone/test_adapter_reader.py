@@ -7,12 +7,12 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from swarm_plugins.backbone import adapters as adapters_module
-from swarm_plugins.backbone.adapters import AdapterReader
-from swarm_plugins.backbone.block import make_remote
+from swarm_plugins.backbone import adapter_reader as adapters_module
+from swarm_plugins.backbone.adapter_reader import AdapterReader
+from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.backbone.standin import structure_version
-from swarm_plugins.client.adapters import AdapterSelection
+from swarm_plugins.block_io import AdapterUse
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.testing.models import tiny_model
 
@@ -30,7 +30,7 @@ class Reading:
         self.reader = AdapterReader(list(layers))
         self.model: PeftModel = get_peft_model(model, config)
 
-    def __call__(self, batch_size: int = 1, blocks: range = range(2)) -> AdapterSelection:
+    def __call__(self, batch_size: int = 1, blocks: range = range(2)) -> AdapterUse:
         return self.reader.select(structure_version(), blocks, batch_size)
 
 

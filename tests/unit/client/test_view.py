@@ -1,4 +1,4 @@
-"""The command that a message ends with can be pasted."""
+"""The picture of the swarm: a lookup that fails for once does not lose it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from swarm_plugins.client.advice import serve_command
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import connect
-from swarm_plugins.client.directory import SwarmView
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.view import SwarmView, serve_command
 from swarm_plugins.errors import MissingBlocksError, TransportError
 from swarm_plugins.routing import Demand
-from swarm_plugins.transport.messages import Failure, Message
+from swarm_plugins.transport.messages import Failure, Message, ServerInfo
 
 LOCAL, COMMIT = "local-" + "0" * 40, "a" * 40
 FIRST, SECOND = "/ip4/1.2.3.4/tcp/1/p2p/QmFirst", "/ip4/1.2.3.4/tcp/2/p2p/QmSecond"
@@ -22,6 +21,30 @@ FIRST, SECOND = "/ip4/1.2.3.4/tcp/1/p2p/QmFirst", "/ip4/1.2.3.4/tcp/2/p2p/QmSeco
 
 def unused(message: Message) -> Message:
     return Failure(kind="internal", message="not asked in these tests")
+
+
+class BrokenDirectory:
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        raise TransportError("no answer")
+
+
+def test_a_failed_lookup_leaves_the_last_answer(run_in_swarm: Callable[..., Any]) -> None:
+    async def use(peers: Peers, view: SwarmView) -> None:
+        await view.refresh(force=False)
+        view.directory = BrokenDirectory()
+        await view.refresh(force=True)
+        assert [span.peer for span in await view.chain(range(1), Demand())] == ["a"]
+
+    run_in_swarm({"a": ((0, 1), unused)}, use, num_blocks=1)
+
+
+def test_a_first_lookup_that_fails_is_raised(run_in_swarm: Callable[..., Any]) -> None:
+    async def use(peers: Peers, view: SwarmView) -> None:
+        view.directory = BrokenDirectory()
+        with pytest.raises(TransportError, match="no answer"):
+            await view.refresh(force=False)
+
+    run_in_swarm({"a": ((0, 1), unused)}, use, num_blocks=1)
 
 
 def test_a_directory_is_served_as_it_is_and_a_commit_as_that_commit() -> None:

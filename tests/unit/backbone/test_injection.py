@@ -7,8 +7,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 
-from swarm_plugins.backbone.defaults import add_lora_defaults, keep_unset_targets
-from swarm_plugins.backbone.injection import watch_injection
+from swarm_plugins.backbone.injection import add_lora_defaults, keep_unset_targets, watch_injection
 from swarm_plugins.testing.models import tiny_model
 
 ATTENTION = {"q_proj", "v_proj"}

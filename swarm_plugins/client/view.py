@@ -1,15 +1,16 @@
-"""The client's picture of the swarm: who serves which blocks of one model version, how fast, who is banned."""
+"""A client's view of the swarm: who serves which blocks of one model version, how fast, who is banned."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from swarm_plugins.client.advice import serve_command
-from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.errors import (
     MissingBlocksError,
     ProtocolError,
@@ -25,14 +26,18 @@ from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import check_server_info
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["SwarmView"]
+if TYPE_CHECKING:
+    from swarm_plugins.client.config import SwarmConfig
+    from swarm_plugins.client.peers import Peers
+
+__all__ = ["Servers", "SwarmView", "serve_command"]
 
 log = logging.getLogger(__name__)
 
 _MAX_PROBES = 64
 """Servers asked for their state in one refresh; of a larger swarm a sample that holds every block."""
 _MAX_INFOS = 1024
-"""Servers whose own word is remembered; above this those that have left are forgotten."""
+"""Servers whose answers are remembered; above this, servers that have left are forgotten."""
 
 
 class SwarmView:
@@ -45,7 +50,7 @@ class SwarmView:
         version: The model version.
         num_blocks: Blocks of the whole model.
         model: The model's directory or id, as its user wrote it. None: the version's name.
-        initial_peers: Addresses by which the swarm was joined; for messages.
+        initial_peers: Addresses the swarm was joined by; for messages.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class SwarmView:
         return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand)
 
     def _is_small(self, peer: str) -> bool:
-        """Returns whether a server takes so little at once that everybody's batches would be cut to crumbs for it."""
+        """Returns whether a server takes so little at once that whole batches would be cut to crumbs for it."""
         return 0 < self._max_tokens_of(peer) < self.config.min_batch_tokens
 
     def _max_tokens_of(self, peer: str) -> int:
@@ -117,8 +122,8 @@ class SwarmView:
         return 0 if info is None else info.max_batch_tokens
 
     def max_batch_tokens(self, blocks: range) -> int | None:
-        """Returns the largest request (rows times tokens) that every server takes that a plan may have; None: any."""
-        # The loop's thread may be renewing the picture; it replaces the table as a whole.
+        """Returns the largest request (rows times tokens) that every server of any plan takes; None: no limit."""
+        # The loop's thread may be refreshing; it replaces the table as a whole.
         entries = [entry for entry in self._entries.values() if entry.start < blocks.stop and entry.end > blocks.start]
         roomy = [entry for entry in entries if not self._is_small(entry.peer)]
         if missing_blocks(roomy, blocks):
@@ -141,7 +146,7 @@ class SwarmView:
             if not force and time.monotonic() - self._refreshed_at < self.config.refresh_s:
                 return
             self._announced = await self._ask_directory()
-            # Those that have just failed take nobody's place in the sample.
+            # Banned servers must not crowd others out of the sample.
             online = {
                 peer: (info.start, info.end)
                 for peer, info in self._announced.items()
@@ -178,7 +183,7 @@ class SwarmView:
         return {peer: info for peer, info in announced.items() if allowed is None or peer in allowed}
 
     async def _probe(self, peer: str) -> ServerEntry | None:
-        """Asks a server itself: the round trip is measured, and only its own word counts for what it serves."""
+        """Asks a server what it serves, which counts more than its announcement, and measures the round trip."""
         started = time.perf_counter()
         try:
             info = await self._ask(peer)
@@ -234,6 +239,18 @@ class SwarmView:
         )
 
 
+@dataclass(frozen=True)
+class Servers:
+    """All that running blocks of one model version takes."""
+
+    peers: Peers
+    """Sends requests."""
+    view: SwarmView
+    """Plans chains."""
+    digests: DigestCache = field(default_factory=DigestCache)
+    """Names adapters."""
+
+
 def _ranges(blocks: Sequence[int]) -> str:
     """Writes block indices as ranges: ``0:4, 7:8``."""
     parts: list[list[int]] = []
@@ -243,3 +260,23 @@ def _ranges(blocks: Sequence[int]) -> str:
         else:
             parts.append([block, block + 1])
     return ", ".join(f"{start}:{end}" for start, end in parts)
+
+
+def serve_command(
+    model: str, revision: str, blocks: range, initial_peers: Sequence[str], *, without: Collection[str] = ()
+) -> str:
+    """Returns the command line of a server that fills a gap; it can be pasted.
+
+    Args:
+        model: Directory, or id of a repository on the Hub; not trusted.
+        revision: Commit on the Hub, or ``local-`` and the fingerprint of a directory, which is left out.
+        blocks: The gap.
+        initial_peers: Addresses the swarm was joined by; one of them is named.
+        without: Peers not to join by, if there is a choice.
+    """
+    living = [address for address in initial_peers if address.rpartition("/")[2] not in without]
+    address = next(iter([*living, *initial_peers]), "ADDRESS")
+    # On the Hub another commit would be another version, which does not fill the gap.
+    commit = [] if revision.startswith("local-") else ["--revision", revision]
+    span = f"{blocks.start}:{blocks.stop}"
+    return shlex.join(["swarm", "serve", model, *commit, "--blocks", span, "--initial-peers", address])

@@ -1,0 +1,60 @@
+"""The swarm's side of a comparison: the model through a swarm on this machine, in turns with the local one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from transformers import PreTrainedModel
+
+from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
+from swarm_plugins.bench.arms import frozen
+from swarm_plugins.bench.figures import Figure
+from swarm_plugins.bench.measure import Arm, interleave
+
+__all__ = ["compare", "swarm_model", "weight_bytes"]
+
+
+def swarm_model(directory: Path, initial_peers: Sequence[str]) -> PreTrainedModel:
+    """Loads the client's share of the model; its blocks run on the swarm."""
+    return frozen(
+        AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=list(initial_peers), dtype=torch.float32)
+    )
+
+
+def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
+    """Returns the size in memory of the weights of some blocks of a local model."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    return sum(tensor.numel() * tensor.element_size() for index in blocks for tensor in layers[index].parameters())
+
+
+def compare(
+    name: str, unit: str, here: Arm, there: Arm, *, goal: float | None, rounds: int, progress: Progress
+) -> Figure:
+    """Runs the local model and the swarm in turns and returns the swarm's figure.
+
+    Args:
+        name: Of the figure.
+        unit: Milliseconds of what, such as ``ms/token``.
+        here: The local model.
+        there: The swarm.
+        goal: Least ratio of their speeds, if any is asked for.
+        rounds: After one to warm up.
+        progress: Shows how far it is.
+    """
+    bar = progress.add_task(name, total=rounds + 1)
+    interleave([here, there], rounds=rounds, on_round=partial(progress.advance, bar))
+    return Figure(
+        name=name,
+        unit=unit,
+        local=here.median_s * 1e3,
+        swarm=there.median_s * 1e3,
+        ratio=here.median_s / there.median_s,
+        goal=goal,
+        cpu_ratio=there.cpu_ratio(here),
+        rounds=rounds,
+    )

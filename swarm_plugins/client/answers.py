@@ -1,0 +1,154 @@
+"""Checks what comes back from servers: which error a failure means, and that an answer is what was asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.errors import (
+    CapacityError,
+    ProtocolError,
+    RemoteError,
+    SessionLostError,
+    SwarmError,
+    TransportError,
+    UnknownAdapterError,
+)
+from swarm_plugins.transport.codec import has_non_finite
+from swarm_plugins.transport.messages import Failure, Message
+
+__all__ = [
+    "RefusedError",
+    "StreamLostError",
+    "TicketLostError",
+    "check_answer",
+    "check_outputs",
+    "check_same_routers",
+    "check_tensor",
+    "failure_error",
+]
+
+M = TypeVar("M", bound=Message)
+_MAX_MESSAGE_CHARS = 1000
+
+
+class StreamLostError(TransportError):
+    """The stream ended or broke before an answer came."""
+
+
+class RefusedError(RemoteError):
+    """The server refuses the request itself: another server would refuse it too, if this one says the truth."""
+
+
+class TicketLostError(RemoteError):
+    """The server no longer keeps the graph of a forward request: send the inputs again."""
+
+
+_ERRORS: dict[str, type[SwarmError]] = {
+    "bad_request": RefusedError,
+    "not_finite": RefusedError,
+    "unknown_adapter": UnknownAdapterError,
+    "unknown_ticket": TicketLostError,
+    "unknown_session": SessionLostError,
+    "out_of_memory": CapacityError,
+}
+
+
+def failure_error(failure: Failure, peer: str) -> SwarmError:
+    """Returns the error to raise for a failure answer."""
+    return _ERRORS.get(failure.kind, RemoteError)(f"server {peer} answered {failure.kind}: {_shown(failure.message)}")
+
+
+def _shown(text: str) -> str:
+    """Makes a stranger's text safe for a log or terminal: one line of bounded length."""
+    return "".join(char if char.isprintable() else " " for char in text[:_MAX_MESSAGE_CHARS])
+
+
+def check_answer(answer: Message | None, kind: type[M], peer: str) -> M:
+    """Returns an answer, which must be of one kind.
+
+    Raises:
+        ProtocolError: If the peer answered with something else.
+        StreamLostError: If it closed the stream instead.
+        SwarmError: If it answered with a failure (see ``failure_error``).
+    """
+    if answer is None:
+        raise StreamLostError(f"server {peer} closed the stream before it answered")
+    if isinstance(answer, Failure):
+        raise failure_error(answer, peer)
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"server {peer} answered with {type(answer).__name__}, expected {kind.__name__}")
+    return answer
+
+
+def check_tensor(got: Tensor | None, like: Tensor, peer: str, what: str) -> None:
+    """Checks a tensor from a server against one of the expected shape and dtype.
+
+    Raises:
+        ProtocolError: If it is absent, of another shape or dtype, or not finite.
+    """
+    if got is None:
+        raise ProtocolError(f"server {peer} left out {what}")
+    if got.shape != like.shape or got.dtype != like.dtype:
+        raise ProtocolError(
+            f"server {peer} returned {what} as {got.dtype} {tuple(got.shape)}, "
+            f"expected {like.dtype} {tuple(like.shape)}"
+        )
+    _check_finite(got, peer, what)
+
+
+def check_outputs(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
+    """Checks what a server returned for ``inputs``.
+
+    Raises:
+        ProtocolError: If a tensor is absent, of a wrong shape or dtype, or not finite.
+    """
+    hidden, span = inputs.hidden, inputs.blocks
+    check_tensor(outputs.hidden, hidden, peer, "the hidden states")
+    expected = len(span) - 1 if inputs.collect_hidden else 0
+    if len(outputs.hidden_states) != expected:
+        raise ProtocolError(
+            f"server {peer} returned {len(outputs.hidden_states)} inner hidden states, expected {expected}"
+        )
+    for state in outputs.hidden_states:
+        check_tensor(state, hidden, peer, "inner hidden states")
+    blocks = outputs.router_blocks
+    is_ascending = all(one < two for one, two in itertools.pairwise(blocks))
+    if len(blocks) != len(outputs.router_logits) or not is_ascending or not all(block in span for block in blocks):
+        raise ProtocolError(
+            f"server {peer} returned router logits of blocks {blocks}, its span is {(span.start, span.stop)}"
+        )
+    for logits in outputs.router_logits:
+        if logits.ndim != 2 or logits.shape[0] != inputs.num_tokens or not logits.is_floating_point():
+            raise ProtocolError(
+                f"server {peer} returned router logits of shape {tuple(logits.shape)}, "
+                f"expected [{inputs.num_tokens}, experts]"
+            )
+        _check_finite(logits, peer, "router logits")
+
+
+def check_same_routers(parts: Sequence[SpanOutputs], who: str) -> None:
+    """Checks that the answers to parts of one input can be joined: same blocks, same numbers of experts.
+
+    Raises:
+        ProtocolError: If they differ.
+    """
+    found = [
+        [(block, logits.shape[-1]) for block, logits in zip(part.router_blocks, part.router_logits, strict=True)]
+        for part in parts
+    ]
+    for other in found[1:]:
+        if other != found[0]:
+            raise ProtocolError(
+                f"{who} returned router logits of (block, experts) {found[0][:8]} for one part of an input and "
+                f"{other[:8]} for another: they must be the same"
+            )
+
+
+def _check_finite(tensor: Tensor, peer: str, what: str) -> None:
+    if has_non_finite(tensor):
+        raise ProtocolError(f"server {peer} returned NaN or infinity in {what}")

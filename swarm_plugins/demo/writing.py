@@ -1,0 +1,71 @@
+"""A checkpoint written file by file, in a folder that appears only when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swarm_plugins.errors import CheckpointError
+
+__all__ = ["Shards", "new_folder"]
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, needed_bytes: int, cure: str) -> Iterator[Path]:
+    """Yields a folder that becomes the target at the end: a half-made one is never taken for the model.
+
+    Args:
+        target: Folder to make; must be absent or empty.
+        needed_bytes: Room on its disk.
+        cure: Alternative to freeing space, for the message.
+
+    Raises:
+        CheckpointError: If the disk has too little room.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{target.parent} has {free / 1e9:.1f} GB free, the model needs {needed_bytes / 1e9:.1f} GB: free some "
+            f"space, or {cure}"
+        )
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as work:
+        out = Path(work) / "out"
+        out.mkdir(mode=0o755)
+        yield out
+        out.rename(target)
+
+
+class Shards:
+    """Writes the files of a checkpoint, then their index.
+
+    Args:
+        folder: Folder of the checkpoint.
+        num_files: Files to write.
+    """
+
+    def __init__(self, folder: Path, num_files: int) -> None:
+        self._folder = folder
+        self._num_files = num_files
+        self._weight_map: dict[str, str] = {}
+        self._written = 0
+        self.num_bytes = 0
+        """Bytes of all tensors so far."""
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the next file, and the index after the last one."""
+        self._written += 1
+        name = f"model-{self._written:05d}-of-{self._num_files:05d}.safetensors"
+        save_file(dict(tensors), self._folder / name, metadata={"format": "pt"})
+        self._weight_map |= dict.fromkeys(tensors, name)
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self._written == self._num_files:
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": self._weight_map}
+            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

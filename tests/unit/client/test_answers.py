@@ -1,0 +1,69 @@
+"""Answers of servers are checked like anything from the network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.client.answers import check_outputs, check_tensor, failure_error
+from swarm_plugins.errors import ProtocolError
+from swarm_plugins.transport.messages import Failure, ForwardResponse
+
+HIDDEN = torch.zeros(2, 3, 4)
+LOGITS = torch.zeros(6, 8)
+INPUTS = SpanInputs(blocks=range(2, 5), hidden=HIDDEN, collect_hidden=True)
+
+
+def answer(**changes: Any) -> ForwardResponse:
+    good = {"hidden": HIDDEN, "hidden_states": (HIDDEN, HIDDEN), "router_logits": (LOGITS,), "router_blocks": (2,)}
+    return ForwardResponse(**{**good, **changes})
+
+
+def test_a_right_answer_passes() -> None:
+    check_outputs(answer(), INPUTS, "peer")
+    check_outputs(answer(hidden_states=()), replace(INPUTS, collect_hidden=False), "peer")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        pytest.param({"hidden": HIDDEN[:1]}, r"\(1, 3, 4\), expected torch.float32 \(2, 3, 4\)", id="shape"),
+        pytest.param({"hidden": HIDDEN.half()}, "as torch.float16 .*expected torch.float32", id="dtype"),
+        pytest.param({"hidden": HIDDEN / 0}, "NaN or infinity in the hidden states", id="nan"),
+        pytest.param({"hidden_states": (HIDDEN,)}, "1 inner hidden states, expected 2", id="too-few"),
+        pytest.param(
+            {"hidden_states": (HIDDEN, HIDDEN + torch.inf)}, "infinity in inner hidden states", id="inner-inf"
+        ),
+        pytest.param({"router_blocks": (5,)}, r"blocks \(5,\), its span is \(2, 5\)", id="foreign-block"),
+        pytest.param({"router_blocks": (2, 3)}, r"router logits of blocks \(2, 3\)", id="blocks-without-logits"),
+        pytest.param({"router_logits": (LOGITS[:5],)}, r"\(5, 8\), expected \[6, experts\]", id="router-shape"),
+        pytest.param({"router_logits": (LOGITS.long(),)}, r"expected \[6, experts\]", id="router-dtype"),
+        pytest.param({"router_logits": (LOGITS / 0,)}, "NaN or infinity in router logits", id="router-nan"),
+    ],
+)
+def test_a_wrong_answer_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ProtocolError, match=f"server peer returned .*{match}"):
+        check_outputs(answer(**changes), INPUTS, "peer")
+
+
+def test_what_is_left_out_is_named() -> None:
+    with pytest.raises(ProtocolError, match="server peer left out the gradient"):
+        check_tensor(None, HIDDEN, "peer", "the gradient")
+
+
+@pytest.mark.parametrize("blocks", [(3, 3), (4, 3), (5, 6), (1, 2)], ids=str)
+def test_router_logits_come_once_for_each_block_and_in_order(blocks: tuple[int, ...]) -> None:
+    lie = ForwardResponse(hidden=HIDDEN, router_logits=(LOGITS, LOGITS), router_blocks=blocks)
+    with pytest.raises(ProtocolError, match="router logits of blocks"):
+        check_outputs(lie, replace(INPUTS, collect_hidden=False), "liar")
+
+
+def test_a_servers_words_are_one_line_of_bounded_length() -> None:
+    error = failure_error(Failure(kind="internal", message="no\n\x1b[2Jway " + "x" * 1_000_000), "liar")
+    assert str(error).startswith("server liar answered internal: no  [2Jway xxx")
+    assert str(error).isprintable()
+    assert len(str(error)) < 1100
