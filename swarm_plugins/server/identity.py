@@ -49,8 +49,8 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
     if checkpoint.directory is None:
         # Few bits do not tell whose weights they were.
         log.warning(
-            "%s claims to be made from %s: its blocks are announced as blocks of that model. Serve it only if you trust "
-            "its publisher, or make a store yourself with swarm quantize",
+            "%s claims to be made from %s: its blocks are announced as blocks of that model. Serve it only if you "
+            "trust its publisher, or make a store yourself with swarm quantize",
             checkpoint.version,
             base,
         )

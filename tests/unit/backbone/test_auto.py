@@ -125,7 +125,7 @@ def test_a_quantized_store_is_refused_with_the_model_to_give(
 ) -> None:
     quantize_checkpoint(directory, tmp_path / "store", expert_bits=4, progress=False)
     version = Checkpoint.open(directory).version
-    with pytest.raises(ConfigError, match=f"servers announce its blocks as blocks of '{version}'; load that model instead"):
+    with pytest.raises(ConfigError, match=f"announce its blocks as blocks of '{version}'; load that model"):
         AutoSwarmModelForCausalLM.from_pretrained(tmp_path / "store", connection=swarm.connection)
 
 
