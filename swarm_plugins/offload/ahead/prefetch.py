@@ -68,10 +68,11 @@ class _Extra(NamedTuple):
 
     def is_same(self, other: _Extra) -> bool:
         """Returns whether both hold the same objects: parameters, not values computed for each token."""
-        return self._identities() == other._identities()
-
-    def _identities(self) -> tuple[list[int], dict[str, int]]:
-        return [*map(id, self.arguments)], {name: id(value) for name, value in self.keywords.items()}
+        mine, theirs = (
+            ([*map(id, one.arguments)], {name: id(value) for name, value in one.keywords.items()})
+            for one in (self, other)
+        )
+        return mine == theirs
 
 
 @dataclass(slots=True)

@@ -100,11 +100,7 @@ def _process_limits() -> Iterator[int]:
 
 def _group_limits(root: Path = _CGROUP, membership: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
     """Yields what each enclosing control group, of either version, leaves; page cache counts as free."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _text(membership).splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -118,18 +114,22 @@ def _group_limits(root: Path = _CGROUP, membership: Path = Path("/proc/self/cgro
             group = group.parent
 
 
-def _number(path: Path) -> int | None:
+def _text(path: Path) -> str:
     try:
-        text = path.read_text().strip()
+        return path.read_text()
     except OSError:
-        return None
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _file_pages(path: Path) -> int:
     try:
-        pairs = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
-    except (OSError, ValueError):
+        pairs = dict(line.split(maxsplit=1) for line in _text(path).splitlines())
+    except ValueError:
         return 0
     # Only pages that can be dropped at once.
     return int(pairs.get("total_inactive_file", pairs.get("inactive_file", "0")))

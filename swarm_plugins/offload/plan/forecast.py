@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from swarm_plugins.offload.plan.sizes import ModelSizes
+if TYPE_CHECKING:
+    from swarm_plugins.offload.plan.sizes import ModelSizes
 
 __all__ = ["MEASURED_HITS", "Forecast", "Speeds", "forecast", "hit_ratio"]
 
@@ -87,15 +89,10 @@ def forecast(
     bits_ratio: float = 1.0,
     prefetch: bool = True,
 ) -> Forecast:
-    """Forecasts decoding.
+    """Forecasts decoding of a model on a machine, with so many bytes for experts on the device and in pinned RAM.
 
-    Args:
-        sizes: The model.
-        speeds: The machine.
-        fast_bytes: For experts, on the device.
-        ram_bytes: For experts, in pinned RAM; counts only where there is a link between two memories.
-        bits_ratio: Size of an expert over its size in the checkpoint, if it is stored quantized.
-        prefetch: Whether experts are read ahead.
+    Pinned RAM counts only where there is a link between two memories. ``bits_ratio`` is the size of a quantized expert
+    over its size in the checkpoint.
     """
     expert_bytes = sizes.expert_bytes * bits_ratio
     token_bytes = sizes.token_bytes * bits_ratio

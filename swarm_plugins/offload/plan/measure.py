@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ _MOST_STEPS = 100
 _NUM_READERS = OffloadConfig().num_readers
 _PAGE = mmap.PAGESIZE
 _LINK_BYTES = 64 << 20
+_Pool: TypeAlias = Callable[[torch.Size, torch.dtype], Tensor]
 
 
 def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7) -> float:
@@ -138,10 +140,7 @@ def step_seconds(model: PreTrainedModel, *, device: torch.device, seconds: float
     Every parameter is replaced by one of its shape from a pool that is larger than the processor's caches but far
     smaller than the model. So all of HF's own code runs, on meaningless numbers.
 
-    Args:
-        model: On the meta device; unusable afterwards.
-        device: Where to compute.
-        seconds: For how long; at least one step after one to warm up.
+    The model, on the meta device, is unusable afterwards. Runs at least one step after one to warm up.
 
     Returns:
         Seconds of one token: the median.
@@ -150,10 +149,10 @@ def step_seconds(model: PreTrainedModel, *, device: torch.device, seconds: float
     ids = torch.zeros((1, 1), dtype=torch.long, device=device)
     run: Any = model
     with torch.no_grad():
-        cache = run(input_ids=ids, use_cache=True).past_key_values
+        kept = run(input_ids=ids, use_cache=True).past_key_values
 
         def step() -> None:
-            run(input_ids=ids, past_key_values=cache, use_cache=True)
+            run(input_ids=ids, past_key_values=kept, use_cache=True)
 
         _timed(step, device)
         times = [_timed(step, device)]
@@ -170,25 +169,21 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-class _Pool:
-    """A few tensors of each shape, handed out in turns."""
+def _make_pool(device: torch.device) -> _Pool:
+    """Returns a function that hands out a few tensors of each shape and type in turns."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._by_shape: dict[tuple[torch.Size, torch.dtype], Iterator[Tensor]] = {}
+    @cache
+    def tensors(shape: torch.Size, dtype: torch.dtype) -> Iterator[Tensor]:
+        # One value: no sum overflows, none is a denormal number, and it costs no random numbers.
+        first = torch.full(shape, 0.01, dtype=dtype, device=device)
+        copies = min(_MOST_COPIES, max(1, _POOL_BYTES // max(1, first.nbytes)))
+        return cycle([first, *(first.clone() for _ in range(copies - 1))])
 
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        key = (shape, dtype)
-        if key not in self._by_shape:
-            # One value: no sum overflows, none is a denormal number, and it costs no random numbers.
-            first = torch.full(shape, 0.01, dtype=dtype, device=self._device)
-            copies = min(_MOST_COPIES, max(1, _POOL_BYTES // max(1, first.nbytes)))
-            self._by_shape[key] = cycle([first, *(first.clone() for _ in range(copies - 1))])
-        return next(self._by_shape[key])
+    return lambda shape, dtype: next(tensors(shape, dtype))
 
 
 def _fill(model: PreTrainedModel, device: torch.device) -> None:
-    pool = _Pool(device)
+    pool = _make_pool(device)
     experts = experts_modules(model)
     inside = {id(parameter) for module in experts.values() for parameter in module.parameters()}
     for module in experts.values():
@@ -200,7 +195,7 @@ def _fill(model: PreTrainedModel, device: torch.device) -> None:
             if parameter is None or id(parameter) in inside:
                 continue
             if id(parameter) not in filled:
-                filled[id(parameter)] = nn.Parameter(pool.take(parameter.shape, parameter.dtype), requires_grad=False)
+                filled[id(parameter)] = nn.Parameter(pool(parameter.shape, parameter.dtype), requires_grad=False)
             module._parameters[name] = filled[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -217,7 +212,7 @@ def _stand_in(module: nn.Module, pool: _Pool) -> Callable[..., Tensor]:
             for _ in range(top_k_index.shape[-1]):
                 values = hidden[row : row + 1]
                 for shape, dtype in matrices:
-                    values = _product(hidden[row : row + 1], values, pool.take(shape, dtype))
+                    values = _product(hidden[row : row + 1], values, pool(shape, dtype))
                 out[row] += values[0, : hidden.shape[1]]
         return out
 

@@ -144,13 +144,7 @@ def plan_model(
 
 
 def make_plan(sizes: ModelSizes, speeds: Speeds, *, memory_bytes: int, ram_bytes: int = 0) -> OffloadPlan:
-    """Divides a memory between experts and everything else.
-
-    Args:
-        sizes: The model.
-        speeds: The machine.
-        memory_bytes: Fast memory in all: the device's, or RAM if the model runs on the CPU.
-        ram_bytes: Pinned RAM for experts of a device with a memory of its own.
+    """Divides fast memory (a device's, or RAM for the CPU) between experts and all else; pinned RAM comes on top.
 
     Raises:
         CapacityError: If everything else does not fit, or leaves less than one expert for each reader and one to

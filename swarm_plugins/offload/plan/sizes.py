@@ -87,11 +87,7 @@ class ModelSizes:
 
 
 def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelSizes:
-    """Returns the sizes of a model from its config and the headers of its files.
-
-    Args:
-        checkpoint: The model.
-        context_tokens: Length that the attention cache is sized for.
+    """Returns the sizes of a model, its attention cache at some length included, from its config and file headers.
 
     Raises:
         CheckpointError: If no model can be made of the config, or the headers belong to another model.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from swarm_plugins.checkpoint import TensorInfo
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.disk.direct_file import file_identity
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey, FileIdentity, FileRange
-from swarm_plugins.offload.store.locate import ExpertTensor
+
+if TYPE_CHECKING:
+    from swarm_plugins.checkpoint import TensorInfo
+    from swarm_plugins.offload.store.locate import ExpertTensor
 
 __all__ = ["CheckpointStore", "FetchedFiles"]
 

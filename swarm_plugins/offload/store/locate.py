@@ -72,12 +72,7 @@ class Located(NamedTuple):
 
 
 def locate_experts(model: PreTrainedModel, experts: Mapping[int, str], tensors: Mapping[str, TensorInfo]) -> Located:
-    """Finds the experts of a model in a checkpoint.
-
-    Args:
-        model: The model, on any device.
-        experts: Path of the fused experts of each layer that has any.
-        tensors: All tensors of the checkpoint.
+    """Finds the experts of a model, given by the path of each layer's, among all tensors of a checkpoint.
 
     Raises:
         CheckpointError: If a tensor of an expert is missing or has a wrong shape, or belongs to a layer beyond the

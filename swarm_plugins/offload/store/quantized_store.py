@@ -134,11 +134,7 @@ class QuantizedStore:
                 self._check_tensor(f"{name}.{PARTS[part.name]}", part.dtype, part.shape)
 
     def check_fits(self, outline: PreTrainedModel, paths: Mapping[int, str]) -> None:
-        """Compares every expert, quantized linear layer and other tensor with its place in a model.
-
-        Args:
-            outline: The model that the config describes, on any device.
-            paths: Paths of its fused experts, by index of the layer.
+        """Compares every expert, quantized linear layer and other tensor with its place in the model of the config.
 
         Raises:
             CheckpointError: If a number of experts, a name, a shape or a type differs.
