@@ -1,4 +1,4 @@
-"""How much memory experts get: never more than is free, whoever sets the limit."""
+"""Experts never get more memory than is free, under any limit."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_two_caches_on_the_same_files_do_not_disturb_each_other(store: FakeStore
     caches[1].close()
 
 
-def test_a_cache_that_nobody_refers_to_is_gone_with_its_threads_and_files(store: FakeStore) -> None:
+def test_an_unreferenced_cache_is_gone_with_its_threads_and_files(store: FakeStore) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     cache = make(store, num_fast=4)
     borrowed(cache, 0, range(4))

@@ -42,7 +42,7 @@ def test_a_forked_process_is_told_to_load_the_model_itself(tmp_path: Path) -> No
     cache = make(store, num_fast=4, read_timeout_s=20)
     borrowed(cache, 0, range(4))
     begin = time.monotonic()
-    # As if another thread was at work when the process was forked: nobody gives the lock back in the child.
+    # As if another thread was at work when the process was forked: the child never releases the lock.
     with cache._queue._lock:
         assert "load the model in the child process" in message_in_child(cache)
     assert time.monotonic() - begin < 10

@@ -180,7 +180,7 @@ def test_a_guess_that_was_given_up_and_is_made_again_is_read(
     wait_for(lambda: is_ready(cache, 1, 2))
 
 
-def test_a_layer_that_nobody_guessed_ends_all_guesses(store: FakeStore, cache: BoundedCache) -> None:
+def test_a_layer_that_was_not_guessed_ends_all_guesses(store: FakeStore, cache: BoundedCache) -> None:
     cache.guess(1, [2])
     cache.guess(2, [3])
     borrowed(cache, 0, [0])

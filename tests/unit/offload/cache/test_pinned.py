@@ -22,7 +22,7 @@ from swarm_plugins.offload.disk.read_queue import ReadQueue
 
 @dataclass
 class LateCopy:
-    """Copies when it is waited for: whoever overwrites or uses a buffer too early gets wrong bytes."""
+    """Copies when it is waited for: overwriting or using a buffer too early gives wrong bytes."""
 
     run: Callable[[], object]
     is_done: bool = False

@@ -227,7 +227,7 @@ def test_busiest_counts_by_byte() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 9])
-def test_a_budget_of_nothing_admits_nobody(budget: int) -> None:
+def test_a_budget_of_nothing_admits_nothing(budget: int) -> None:
     assert Residency(COUNTS, SIZES, budget).admit(ExpertKey(0, 0)) is None
 
 

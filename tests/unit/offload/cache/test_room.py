@@ -1,4 +1,4 @@
-"""Whoever waits for room gets it as soon as there is some."""
+"""A thread that waits for room gets it as soon as there is some."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_half_an_expert_never_passes_for_a_whole_one(
 
     def fail(fd: int, views: Any, start: int) -> int:
         if start < SIZE // 4:
-            # The other half is read by another thread, which fails for a reason that nobody foresaw.
+            # The other half is read by another thread, which fails for an unforeseen reason.
             assert helper.wait(10)
             return real(fd, views, start)
         helper.set()

@@ -100,7 +100,7 @@ def test_a_cpu_with_another_order_of_codes_computes_the_same(bits: int, monkeypa
 @pytest.mark.skipif(
     not bnb._HAS_DOT_PRODUCTS, reason="this CPU multiplies 8 bits as floats, whose sums depend on the rows"
 )
-def test_a_row_of_8_bits_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_of_8_bits_does_not_depend_on_the_other_rows() -> None:
     matrix = matrix_format((64, 96), 8, CPU)
     parts = computed(matrix, torch.randn(64, 96))
     rows = torch.randn(9, 96)

@@ -18,7 +18,7 @@ SPEEDS = Speeds(disk_bytes_per_s=1000.0 * MB, expert_bytes_per_s=1000.0 * MB, st
 
 
 def sizes(**changes: Any) -> ModelSizes:
-    """8 layers of 8 experts of 10 MB, of which 2 are picked: 640 MB, 160 MB a token."""
+    """8 layers of 8 experts of 10 MB, two picked: 640 MB, 160 MB a token."""
     values: dict[str, Any] = {
         "layers": tuple(ExpertLayer(index, 8, 10 * MB, 2) for index in range(8)),
         "num_layers": 8,

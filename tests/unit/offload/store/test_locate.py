@@ -79,7 +79,7 @@ def test_other_tensors_are_all_that_are_no_experts_and_belong_to_the_model(tmp_p
     checkpoint = Checkpoint.open(tmp_path)
     model = outline("deepseek_v3")
     tensors = dict(checkpoint.tensors)
-    # An extra prediction layer, as DeepSeek's checkpoints have it: nobody's.
+    # An extra prediction layer, as DeepSeek's checkpoints have it: it belongs to no module.
     some = next(iter(tensors.values()))
     tensors["model.layers.61.mlp.experts.0.gate_proj.weight"] = some
     located = locate_experts(model, paths_of(model), tensors)
@@ -173,7 +173,7 @@ def test_codes_are_not_taken_for_weights(tmp_path: Path, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv", "scales"])
-def test_weights_with_scales_beside_them_are_refused(tmp_path: Path, name: str) -> None:
+def test_weights_with_scales_next_to_them_are_refused(tmp_path: Path, name: str) -> None:
     scales = W1.format(2).replace("weight", name)
 
     def change(tensors: Tensors) -> None:
