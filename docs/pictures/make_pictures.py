@@ -66,9 +66,9 @@ def draw_terminal(text: str, path: Path) -> None:
     for line in text.splitlines():
         shown = Text(line.strip())
         shown.highlight_regex(r"^\d\. .*", "bold bright_blue")
-        shown.highlight_regex(r"-?\d+\.\d+ ± \d+\.\d+|differ by at most .*|by more than .*", "green")
+        shown.highlight_regex(r"-?\d+\.\d+ ± \d+\.\d+|(?<=differ by )at most .*|within .*", "green")
         shown.highlight_regex(r"process \d+|me/sotu-adapter@v\d+|^Done in \d+ s", "yellow")
-        shown.highlight_regex(r"^(without the adapter|with it):", "bright_black")
+        shown.highlight_regex(r"^(without the adapter|with the adapter):", "bright_black")
         indent = len(line) - len(line.lstrip())
         console.print(Padding(shown, (0, 1, 0, 1 + indent)))
     console.print()

@@ -125,13 +125,13 @@ class Tour:
 
     def _model(self) -> Path:
         if self.settings.model is not None:
-            self._say(f"1. The model is {self.settings.model}.")
+            self._say(f"1. {self.settings.model}")
             return self.settings.model
         variant = VARIANTS["4x1536"]
         folder = default_folder(variant)
-        self._say(f"1. The model: SmolLM2-135M-Instruct as a mixture of {variant.num_experts} experts, in {folder}")
+        self._say(f"1. SmolLM2-135M-Instruct as a mixture of {variant.num_experts} experts, in {folder}")
         built = demo_model(variant, folder)
-        self._say(f"   it computes what the dense model does: logits differ by at most {built.logit_difference:.0e}")
+        self._say(f"   same output as the dense model: logits differ by at most {built.logit_difference:.0e}")
         return folder
 
     def _on_swarm(
@@ -149,9 +149,9 @@ class Tour:
     def _tune(self, model: Path, pieces: Pieces, hub: LocalHub) -> tuple[DemoTuner, str]:
         settings = self.settings
         self._say(
-            f'3. {settings.steps} steps of {settings.method} with Trainer(strategy="swarm"), on addresses of presidents'
+            f'3. {settings.steps} steps of {settings.method} with Trainer(strategy="swarm"), on presidential addresses'
         )
-        self._say(f"   measured on {len(pieces.held_out)} addresses that it is not trained on")
+        self._say(f"   measured on {len(pieces.held_out)} addresses kept out of training")
         tuner, tag = self._tune_adapter(
             model,
             settings.method,
@@ -164,7 +164,7 @@ class Tour:
         )
         self._say(f"   held-out loss before: {Figure.of(tuner.before)} (mean and standard error over addresses)")
         self._say(f"   held-out loss after:  {Figure.of(tuner.after)}")
-        self._say(f"   change of each:       {change(tuner.before, tuner.after)}")
+        self._say(f"   change per address:   {change(tuner.before, tuner.after)}")
         # One loss per address, for plots and paired tests.
         losses = {"before": tuner.before.tolist(), "after": tuner.after.tolist()}
         (self.folder / "losses.json").write_text(json.dumps(losses))
@@ -176,7 +176,7 @@ class Tour:
         tuner.tuned.eval()
         with tuner.tuned.disable_adapter():
             self._answer(tuner.tuned, tokenizer, "without the adapter")
-        self._answer(tuner.tuned, tokenizer, "with it")
+        self._answer(tuner.tuned, tokenizer, "with the adapter")
 
     def _answer(self, model: Any, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
         self._write(f"   {what}: {_PROMPT}")
@@ -189,7 +189,7 @@ class Tour:
         self._write("\n")
 
     def _back(self, model: Path, tuner: DemoTuner, pieces: Pieces, hub: LocalHub, tag: str) -> None:
-        self._say(f"5. {_REPO}@{tag} from the Hub into the plain model of transformers; the servers are gone")
+        self._say(f"5. {_REPO}@{tag} from the Hub in the plain transformers model, without servers")
         expected = tuner.after
         tuner.model = None
         gc.collect()
@@ -200,11 +200,11 @@ class Tour:
         )
         found = losses_of(plain, pieces.held_out, "held-out loss here")
         difference = float((found - expected).abs().max())
-        self._say(f"   held-out loss here:   {Figure.of(found)}, of no address other by more than {difference:.1e}")
+        self._say(f"   held-out loss here:   {Figure.of(found)}, each address within {difference:.1e}")
         if not difference <= _SAME:
             raise SwarmError(
-                f"the plain model with {_REPO}@{tag} has losses that differ by {difference:.3g} from those on the "
-                f"swarm, at most {_SAME:g} is rounding"
+                f"with {_REPO}@{tag}, losses of the plain model and on the swarm differ by {difference:.3g}; rounding "
+                f"explains at most {_SAME:g}"
             )
         self._say(f"Done in {time.monotonic() - self._started:.0f} s. The adapter is in {self.folder / 'adapters'}.")
 

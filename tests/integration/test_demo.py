@@ -123,6 +123,6 @@ def test_two_tours_in_one_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_the_short_tour_lowers_the_loss_of_the_real_model(tmp_path: Path) -> None:
     output = run_to_end(800, "--dir", str(tmp_path / "demo"))
-    change = re.search(r"change of each: +(-?[\d.]+) ± ([\d.]+)", output)
+    change = re.search(r"change per address: +(-?[\d.]+) ± ([\d.]+)", output)
     assert change is not None
     assert float(change[1]) < -2 * float(change[2])
