@@ -1,4 +1,4 @@
-"""What holds for every test: one torch thread, the same tensors drawn, and nothing left behind."""
+"""For every test: one torch thread, a fixed seed, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -102,17 +102,17 @@ def _leaves_no_threads_or_processes() -> Iterator[None]:
 
 
 def is_leaked(thread: threading.Thread, before: set[int | None]) -> bool:
-    """Whether a thread is new and none of those that libraries keep."""
+    """Returns whether a thread is new and not kept by a library."""
     return thread.ident not in before and thread.is_alive() and not thread.name.startswith(ALLOWED_THREADS)
 
 
 def children() -> list[psutil.Process]:
-    """Living children of this process, helpers of multiprocessing apart."""
+    """Returns the living children of this process, except helpers of multiprocessing."""
     return [child for child in psutil.Process().children(recursive=True) if counts(child)]
 
 
 def counts(child: psutil.Process) -> bool:
-    """Whether a child process is alive and not one of those that libraries keep."""
+    """Returns whether a child process is alive and not kept by a library."""
     try:
         if child.status() == psutil.STATUS_ZOMBIE:
             return False
@@ -122,7 +122,7 @@ def counts(child: psutil.Process) -> bool:
 
 
 def describe(child: psutil.Process) -> str:
-    """The command line of a process that may be gone by now."""
+    """Returns the command line of a process that may be gone by now."""
     try:
         return " ".join(child.cmdline())
     except psutil.NoSuchProcess:

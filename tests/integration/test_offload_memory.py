@@ -1,4 +1,4 @@
-"""A model several times larger than the memory that it may take."""
+"""A model several times larger than its memory limit."""
 
 from __future__ import annotations
 

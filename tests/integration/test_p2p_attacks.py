@@ -1,11 +1,11 @@
-"""What hostile peers try over a real connection; each succeeds on a plain hivemind node."""
+"""Attacks of hostile peers over a real connection; each succeeds on a plain hivemind node."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,26 +15,15 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
+from p2p_kit import INFO, client, echo, run
 
-from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.limits import WireLimits
-from swarm_plugins.transport.messages import Failure, InfoRequest, ServerInfo
+from swarm_plugins.transport.messages import Failure, InfoRequest
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.p2p_channel import protocol_name
 from swarm_plugins.transport.records import key_id, own_server_key
 
 pytestmark = pytest.mark.swarm
-
-INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
-
-
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 120))  # type: ignore[arg-type]
-
-
-async def echo(channel: Channel) -> None:
-    while (received := await channel.receive(timeout_s=30.0)) is not None:
-        await channel.send(received)
 
 
 @asynccontextmanager
@@ -52,8 +41,7 @@ async def victim_and_attacker(**limits: Any) -> AsyncIterator[tuple[SwarmNode, P
 
 async def check_health(victim: SwarmNode) -> None:
     """An honest client finds the victim, with the right record, and is served."""
-    config = NodeConfig(initial_peers=await victim.addresses(), client_mode=True)
-    async with SwarmNode(config) as honest:
+    async with client(*await victim.addresses()) as honest:
         assert await honest.servers("v1", 8) == {victim.peer_id: INFO}
         channel = await honest.open(victim.peer_id, "rpc_forward", timeout_s=5.0)
         await channel.send(InfoRequest())

@@ -1,4 +1,4 @@
-"""Real libp2p peers on loopback: join, announce, find, talk, part."""
+"""Real libp2p peers on loopback: join, announce, find, exchange messages, leave."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,24 +15,14 @@ import psutil
 import pytest
 import torch
 from hivemind.p2p import P2PDaemonError, PeerID
+from p2p_kit import INFO, client, echo, run, server
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import ForwardResponse, InfoRequest, ServerInfo
+from swarm_plugins.transport.messages import ForwardResponse, InfoRequest
 from swarm_plugins.transport.node import ModelInfo, NodeConfig, SwarmNode
 
 pytestmark = pytest.mark.swarm
-
-INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
-
-
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
-
-
-async def echo(channel: Channel) -> None:
-    while (received := await channel.receive(timeout_s=30.0)) is not None:
-        await channel.send(received)
 
 
 async def freeze(pid: int) -> None:
@@ -43,8 +32,8 @@ async def freeze(pid: int) -> None:
 
 
 async def can_be_found(peer_id: str, peers: Sequence[str]) -> None:
-    """Waits until one who knows others of the swarm gets through to a peer by its name alone."""
-    async with SwarmNode(NodeConfig(initial_peers=tuple(peers), client_mode=True)) as asking:
+    """Waits until a member of the swarm reaches a peer by its id alone."""
+    async with client(*peers) as asking:
         while True:
             try:
                 return await asking._daemon.p2p._client.connect(PeerID.from_base58(peer_id), [])
@@ -55,19 +44,6 @@ async def can_be_found(peer_id: str, peers: Sequence[str]) -> None:
 async def look_for_ever(node: SwarmNode) -> None:
     while True:
         await node.servers("v1", 8)
-
-
-@asynccontextmanager
-async def server(*initial_peers: str) -> AsyncIterator[SwarmNode]:
-    async with SwarmNode(NodeConfig(initial_peers=initial_peers)) as node:
-        await node.serve({"rpc_forward": echo})
-        yield node
-
-
-@asynccontextmanager
-async def client(*initial_peers: str) -> AsyncIterator[SwarmNode]:
-    async with SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True)) as node:
-        yield node
 
 
 def test_a_client_finds_a_server_and_talks_to_it() -> None:

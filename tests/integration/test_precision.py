@@ -1,4 +1,4 @@
-"""Precisions of Lightning on the swarm: what is computed in which type, and that the losses stay those of float32."""
+"""Precisions of Lightning on the swarm: the types that are computed in, and losses close to float32."""
 
 from __future__ import annotations
 

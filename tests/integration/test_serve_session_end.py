@@ -1,4 +1,4 @@
-"""What a server does when its clients vanish."""
+"""A server whose clients vanish."""
 
 from __future__ import annotations
 

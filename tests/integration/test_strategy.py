@@ -1,4 +1,4 @@
-"""Trainer(strategy="swarm") and Fabric(strategy="swarm") over real servers give what a local run gives."""
+"""Trainer(strategy="swarm") and Fabric(strategy="swarm") over real servers match a local run."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def swarm(model: Path) -> Iterator[LocalSwarm]:
 
 @pytest.fixture
 def peers(swarm: LocalSwarm, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The swarm is that of the environment; what the run shared of it is closed."""
+    """Sets the swarm in the environment, and closes the connection that the run shared."""
     monkeypatch.setenv("SWARM_INITIAL_PEERS", " ".join(swarm.initial_peers))
     yield swarm.initial_peers
     connect(swarm.initial_peers, SwarmConfig()).close()
@@ -45,12 +45,12 @@ def with_lora(base: Any) -> Any:
 
 
 def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
-    """Changes what is trained of a module."""
+    """Returns an optimizer of the trainable parameters."""
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
 
 
 class Tuner(pl.LightningModule):
-    """LoRA on a model that is loaded where Lightning says; it keeps what it sees."""
+    """LoRA on a model that is loaded where Lightning asks for it; records losses and logits."""
 
     def __init__(self, directory: Path, loader: Any) -> None:
         super().__init__()

@@ -85,10 +85,10 @@ CASES = [(family, method) for family in FAMILIES for method, (_, families) in ME
 
 
 def parametrize(fixture: str, families: Sequence[str], scope: str) -> pytest.MarkDecorator:
-    """Runs a test for every method of some families; ``fixture`` is made of the family, ``case`` names both.
+    """Runs a test for every method of some families; ``fixture`` gets the family, ``case`` names both.
 
-    The scope has to be told, else the fixture would be made anew for each test, since ``case`` is no fixture; and no
-    two cases may be equal, else pytest would put them side by side and go back and forth between families.
+    Without the scope pytest would make the fixture anew for each test, because ``case`` is not a fixture. Cases differ
+    from each other, or pytest would sort equal ones together and switch between families.
     """
     cases = [(family, (family, method)) for family, method in CASES if family in families]
     names = [f"{family}-{method}" for family, (_, method) in cases]

@@ -1,4 +1,4 @@
-"""What one does with adapters while they are in use: several of them, rows of a batch, dropout, accumulation.
+"""Adapters in use: several of them, rows of a batch, dropout, accumulation.
 
 Tolerances as in test_adapters; where none is given, both sides do the same operations and are equal to the last bit.
 """
@@ -128,7 +128,7 @@ def test_gradients_of_each_rows_own_adapter(pair) -> None:
     for name, parameter in remote.named_parameters():
         parameter.requires_grad_("lora_" in name)
     inputs = {"input_ids": THREE, "attention_mask": THREE_MASK, "labels": THREE}
-    # The loss of one row is that of its adapter alone.
+    # One row's loss equals its adapter's alone.
     names = ["second", "default", "__base__"]
     _, mixed = step_of_row(remote, 0, **inputs, adapter_names=names)
     remote.set_adapter("second")

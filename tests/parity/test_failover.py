@@ -45,7 +45,7 @@ def remote(directory: Path, swarm: InProcessSwarm) -> PreTrainedModel:
 
 
 class Killer(LogitsProcessor):
-    """Kills whoever the running session uses, after some tokens."""
+    """Kills the server that the running session uses, after some tokens."""
 
     def __init__(self, swarm: InProcessSwarm, after: set[int]) -> None:
         self.swarm = swarm

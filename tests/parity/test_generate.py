@@ -1,4 +1,4 @@
-"""``generate()`` over a swarm says token for token what the local model says."""
+"""``generate()`` over a swarm: the same tokens as the local model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative loading changes what is read when, and nothing else."""
+"""Speculative loading changes only what is read when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache is what its tokens say, whatever went wrong or was changed in between.
+"""A cache matches its tokens, whatever failed or changed in between.
 
 Tolerance: a session computes attention over cached keys, the local model over one longer sequence: about 1e-6.
 """
@@ -139,26 +139,23 @@ def _inputs_of(model: PreTrainedModel, ids: torch.Tensor) -> Any:
     return SpanInputs(blocks=range(4), hidden=model.get_input_embeddings()(ids), position_ids=torch.tensor([[6, 7]]))
 
 
+@pytest.mark.parametrize(
+    ("forget", "ids"),
+    [
+        pytest.param(lambda cache: cache.crop(-3), IDS, id="cropped"),
+        pytest.param(lambda cache: cache.reset(), torch.cat([IDS, IDS.flip(1)]), id="reset-for-another-batch"),
+    ],
+)
 @torch.no_grad()
-def test_a_cache_cropped_to_nothing_starts_afresh(directory: Path, local: PreTrainedModel) -> None:
+def test_an_emptied_cache_starts_afresh(
+    forget: Callable[[DynamicCache], None], ids: torch.Tensor, directory: Path, local: PreTrainedModel
+) -> None:
     with InProcessSwarm(directory) as swarm:
         remote = load(directory, swarm)
         cache = DynamicCache()
         remote(torch.tensor([[70, 71, 72]]), past_key_values=cache)
-        cache.crop(-3)
+        forget(cache)
         assert cache.get_seq_length() == 0
-        got = remote(IDS, past_key_values=cache).logits
-    torch.testing.assert_close(got, local(IDS).logits, **FP32)
-
-
-@torch.no_grad()
-def test_a_reset_cache_starts_afresh_with_another_batch(directory: Path, local: PreTrainedModel) -> None:
-    with InProcessSwarm(directory) as swarm:
-        remote = load(directory, swarm)
-        cache = DynamicCache()
-        remote(torch.tensor([[70, 71, 72]]), past_key_values=cache)
-        cache.reset()
-        ids = torch.cat([IDS, IDS.flip(1)])
         got = remote(ids, past_key_values=cache).logits
     torch.testing.assert_close(got, local(ids).logits, **FP32)
 

@@ -1,4 +1,4 @@
-"""A real model with a real tokenizer: SmolLM2-135M-Instruct says the same over a swarm as locally."""
+"""A real model with a real tokenizer: SmolLM2-135M-Instruct generates the same over a swarm as locally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packing loses, and what it must not lose."""
+"""Packing: how much precision it may lose, and what it must keep."""
 
 from __future__ import annotations
 

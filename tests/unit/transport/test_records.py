@@ -1,4 +1,4 @@
-"""DHT records: only their owner can write them, they expire, and they stand where they belong."""
+"""DHT records: only their owner can write them, they expire, and only under their own key."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ def soon() -> float:
     return time.time() + 60.0
 
 
+def signed(signer: Identity, key: str, expiration: float) -> bytes:
+    return sign_record(signer, key, ServerRecord(info=INFO), expiration)
+
+
 @pytest.mark.parametrize(
     "record",
     [ServerRecord(info=INFO), GoneRecord(version="v1"), ModelRecord(version="v1", model="m", num_blocks=8)],
@@ -68,7 +72,7 @@ def test_a_record_of_its_owner_is_believed(owner: Identity, record: Record) -> N
 def test_a_record_under_a_strangers_name_is_refused(owner: Identity, stranger: Identity) -> None:
     expiration = soon()
     key = own_server_key("v1", owner.peer_id)
-    blob = sign_record(stranger, key, ServerRecord(info=INFO), expiration)
+    blob = signed(stranger, key, expiration)
     with pytest.raises(ProtocolError, match=f"record under {owner.peer_id} comes with the key of {stranger.peer_id}"):
         open_record(key_id(key), owner.peer_id, blob, expiration)
 
@@ -77,7 +81,7 @@ def test_a_strangers_signature_with_the_owners_key_is_refused(owner: Identity, s
     expiration = soon()
     key = own_server_key("v1", owner.peer_id)
     forger = Identity(stranger.private_key, owner.public_key, owner.peer_id)
-    blob = sign_record(forger, key, ServerRecord(info=INFO), expiration)
+    blob = signed(forger, key, expiration)
     with pytest.raises(ProtocolError, match="wrong signature"):
         open_record(key_id(key), owner.peer_id, blob, expiration)
 
@@ -85,7 +89,7 @@ def test_a_strangers_signature_with_the_owners_key_is_refused(owner: Identity, s
 def test_a_record_cannot_be_given_a_longer_life(owner: Identity) -> None:
     expiration = soon()
     key = own_server_key("v1", owner.peer_id)
-    blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+    blob = signed(owner, key, expiration)
     with pytest.raises(ProtocolError, match="wrong signature"):
         open_record(key_id(key), owner.peer_id, blob, expiration + 1)
 
@@ -93,7 +97,7 @@ def test_a_record_cannot_be_given_a_longer_life(owner: Identity) -> None:
 def test_a_record_of_another_version_does_not_fit_the_key(owner: Identity) -> None:
     expiration = soon()
     key = own_server_key("v2", owner.peer_id)
-    blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+    blob = signed(owner, key, expiration)
     with pytest.raises(ProtocolError, match="under a wrong key"):
         open_record(key_id(key), owner.peer_id, blob, expiration)
 
@@ -101,7 +105,7 @@ def test_a_record_of_another_version_does_not_fit_the_key(owner: Identity) -> No
 def test_a_server_stands_in_one_shard_only(owner: Identity) -> None:
     expiration = soon()
     for key in server_keys("v1"):
-        blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+        blob = signed(owner, key, expiration)
         if key == own_server_key("v1", owner.peer_id):
             open_record(key_id(key), owner.peer_id, blob, expiration)
         else:
@@ -113,7 +117,7 @@ def test_a_server_stands_in_one_shard_only(owner: Identity) -> None:
 def test_a_record_lives_an_hour_at_most(owner: Identity, ttl_s: float) -> None:
     expiration = time.time() + ttl_s
     key = own_server_key("v1", owner.peer_id)
-    blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+    blob = signed(owner, key, expiration)
     with pytest.raises(ProtocolError, match="the limit is 3600 s from now"):
         open_record(key_id(key), owner.peer_id, blob, expiration)
 
@@ -170,7 +174,7 @@ def test_the_dht_stores_nothing_but_our_records(owner: Identity) -> None:
     validator = OwnedRecordValidator()
     expiration = soon()
     key = own_server_key("v1", owner.peer_id)
-    blob = sign_record(owner, key, ServerRecord(info=INFO), expiration)
+    blob = signed(owner, key, expiration)
     subkey, value = MSGPackSerializer.dumps(owner.peer_id), MSGPackSerializer.dumps(blob)
     assert validator.validate(DHTRecord(key_id(key), subkey, value, expiration))
     no_subkey = MSGPackSerializer.dumps(None)
@@ -188,7 +192,7 @@ def test_an_identity_written_by_hivemind_is_understood(tmp_path: Path) -> None:
     assert identity.peer_id == PeerID.from_identity(path.read_bytes()).to_base58()
     expiration = soon()
     key = own_server_key("v1", identity.peer_id)
-    blob = sign_record(identity, key, ServerRecord(info=INFO), expiration)
+    blob = signed(identity, key, expiration)
     assert open_record(key_id(key), identity.peer_id, blob, expiration) == ServerRecord(info=INFO)
 
 

@@ -1,0 +1,35 @@
+"""Nodes on loopback that serve an echo."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.node import NodeConfig, SwarmNode
+
+INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 120))  # type: ignore[arg-type]
+
+
+async def echo(channel: Channel) -> None:
+    while (received := await channel.receive(timeout_s=30.0)) is not None:
+        await channel.send(received)
+
+
+@asynccontextmanager
+async def server(*initial_peers: str) -> AsyncIterator[SwarmNode]:
+    async with SwarmNode(NodeConfig(initial_peers=initial_peers)) as node:
+        await node.serve({"rpc_forward": echo})
+        yield node
+
+
+@asynccontextmanager
+async def client(*initial_peers: str) -> AsyncIterator[SwarmNode]:
+    async with SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True)) as node:
+        yield node
