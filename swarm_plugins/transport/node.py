@@ -6,7 +6,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TypeVar
 
 from swarm_plugins.errors import ConfigError, TransportError
@@ -91,9 +90,7 @@ class SwarmNode:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property

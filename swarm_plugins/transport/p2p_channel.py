@@ -7,10 +7,8 @@ message, with two copies and a new task each, and believe an 8-byte length that 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from typing import cast
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
@@ -145,15 +143,20 @@ class Acceptor:
         if refusal is not None:
             await channel.send(Failure(kind="overloaded", message=refusal))
             return
-        with self._counted(channel.remote_peer):
+        peer = channel.remote_peer
+        self._streams[peer] += 1
+        try:
             await _await_first_message(channel, self._limits)
-            try:
-                await handler(channel)
-            except TransportError:
-                raise
-            except Exception as exc:
-                log.exception("a handler failed on a stream of peer %s", channel.remote_peer)
-                await channel.send(Failure(kind="internal", message=one_line(exc, with_kind=True)))
+            await handler(channel)
+        except TransportError:
+            raise
+        except Exception as exc:
+            log.exception("a handler failed on a stream of peer %s", peer)
+            await channel.send(Failure(kind="internal", message=one_line(exc, with_kind=True)))
+        finally:
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
 
     def _refusal(self, peer: str) -> str | None:
         if self._streams[peer] >= self._limits.max_streams_per_peer:
@@ -166,16 +169,6 @@ class Acceptor:
                 f"{self.num_streams} streams are open here, the limit is {self._limits.max_streams}: try another server"
             )
         return None
-
-    @contextlib.contextmanager
-    def _counted(self, peer: str) -> Iterator[None]:
-        self._streams[peer] += 1
-        try:
-            yield
-        finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
 
 
 async def _await_first_message(stream: FrameStream, limits: WireLimits) -> None:

@@ -202,8 +202,9 @@ class _TensorReader:
             return torch.empty(shape, dtype=dtype)
         raw = self._buffer[start : start + num_bytes]
         if codec == "none":
-            if dtype == torch.bool:
-                _check_bools(raw)
+            # Any other byte in a bool tensor is undefined behaviour in compiled kernels.
+            if dtype == torch.bool and torch.frombuffer(raw, dtype=torch.uint8).amax().item() > 1:
+                raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
             return torch.frombuffer(raw, dtype=dtype).view(shape)
         return unpack(torch.frombuffer(raw, dtype=torch.uint8), codec, dtype, num_elements).view(shape)
 
@@ -227,12 +228,6 @@ def _check_description(description: object) -> tuple[torch.dtype, Codec, list[in
     if codec != "none" and not is_packable(dtype, math.prod(shape)):
         raise ProtocolError(f"codec {codec} does not apply to a {dtype_name} tensor of shape {shape}")
     return dtype, cast(Codec, codec), shape
-
-
-def _check_bools(raw: memoryview) -> None:
-    # Any other byte in a bool tensor is undefined behaviour in compiled kernels.
-    if torch.frombuffer(raw, dtype=torch.uint8).amax().item() > 1:
-        raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
 
 
 _local = threading.local()
