@@ -91,17 +91,7 @@ class _Clock(Generic[Note]):
 def generate(
     model: PreTrainedModel, prompt: Tensor, new_tokens: int, note: Callable[[], Note]
 ) -> tuple[list[int], list[Note]]:
-    """Decodes greedily, always the same number of tokens.
-
-    Args:
-        model: A causal language model.
-        prompt: Tokens, ``[1, length]``.
-        new_tokens: Tokens to decode.
-        note: Called when each new token has come.
-
-    Returns:
-        The new tokens, and the notes.
-    """
+    """Decodes greedily, always the same number of tokens; returns them, and a note taken when each came."""
     clock = _Clock(note)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     with torch.no_grad():

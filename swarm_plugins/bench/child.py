@@ -30,12 +30,7 @@ with quiet_loading():
 
 
 class Child:
-    """Runs ``main`` of a module in a process with one thread.
-
-    Args:
-        module: Name of the module.
-        label: What it is, for messages.
-    """
+    """Runs ``main`` of a module in a process with one thread; messages call it by its label."""
 
     def __init__(self, module: str, label: str) -> None:
         self.label = label

@@ -21,11 +21,7 @@ _REMOVE_S = 2.0
 
 
 class MemoryGroup:
-    """Makes a group, where this user may (root, most often).
-
-    Args:
-        limit_bytes: Limit of all memory that processes take once they are in the group.
-    """
+    """Makes a group for processes that may take so many bytes in all, where this user may (root, most often)."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

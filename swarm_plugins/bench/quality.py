@@ -77,16 +77,7 @@ def bench_quality(
     length: int = 256,
     revision: str | None = None,
 ) -> QualityReport:
-    """Measures each pair of widths, the widest first: the others are compared with it.
-
-    Args:
-        model: A directory, or an id on the Hub.
-        experts: Widths of experts.
-        attention: Widths of all other linear layers.
-        text: File to predict. None: presidential addresses that `swarm demo` does not learn from.
-        num_pieces: Pieces of text.
-        length: Tokens of a piece.
-        revision: Branch, tag or commit on the Hub.
+    """Measures each pair of widths against the widest, on a text file or the addresses that `swarm demo` holds out.
 
     Raises:
         ConfigError: If the file is too short or cannot be read, or the model has no tokenizer.

@@ -35,17 +35,7 @@ def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
 def compare(
     name: str, unit: str, here: Arm, there: Arm, *, goal: float | None, rounds: int, progress: Progress
 ) -> Figure:
-    """Runs the local model and the swarm in turns and returns the swarm's figure.
-
-    Args:
-        name: Of the figure.
-        unit: Milliseconds of what, such as ``ms/token``.
-        here: The local model.
-        there: The swarm.
-        goal: Least ratio of their speeds, if any is asked for.
-        rounds: After one to warm up.
-        progress: Shows how far it is.
-    """
+    """Runs the local model and the swarm in turns; the figure, in milliseconds, has to reach a ratio of speeds."""
     bar = progress.add_task(name, total=rounds + 1)
     interleave([here, there], rounds=rounds, on_round=partial(progress.advance, bar))
     return Figure(

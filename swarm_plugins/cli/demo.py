@@ -44,12 +44,13 @@ def demo(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     quiet_command()
     with one_sentence_errors("demo"):
-        from swarm_plugins.demo.tour import Tour, TourSettings
+        from swarm_plugins.demo.tour import SHORT, Tour, TourSettings
         from swarm_plugins.demo.tuning import tune
 
         # A service manager or CI ends commands with this signal: the servers then end as on Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        settings = TourSettings.make(method=method.value, steps=steps, is_short=short, threads=cores, model=model)
+        length = (SHORT if short else {}) | ({} if steps is None else {"steps": steps})
+        settings = TourSettings(method=method.value, threads=cores, model=model, **length)
         Tour(settings, folder, tune=tune, write=partial(typer.echo, nl=False)).run()
 
 

@@ -24,16 +24,13 @@ _BIAS_STEP = 0.5
 
 
 def router_of(states: Tensor, num_experts: int, *, top_k: int, generator: torch.Generator) -> Tensor:
-    """Returns the weight of a router that sends similar states to the same experts and loads all about equally.
+    """Returns the weight ``[E, D]`` of a router that keeps similar states together and loads experts about equally.
 
     Args:
         states: Inputs of the router, ``[N, D]``.
         num_experts: Experts to choose from.
         top_k: Experts of a token.
         generator: Chooses the states to start from.
-
-    Returns:
-        The weight, ``[E, D]``.
     """
     mean = states.mean(0)  # [D]
     axis = mean / mean.norm().clamp_min(1e-6)

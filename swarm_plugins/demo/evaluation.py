@@ -41,13 +41,7 @@ def change(before: Tensor, after: Tensor) -> Figure:
 
 
 def losses_of(model: nn.Module, pieces: Tensor, what: str) -> Tensor:
-    """Returns the loss of each piece, ``[pieces]``.
-
-    Args:
-        model: A causal language model.
-        pieces: Tokens, ``[pieces, length]``.
-        what: Label of the progress bar.
-    """
+    """Returns the loss ``[pieces]`` of each piece ``[pieces, length]`` under a model; ``what`` labels the bar."""
     was_training = model.training
     model.eval()
     found = []

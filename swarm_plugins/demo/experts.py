@@ -30,12 +30,7 @@ class GatedMLP(NamedTuple):
 
 
 def moments(dense: GatedMLP, states: Tensor) -> Tensor:
-    """Returns the second moments of the neurons' values over some states, ``[F, F]``.
-
-    Args:
-        dense: The dense MLP.
-        states: Its inputs, ``[T, D]``.
-    """
+    """Returns the second moments ``[F, F]`` of the neurons' values over inputs ``[T, D]`` of a dense MLP."""
     inner = dense.inner(states)  # [T, F]
     return inner.T @ inner / max(len(inner), 1)
 

@@ -14,13 +14,7 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """Shows how far a step is, for the length of a ``with`` block.
-
-    Args:
-        what: The step.
-        total: Its length.
-        unit: What is counted, in the plural.
-    """
+    """Shows how far a step is, for the length of a ``with`` block; the unit is a plural."""
 
     def __init__(self, what: str, total: int, unit: str) -> None:
         self._what, self._total, self._unit = what, total, unit
@@ -41,12 +35,7 @@ class Progress:
             self._bar.close()
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Counts; a file gets a line for the first and the last count, and every ten seconds between.
-
-        Args:
-            count: Units done since the last call.
-            note: Shown behind the count.
-        """
+        """Counts; a file gets a line, with the note, for the first and the last count and every ten seconds between."""
         self._done += count
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)

@@ -32,10 +32,6 @@ class Pieces:
 def demo_pieces(tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Pieces:
     """Returns pieces of addresses of US presidents.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        length: Tokens of a piece.
-
     Raises:
         MissingExtraError: If the text is not installed.
     """
@@ -49,11 +45,7 @@ def demo_pieces(tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Pieces
 def pieces_of(tokenizer: PreTrainedTokenizerBase, rows: Dataset, length: int, *, per_document: int) -> Tensor:
     """Returns pieces evenly spread over each document, away from its ends, where most addresses use the same words.
 
-    Args:
-        tokenizer: The model's tokenizer.
-        rows: Paragraphs with their document.
-        length: Tokens of a piece.
-        per_document: Pieces to take of each document; a short document gives fewer, or none.
+    A short document gives fewer than ``per_document`` pieces, or none.
 
     Raises:
         ConfigError: If no document is long enough.

@@ -30,7 +30,7 @@ from swarm_plugins.talk.turns import WordStreamer
 if TYPE_CHECKING:
     from swarm_plugins.demo.tuning import DemoTuner
 
-__all__ = ["Tour", "TourSettings"]
+__all__ = ["SHORT", "Tour", "TourSettings"]
 
 _NUM_SERVERS = 3
 _REPO = "me/sotu-adapter"
@@ -47,25 +47,20 @@ class TourSettings:
 
     method: str
     """Name of the method of tuning."""
-    steps: int
+    steps: int = 24
     """Steps of training."""
-    held_out: int
+    held_out: int = 16
     """Documents to measure on."""
-    new_tokens: int
+    new_tokens: int = 32
     """Tokens of each answer."""
     threads: int
     """CPU threads of each process."""
-    model: Path | None
+    model: Path | None = None
     """Directory of a model. None: the demonstration's own."""
 
-    @classmethod
-    def make(
-        cls, *, method: str, steps: int | None, is_short: bool, threads: int, model: Path | None = None
-    ) -> TourSettings:
-        """Returns the settings of the whole tour or of the short one."""
-        default, held_out, new_tokens = (4, 4, 8) if is_short else (24, 16, 32)
-        chosen = default if steps is None else steps
-        return cls(method=method, steps=chosen, held_out=held_out, new_tokens=new_tokens, threads=threads, model=model)
+
+SHORT = {"steps": 4, "held_out": 4, "new_tokens": 8}
+"""Settings of a short tour."""
 
 
 class Tour:

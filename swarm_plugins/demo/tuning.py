@@ -115,20 +115,10 @@ def tune(
     endpoint: str,
     token: str,
 ) -> tuple[DemoTuner, str]:
-    """Trains an adapter on the active swarm, measures it and publishes it.
-
-    Args:
-        model: Directory of the model.
-        method: A name of ``METHODS``.
-        pieces: Tokens to learn from, and to measure on.
-        steps: Steps of the optimizer.
-        folder: Folder that versions are written to.
-        repo: Repository of the adapter.
-        endpoint: Address of the Hub.
-        token: Access token of the Hub.
+    """Trains an adapter on the active swarm, measures it, and publishes it from ``folder`` to a Hub.
 
     Returns:
-        The module, with the losses, and the tag of the published version.
+        The module, with its losses, and the tag of the published version.
 
     Raises:
         SwarmError: If the adapter could not be published.

@@ -88,12 +88,7 @@ def mixtral_config(dense: LlamaConfig, variant: Variant) -> MixtralConfig:
 
 
 def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Seen]:
-    """Returns the inputs of the MLP of each layer.
-
-    Args:
-        model: A dense model with Llama's layers.
-        pieces: Tokens, ``[pieces, length]``.
-    """
+    """Returns the inputs of the MLP of each layer of a dense model over tokens ``[pieces, length]``."""
     layers = _layers(model)
     seen: list[list[Tensor]] = [[] for _ in layers]
     hooks = []
@@ -116,18 +111,7 @@ def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Seen]:
 
 
 def write_weights(model: PreTrainedModel, seen: list[Seen], variant: Variant, folder: Path, *, seed: int) -> float:
-    """Writes the mixture's weights.
-
-    Args:
-        model: The dense model.
-        seen: Inputs of its MLPs; emptied on the way.
-        variant: How the experts are made.
-        folder: Folder to write to.
-        seed: Seed of the routers.
-
-    Returns:
-        How evenly the experts are used, 0 to 1, in the worst layer.
-    """
+    """Writes the mixture's weights, emptying ``seen``; returns how evenly the worst layer uses its experts, 0 to 1."""
     generator = torch.Generator().manual_seed(seed)
     layers = _layers(model)
     files = Shards(folder, 1 + -(-len(layers) // _LAYERS_PER_FILE))
@@ -175,14 +159,7 @@ def _mixture_layer(
 
 
 def cut_experts(dense: GatedMLP, router: Tensor, inputs: Seen, neurons: int) -> Iterator[GatedMLP]:
-    """Yields the experts of a layer, one by one.
-
-    Args:
-        dense: The dense MLP.
-        router: Weight of the router, ``[E, D]``.
-        inputs: Inputs of both.
-        neurons: Neurons of an expert.
-    """
+    """Yields the experts of a layer, one by one; ``router`` is ``[E, D]``."""
     if neurons == dense.gate.shape[0]:
         yield from [dense] * len(router)
         return

@@ -21,13 +21,8 @@ __all__ = ["Shards", "new_folder"]
 def new_folder(target: Path, *, needed_bytes: int, cure: str) -> Iterator[Path]:
     """Yields a folder that becomes the target at the end: a half-made one is never taken for the model.
 
-    Args:
-        target: Folder to make; must be absent or empty.
-        needed_bytes: Room on its disk.
-        cure: Alternative to freeing space, for the message.
-
     Raises:
-        CheckpointError: If the disk has too little room.
+        CheckpointError: If the disk lacks the room that is needed; the message names another cure than freeing space.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
@@ -44,12 +39,7 @@ def new_folder(target: Path, *, needed_bytes: int, cure: str) -> Iterator[Path]:
 
 
 class Shards:
-    """Writes the files of a checkpoint, then their index.
-
-    Args:
-        folder: Folder of the checkpoint.
-        num_files: Files to write.
-    """
+    """Writes so many files of a checkpoint, then their index."""
 
     def __init__(self, folder: Path, num_files: int) -> None:
         self._folder = folder

@@ -30,14 +30,7 @@ class LoadedModel(NamedTuple):
 def load_for_chat(
     name: str, peers: list[str], *, adapter: str | None, revision: str | None, endpoint: str | None
 ) -> LoadedModel:
-    """Loads a model whose blocks run on the swarm, with adapter and tokenizer.
-
-    Args:
-        name: Directory of the model, or its id on the Hub.
-        peers: Addresses to join the swarm by.
-        adapter: Folder, or ``REPO[@TAG]``.
-        revision: Branch, tag or commit of the model.
-        endpoint: Address of the adapter's Hub.
+    """Loads a model whose blocks run on the swarm, with tokenizer and, from ``DIR|REPO[@TAG]``, an adapter.
 
     Raises:
         ConfigError: If model, tokenizer or adapter do not exist.
@@ -50,14 +43,7 @@ def load_for_chat(
 def load_for_run(
     name: str, config: OffloadConfig, *, adapter: str | None, revision: str | None, device: str | None
 ) -> LoadedModel:
-    """Loads a model with offloaded experts, with adapter and tokenizer.
-
-    Args:
-        name: Directory of the model, or its id on the Hub.
-        config: Where its experts are kept.
-        adapter: Folder, or ``REPO[@TAG]``.
-        revision: Branch, tag or commit of the model.
-        device: Device of the model. None: a CUDA device if there is one.
+    """Loads a model with offloaded experts, with tokenizer and, from ``DIR|REPO[@TAG]``, an adapter.
 
     Raises:
         ConfigError: If model, tokenizer or adapter do not exist.

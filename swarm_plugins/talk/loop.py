@@ -16,12 +16,7 @@ __all__ = ["answer_all", "describe", "talk"]
 
 
 def talk(conversation: Conversation, command: str = "chat") -> None:
-    """Talks until /exit, the end of the input, or Ctrl-C between answers.
-
-    Args:
-        conversation: The conversation.
-        command: Name for messages.
-    """
+    """Talks until /exit, the end of the input, or Ctrl-C between answers; faults name the command."""
     is_terminal = sys.stdin.isatty()
     while True:
         line = _read(is_terminal)

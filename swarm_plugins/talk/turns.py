@@ -19,11 +19,7 @@ _DEFAULT_CONTEXT_TOKENS = 2048
 
 
 def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a model.
-
-    Args:
-        name: Directory of the model, or its id on the Hub.
-        revision: Branch, tag or commit of the model.
+    """Returns the tokenizer of a model, from a directory or the Hub.
 
     Raises:
         ConfigError: If there is no model, or no tokenizer that can be loaded.
@@ -41,12 +37,7 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
 
 
 class WordStreamer(TextStreamer):  # type: ignore[no-untyped-call, misc, unused-ignore]  # has no annotations
-    """Hands finished words on, in the thread that generates: Ctrl-C ends the answer, and no thread is left behind.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        write: Takes a piece of text; nothing is added to it.
-    """
+    """Hands finished words on, in the thread that generates: Ctrl-C ends the answer, and no thread is left behind."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -104,11 +95,7 @@ class Conversation:
         self.turns = []
 
     def answer(self, text: str, write: Callable[[str], Any]) -> None:
-        """Answers, word by word; words before an interruption count as said.
-
-        Args:
-            text: The user's turn.
-            write: Takes words as they come.
+        """Answers, handing words to ``write`` as they come; words before an interruption count as said.
 
         Raises:
             ConfigError: If the text is longer than the model can read.

@@ -81,9 +81,6 @@ def write_random_moe(
         dtype: Dtype of all weights.
         progress: Called with the bytes written and the bytes in all.
 
-    Returns:
-        The folder.
-
     Raises:
         ConfigError: If the folder holds something else.
         CheckpointError: If the disk has too little room.

@@ -47,11 +47,6 @@ def recorded_use(model: PreTrainedModel) -> Iterator[ExpertUse]:
 def draw_expert_use(use: ExpertUse, num_experts: int, file: Path) -> None:
     """Draws one strip for each of a few layers: tokens from left to right, experts from bottom to top.
 
-    Args:
-        use: The record.
-        num_experts: Experts of each layer.
-        file: The picture; its ending chooses the format.
-
     Raises:
         MissingExtraError: If matplotlib is not installed.
         ConfigError: If nothing was recorded, or the file cannot be written.

@@ -24,6 +24,7 @@ from swarm_plugins.offload.plan.forecast import Speeds, forecast
 from swarm_plugins.offload.plan.measure import step_seconds
 from swarm_plugins.offload.plan.plan import measured_disk
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
+from swarm_plugins.sizes import format_bytes
 
 __all__ = ["bench_offload", "parse_share"]
 
@@ -68,9 +69,9 @@ def bench_offload(
         fast: Share of the experts in memory, such as ``25%``.
         without: Names of arms to leave out.
         new_tokens: Tokens decoded in each round.
-        rounds: After one to warm up.
+        rounds: Rounds after one to warm up.
         plot: File for a picture of the experts that the tokens use.
-        progress: Shows how far it is.
+        progress: Shows how far the run is.
 
     Raises:
         ConfigError: If an argument is wrong.
@@ -82,6 +83,13 @@ def bench_offload(
     report = OffloadReport(command="swarm bench offload", model=directory.resolve().name, share=share)
     report.rounds, report.new_tokens = rounds, new_tokens
     _measure(report, directory, arms, progress)
+    if report.speeds is not None:
+        rates = [format_bytes(rate) for rate in (report.speeds.disk_bytes_per_s, report.speeds.expert_bytes_per_s)]
+        report.notes.append(
+            f"experts {format_bytes(report.expert_bytes)}, {format_bytes(report.fast_bytes)} of them in memory; "
+            f"limit {format_bytes(report.limit_bytes)} without the libraries; disk {rates[0]}/s, experts one after "
+            f"the other {rates[1]}/s; medians of {rounds} rounds of {new_tokens} tokens"
+        )
     if random_scale is not None:
         report.notes.append("weights and routers are random: routers that are not trained flatter caches")
     report.notes.append(

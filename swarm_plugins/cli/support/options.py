@@ -58,15 +58,10 @@ def format_offload(config: OffloadConfig) -> str:
 
 
 def parse_width(option: str, text: str, allowed: Iterable[Width]) -> Width:
-    """Returns the width that a text such as ``4`` or ``nf4`` names.
-
-    Args:
-        option: The option it was given to, for the message.
-        text: The value.
-        allowed: Widths to choose from.
+    """Returns the width that a text such as ``4`` or ``nf4`` names; the message names the option.
 
     Raises:
-        ConfigError: If it is another one.
+        ConfigError: If it is not one of those to choose from.
     """
     widths = _by_name(allowed)
     if text not in widths:

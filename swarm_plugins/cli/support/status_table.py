@@ -26,14 +26,9 @@ _END_CHARS = 8
 def print_tables(
     found: Sequence[ModelStatus], console: Console | None = None, *, initial_peers: Sequence[str] = ()
 ) -> None:
-    """Prints one table for each model version, and the blocks that are missing.
+    """Prints one table for each model version, and the commands that would serve its missing blocks.
 
     A narrow terminal gets the ends of the peer ids, and no throughput.
-
-    Args:
-        found: The versions.
-        console: The terminal or file.
-        initial_peers: Addresses that the swarm was joined by.
     """
     console = console or Console()
     is_wide = console.width >= _WIDE_CHARS
