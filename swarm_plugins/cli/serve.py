@@ -116,11 +116,12 @@ def serve(
         )
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.server.process import prepare_process, run_server
+        from swarm_plugins.server.server import SwarmServer
 
         prepare_process(log_level, threads)
         if embedding is not None:
             config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
-        run_server(config, embedding)
+        run_server(SwarmServer(config), embedding)
 
 
 def parse_blocks(text: str | None) -> tuple[range | None, tuple[int, int] | None]:

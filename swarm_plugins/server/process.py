@@ -11,13 +11,15 @@ import shlex
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 
 from swarm_plugins.errors import TransportError
-from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.embedding import Embedding
-from swarm_plugins.server.server import SwarmServer
+
+if TYPE_CHECKING:
+    from swarm_plugins.server.server import SwarmServer
 
 __all__ = ["prepare_process", "run_server"]
 
@@ -38,26 +40,25 @@ def prepare_process(log_level: str, threads: int | None) -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
-def run_server(config: ServeConfig, embedding: Embedding | None) -> None:
+def run_server(server: SwarmServer, embedding: Embedding | None) -> None:
     """Serves until SIGINT or SIGTERM; then leaves the process at once.
 
     Raises:
         SwarmError: If the server cannot start, or loses the swarm.
     """
-    asyncio.run(_serve(config, embedding))
+    asyncio.run(_serve(server, embedding))
     sys.stdout.flush()
     sys.stderr.flush()
     # An interrupted load still runs in its thread, and torch takes its time to unload: there is nothing left to do.
     os._exit(0)
 
 
-async def _serve(config: ServeConfig, embedding: Embedding | None) -> None:
+async def _serve(server: SwarmServer, embedding: Embedding | None) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, _stop, stop)
-    server = SwarmServer(config)
     stopped = asyncio.create_task(stop.wait(), name="wait for a signal")
-    serving = asyncio.create_task(_until_lost(server, config, embedding), name="serve")
+    serving = asyncio.create_task(_until_lost(server, embedding), name="serve")
     try:
         await asyncio.wait([stopped, serving], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -77,7 +78,7 @@ def _stop(stop: asyncio.Event) -> None:
     stop.set()
 
 
-async def _until_lost(server: SwarmServer, config: ServeConfig, embedding: Embedding | None) -> None:
+async def _until_lost(server: SwarmServer, embedding: Embedding | None) -> None:
     joined = asyncio.Event()
     start = asyncio.create_task(server.start(on_joined=lambda _: joined.set()), name="start the server")
     try:
@@ -89,7 +90,7 @@ async def _until_lost(server: SwarmServer, config: ServeConfig, embedding: Embed
     finally:
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
-    _report(server, await server.addresses(), config, embedding)
+    _report(server, await server.addresses(), embedding)
     await server.wait_lost()
     raise TransportError("the libp2p daemon died and the swarm could not be joined again: start the server again")
 
@@ -101,8 +102,8 @@ async def _first(start: asyncio.Task[None], joined: asyncio.Event) -> None:
     await asyncio.gather(waiting, return_exceptions=True)
 
 
-def _report(server: SwarmServer, addresses: tuple[str, ...], config: ServeConfig, embedding: Embedding | None) -> None:
-    info = server.info
+def _report(server: SwarmServer, addresses: tuple[str, ...], embedding: Embedding | None) -> None:
+    info, config = server.info, server.config
     if embedding is not None:
         embedding.send("ready", start=info.start, end=info.end, version=info.version)
         return
