@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from swarm_plugins.bench.figures import Report, goal_cells
-from swarm_plugins.bench.offload.arms import ArmName
-from swarm_plugins.offload.plan.forecast import Forecast, Speeds
 from swarm_plugins.sizes import format_bytes
 
-__all__ = ["ArmFigures", "Goal", "OffloadReport", "add_goals"]
+if TYPE_CHECKING:
+    from swarm_plugins.offload.plan.forecast import Forecast, Speeds
+
+__all__ = ["ArmFigures", "ArmName", "Goal", "OffloadReport", "add_goals"]
 
 # Of the all-resident speed, by the share of experts in memory.
 _RESIDENT_GOALS = {1.0: 0.97, 0.75: 0.80, 0.5: 0.45}
@@ -26,6 +28,25 @@ _WRITE_GOAL = 1 << 20
 _LOAD_GOAL_S = 3.0
 _PEAK_GOAL = 1.1
 _FORECAST_GOAL = 0.2
+
+
+class ArmName(StrEnum):
+    """One way to run the model, in the words of the tables."""
+
+    RESIDENT = "all resident (transformers)"
+    FULL = "offloaded"
+    NO_GUESSES = "without speculative loading"
+    BARE = "without cache and speculation"
+    ACCELERATE = "accelerate disk offload"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether experts are offloaded by this package.
+
+        Without a control group only these run under a limit, on private memory: accelerate maps the files that it
+        reads, and such a limit counts the maps although they are page cache. Its cache is dropped between tokens.
+        """
+        return self in (ArmName.FULL, ArmName.NO_GUESSES, ArmName.BARE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ import torch
 from rich.progress import Progress
 
 from swarm_plugins.bench.arms import check_directory, decode, prompt_tokens
-from swarm_plugins.bench.offload.arms import ArmName
-from swarm_plugins.bench.offload.figures import ArmFigures, OffloadReport, add_goals
+from swarm_plugins.bench.offload.figures import ArmFigures, ArmName, OffloadReport, add_goals
 from swarm_plugins.bench.offload.model import default_folder, olmoe_config, write_random_moe
 from swarm_plugins.bench.offload.plot import draw_expert_use, recorded_use
 from swarm_plugins.bench.offload.worker import ArmProcess, Job

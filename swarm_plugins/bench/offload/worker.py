@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import resource
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_plugins.bench.arms import generate
+from swarm_plugins.bench.arms import frozen, generate
 from swarm_plugins.bench.child import Child, answer, jobs
 from swarm_plugins.bench.memory_group import MemoryGroup
-from swarm_plugins.bench.offload.arms import ArmName, LoadedArm, load_arm
+from swarm_plugins.bench.offload.figures import ArmName
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload import OffloadConfig, load_offloaded
+from swarm_plugins.offload.model.outline import meta_model, stored_dtype
 from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.sizes import format_bytes
 
-__all__ = ["ArmProcess", "Job", "Ready", "Round", "main"]
+__all__ = ["ArmProcess", "Job", "LoadedArm", "Ready", "Round", "load_arm", "main"]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +130,82 @@ class ArmProcess(Child):
                     "system ended it: give a larger --fast, or leave the arm out with --without"
                 )
         return super()._ended()
+
+
+@dataclass(frozen=True)
+class LoadedArm:
+    """A model that is ready to decode."""
+
+    model: PreTrainedModel
+    before_token: Callable[[], None]
+    """Run between tokens."""
+
+
+@contextlib.contextmanager
+def load_arm(
+    arm: ArmName, directory: Path, *, fast_bytes: int, smallest_bytes: int, has_bounded_cache: bool
+) -> Iterator[LoadedArm]:
+    """Loads the model in one of the ways.
+
+    Args:
+        arm: The way.
+        directory: Directory of the model.
+        fast_bytes: Memory for experts.
+        smallest_bytes: Least memory that experts need: next to no cache.
+        has_bounded_cache: Whether a limit on memory counts the page cache too.
+    """
+    if arm is ArmName.RESIDENT:
+        yield LoadedArm(frozen(_load_all(directory, {})), lambda: None)
+    elif arm is ArmName.ACCELERATE:
+        with TemporaryDirectory(prefix=".accelerate-", dir=directory.parent) as folder:
+            model = _load_all(directory, {"device_map": _experts_on_disk(directory), "offload_folder": folder})
+            files = [*directory.glob("*.safetensors"), *(path for path in Path(folder).rglob("*") if path.is_file())]
+            yield LoadedArm(frozen(model), (lambda: None) if has_bounded_cache else (lambda: _drop_page_cache(files)))
+    else:
+        config = OffloadConfig(
+            fast_bytes=smallest_bytes if arm is ArmName.BARE else fast_bytes,
+            prefetch="auto" if arm is ArmName.FULL else False,
+        )
+        yield LoadedArm(frozen(load_offloaded(directory, config, device="cpu")), lambda: None)
+
+
+def _load_all(directory: Path, options: dict[str, Any]) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype="auto", experts_implementation="grouped_mm", **options
+    )
+    return model
+
+
+def _experts_on_disk(directory: Path) -> dict[str, str]:
+    """Returns a device map that keeps all but the experts in memory."""
+    checkpoint = Checkpoint.open(directory)
+    places: dict[str, str] = {}
+    _place(meta_model(checkpoint.config, stored_dtype(checkpoint)), "", places)
+    return places
+
+
+def _place(module: nn.Module, name: str, places: dict[str, str]) -> None:
+    if is_fused_experts(module):
+        places[name] = "disk"
+    elif name and not any(is_fused_experts(inner) for inner in module.modules()):
+        places[name] = "cpu"
+    else:
+        prefix = f"{name}." if name else ""
+        places.update({f"{prefix}{own}": "cpu" for own, _ in module.named_parameters(recurse=False)})
+        for inner_name, inner in module.named_children():
+            _place(inner, f"{prefix}{inner_name}", places)
+
+
+def _drop_page_cache(files: list[Path]) -> None:
+    """Makes the next read of the files a read from the disk, as under a limit that has no room for their pages."""
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            # What is not yet written cannot be dropped.
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from swarm_plugins.bench.offload.arms import ArmName, load_arm
-from swarm_plugins.bench.offload.figures import ArmFigures, OffloadReport, add_goals
+from swarm_plugins.bench.offload.figures import ArmFigures, ArmName, OffloadReport, add_goals
 from swarm_plugins.bench.offload.plot import draw_expert_use, recorded_use, shown_layers
 from swarm_plugins.bench.offload.run import bench_offload, parse_share
+from swarm_plugins.bench.offload.worker import load_arm
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.plan.forecast import Forecast, Speeds
 from swarm_plugins.testing.models import save_tiny, tiny_model
