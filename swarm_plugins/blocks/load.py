@@ -18,7 +18,6 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from swarm_plugins.blocks.calls import BlockList, Passing
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVPool
-from swarm_plugins.blocks.offloaded import offload_experts, offloaded_parts, quantized_linears
 from swarm_plugins.blocks.probe import probe
 from swarm_plugins.blocks.quantize import check_quantization, quantize_block
 from swarm_plugins.blocks.span import Span
@@ -33,7 +32,11 @@ from swarm_plugins.checkpoint import (
 from swarm_plugins.checkpoint.loading import empty_modules, leave_out, model_classes
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.offload.ahead.prefetch import install_prefetch
+from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.offload.interfaces import ExpertCache
+from swarm_plugins.offload.model.attach import attach_experts, check_budget, formats_of
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 
@@ -84,8 +87,8 @@ def load_span(
     store = open_quantized(checkpoint)
     if store is not None and offload is None:
         raise ConfigError(
-            f"{checkpoint.name} is a store that swarm quantize made, whose experts are read when they are needed: say "
-            "how much memory they may take with fast_bytes"
+            f"{checkpoint.name} is a quantized store, whose experts are read on demand: set how much memory they may "
+            "take with fast_bytes"
         )
     config = _span_config(checkpoint, store)
     base_class = _base_class(config)
@@ -95,7 +98,10 @@ def load_span(
     place = torch.device(device)
     moe = None
     if offload is not None:
-        moe = offloaded_parts(checkpoint, store, blocks, quantization, offload, wanted, place)
+        _check_offload(offload, store, quantization)
+        moe = MoeCheckpoint.inspect(checkpoint, store, dtype=wanted, layers=blocks)
+        check_budget(moe, formats_of(moe, offload, place), offload, place)
+        moe.fetch()
     loader = _BlockLoader(checkpoint, base_class, config, path, wanted, place, quantization, moe)
     first, *further = loader.groups(blocks)
     model = loader.load(first, progress)
@@ -103,9 +109,9 @@ def load_span(
         _move_blocks(loader.load(group, progress), model, path, group)
     experts = None
     if moe is not None and offload is not None:
-        experts = offload_experts(model, moe, offload, place)
+        experts = _offload_experts(model, moe, offload, place)
         if store is not None:
-            store.install_linears(model, place, quantized_linears(moe, path, blocks))
+            store.install_linears(model, place, _quantized_linears(moe, path, blocks))
     cut = CutModel(model, path, blocks, wanted)
     return Span(cut, probe(cut), pool, experts)
 
@@ -147,7 +153,7 @@ class _BlockLoader:
             _cut(model, self.path, blocks)
             if self.moe is not None:
                 empty_modules(module for module in model.modules() if is_fused_experts(module))
-                leave_out(model, quantized_linears(self.moe, self.path, blocks).values())
+                leave_out(model, _quantized_linears(self.moe, self.path, blocks).values())
 
         tensors = self._read(blocks, progress)
         model = model_from_tensors(self.base_class, self.config, tensors, self.dtype, self.checkpoint.name, trim=trim)
@@ -173,6 +179,43 @@ class _BlockLoader:
         target = f"{self.base_class.base_model_prefix}.{self.path}."
         tensors = self.checkpoint.read(names, progress=progress)
         return {target + name[len(prefix) :]: tensor for name, tensor in tensors.items()}
+
+
+def _check_offload(config: OffloadConfig, store: QuantizedStore | None, quantization: str) -> None:
+    if quantization != "none":
+        raise ConfigError(
+            f"quantization is {quantization!r} and experts are offloaded: give the width of the experts by "
+            "expert_bits (bits=4 in --offload), and leave quantization at 'none'"
+        )
+    if config.other_bits not in (None, 16, None if store is None else store.manifest.other_bits):
+        raise ConfigError(
+            f"other_bits is {config.other_bits}: a span keeps its other weights as they are, leave it out"
+        )
+
+
+def _quantized_linears(moe: MoeCheckpoint | None, layer_path: str, blocks: range) -> dict[str, str]:
+    """Returns the names of a store's quantized linear layers in some blocks, with their paths in the span's model."""
+    if moe is None or moe.quantized is None:
+        return {}
+    whole = layer_list_name(moe.outline)
+    return {
+        name: layer_path + name.removeprefix(whole)
+        for name in moe.quantized.manifest.linears
+        if any(name.startswith(f"{whole}.{block}.") for block in blocks)
+    }
+
+
+def _offload_experts(
+    model: PreTrainedModel, moe: MoeCheckpoint, config: OffloadConfig, device: torch.device
+) -> ExpertCache | None:
+    """Makes experts borrow their weights from memory of bounded size; returns the lender, None without experts."""
+    if not moe.paths:
+        return None
+    formats = formats_of(moe, config, device)
+    cache = make_cache(moe.store, formats, config, device)
+    attach_experts(model, moe, formats, cache, device)
+    install_prefetch(model, cache)
+    return cache
 
 
 def _check_experts(names: Iterable[str], checkpoint_name: str) -> None:
@@ -241,9 +284,9 @@ def _cut(model: PreTrainedModel, path: str, blocks: range) -> None:
     model.set_submodule(path, BlockList(layers))
     top = path.partition(".")[0]
     for name, child in list(model.named_children()):
-        # Whatever else has weights (embeddings, final norm) is the client's; `Span` checks that hidden states then
-        # really pass unchanged.
-        # OLMo's final norm has no weights and is told by its name; a rotary embedding has none either and stays.
+        # Other modules with weights (embeddings, final norm) are the client's; the probe checks that hidden states then
+        # pass unchanged. OLMo's final norm lacks weights and is recognised by name; so does a rotary embedding, which
+        # stays.
         is_norm = type(child).__name__.endswith("Norm")
         if name != top and (is_norm or next(child.parameters(), None) is not None):
             setattr(model, name, nn.Identity())

@@ -80,7 +80,7 @@ def test_a_session_over_a_store_gives_what_the_whole_store_gives(store_of: Calla
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        pytest.param({}, ConfigError, "say how much memory they may take with fast_bytes", id="no-budget"),
+        pytest.param({}, ConfigError, "set how much memory they may take with fast_bytes", id="no-budget"),
         pytest.param({"fast_bytes": 1000}, CapacityError, "fast_bytes is 1000, but at least", id="too-little"),
         pytest.param({"expert_bits": 8}, ConfigError, "expert_bits is 8, but .* holds 4", id="experts"),
         pytest.param({"other_bits": 4}, ConfigError, "other_bits is 4: a span keeps", id="others"),
