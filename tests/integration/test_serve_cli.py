@@ -107,7 +107,7 @@ WRONG = {
     "dtype": ("--dtype float8", r"unknown dtype 'float8'; known: float32, bfloat16, float16"),
     "quantization": ("--quantization int3", r"unknown quantization 'int3'; known: none"),
     "size": ("--kv-bytes lots", r"invalid size 'lots'"),
-    "device": ("--device tpu9", r"unknown device 'tpu9'; cpu, cuda"),
+    "device": ("--device tpu9", r"unknown device 'tpu9': expected cpu, cuda"),
     "log-level": ("--log-level loud", r"invalid --log-level 'loud': expected debug, info"),
     "peer": ("--initial-peers 1.2.3.4:5", r"'1.2.3.4:5' is not a libp2p address"),
     "peer-without-id": ("--initial-peers /ip4/1.2.3.4/tcp/5", r"has no peer id"),
