@@ -146,15 +146,9 @@ class ExpertFormat(Protocol):
         """Fills a buffer to compute with from a stored one (both uint8); called on reader threads."""
 
     def linear(self, tensors: Mapping[str, Tensor], name: str, rows: Tensor) -> Tensor:
-        """Multiplies rows by an expert's weight, without its bias.
+        """Multiplies rows ``[T, in]`` by an expert's weight, without its bias: ``[T, out]`` in the type of the rows.
 
-        Args:
-            tensors: Views of a computed buffer.
-            name: Name of the fused parameter.
-            rows: ``[T, in]``; gradients flow to it.
-
-        Returns:
-            ``[T, out]``, in the type of the rows.
+        ``tensors`` are views of a computed buffer, ``name`` is the fused parameter's. Gradients flow to the rows.
         """
 
 
@@ -164,12 +158,8 @@ class ExpertCache(Protocol):
     def borrow(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Yields each of the experts once, those at hand first, the others as they arrive.
 
-        A yielded expert stays untouched until the next one is asked for or the iterator is closed; so more experts
-        than fit can be borrowed in one call.
-
-        Args:
-            layer: Index of the layer.
-            experts: Distinct indices.
+        Indices are distinct. A yielded expert stays untouched until the next one is asked for or the iterator is
+        closed; so more experts than fit can be borrowed in one call.
 
         Raises:
             CheckpointError: If an expert cannot be read: names file and tensor.

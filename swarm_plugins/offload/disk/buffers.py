@@ -65,13 +65,8 @@ def _private(num_bytes: int) -> mmap.mmap | None:
 def fitted(buffer: Tensor, ranges: Sequence[FileRange], alignment: int) -> Tensor:
     """Returns as many bytes of a buffer's memory, begun where most bytes of some ranges can be read without a copy.
 
-    Args:
-        buffer: ``[num_bytes]`` of uint8 on the CPU, from `host_buffer`, which leaves room for the shift.
-        ranges: What will be read into it.
-        alignment: The result begins at a multiple of so many bytes.
-
-    Returns:
-        ``[num_bytes]``; the buffer itself if no shift fits.
+    The buffer, ``[num_bytes]`` of uint8 on the CPU, is from `host_buffer`, which leaves room for the shift, and is
+    returned itself if no shift fits. The result begins at a multiple of ``alignment``.
     """
     address = buffer.data_ptr()
     room = buffer.untyped_storage().nbytes() - buffer.storage_offset() - buffer.numel()

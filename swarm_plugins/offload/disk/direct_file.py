@@ -39,11 +39,7 @@ class DirectFile:
         self._fd, self.is_direct = _open(path)
 
     def read(self, start: int, into: Sequence[memoryview]) -> int:
-        """Reads consecutive bytes.
-
-        Args:
-            start: First byte in the file, a multiple of a block.
-            into: Where they go, one after the other; addresses and sizes are multiples of a block.
+        """Reads consecutive bytes into several places; all positions, addresses and sizes are multiples of a block.
 
         Returns:
             The number of bytes read: fewer than asked for if the disk gave fewer, none at the end of the file.

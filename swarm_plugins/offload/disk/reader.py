@@ -49,12 +49,7 @@ class RangeReader:
         self._is_closed = False
 
     def read(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
-        """Reads one expert.
-
-        Args:
-            ranges: Its bytes.
-            into: ``[num_bytes]`` of uint8, writable.
-            job: Checked for cancellation between chunks.
+        """Reads one expert into ``[num_bytes]`` of uint8; its job may be cancelled between chunks.
 
         Returns:
             Bytes taken from disk.

@@ -37,14 +37,9 @@ _LIMITS = {torch.bfloat16: (torch.int16, np.uint16, 0xFF00), torch.float32: (tor
 def expert_format(
     stored: BufferLayout, bits: Width | None, dtype: torch.dtype, device: torch.device, *, is_transposed: bool
 ) -> ExpertFormat:
-    """Returns the format of experts that a checkpoint has in a floating type.
+    """Returns the format of experts that are stored in a floating type, weights as ``[in, out]`` if transposed.
 
-    Args:
-        stored: How an expert lies in its buffer after reading.
-        bits: Width in memory: 16, 8, 4, 3, 2 or ``nf4``; None: as wide as ``dtype``.
-        dtype: Type to compute in.
-        device: Where products run.
-        is_transposed: Whether weights lie as ``[in, out]``.
+    They get some bits in memory, None for as wide as the type to compute in.
     """
     if bits in (None, 16):
         return PlainFormat(stored, dtype if bits is None else half_type(dtype), is_transposed=is_transposed)

@@ -27,13 +27,9 @@ def padded_bytes(num_bytes: int) -> int:
 
 
 def write_buffers(path: Path, num_bytes: int, buffers: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> None:
-    """Writes buffers of one size as tensors of bytes to a safetensors file, and waits until they are on the disk.
+    """Writes buffers, ``[num_bytes]`` of uint8 each, to a safetensors file, and waits until they are on the disk.
 
-    Args:
-        path: File to make.
-        num_bytes: Size of each.
-        buffers: Name and content ``[num_bytes]`` of uint8 of each, taken one at a time.
-        names: The same names, known beforehand.
+    They are taken one at a time, with the names that are given beforehand.
 
     Raises:
         OSError: If it cannot be written.
