@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,15 +40,13 @@ class AdapterReader:
 
     A full reading takes milliseconds, too much for every generated token; a cheap look (what is active, which tensors,
     how scaled) shows whether the last reading still holds.
-
-    Args:
-        blocks: The remote blocks, in order.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks
         self._tuned: list[_Tuned] = []
         self._weights: list[tuple[int, str, dict[str, nn.Parameter | None]]] = []
+        """Modules with parameters of their own, as (block, path, live dict of these)."""
         self._seen = -1
         self._state: list[object] | None = None
         self._last = AdapterUse()
@@ -66,8 +64,7 @@ class AdapterReader:
             UnsupportedError: If something is injected that servers cannot apply.
         """
         if structure != self._seen:
-            self._tuned = list(_find_tuned(self.blocks))
-            self._weights = list(_find_weights(self.blocks))
+            self._search()
             self._seen, self._state = structure, None
         names = _per_row_names(self._tuned)
         state: list[object] = [indices, batch_size, None if names is None else tuple(names)]
@@ -83,6 +80,17 @@ class AdapterReader:
             # Drawn from the global generator, so that a seeded run is reproducible.
             return dataclasses.replace(self._last, dropout_seed=int(torch.randint(2**62, (1,)).item()))
         return self._last
+
+    def _search(self) -> None:
+        self._tuned, self._weights = [], []
+        for index, block in enumerate(self.blocks):
+            for path, module in block.named_modules():
+                plain = ".".join(part for part in path.split(".") if part != "base_layer")
+                if isinstance(module, BaseTunerLayer):
+                    check_inserted(path, cast(nn.Module, module))
+                    self._tuned.append(_Tuned(index, plain, module))
+                elif isinstance(module, StandIn) and module._parameters:
+                    self._weights.append((index, plain, module._parameters))
 
     def _refuse_forgotten(self, indices: range) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -113,15 +121,6 @@ def _is_inactive(name: str, parameter: nn.Parameter) -> bool:
     return not is_hollow(parameter) and any(part in f".{name}" for part in known)
 
 
-def _find_weights(blocks: Sequence[nn.Module]) -> Iterator[tuple[int, str, dict[str, nn.Parameter | None]]]:
-    """Finds modules with parameters of their own, and the live dict of these."""
-    for index, block in enumerate(blocks):
-        for path, module in block.named_modules():
-            if isinstance(module, StandIn) and module._parameters:
-                plain = ".".join(part for part in path.split(".") if part != "base_layer")
-                yield index, plain, module._parameters
-
-
 def _state(layer: Any) -> list[object]:
     """Returns everything that structure and tensors of a layer's adapters depend on, as cheaply as possible."""
     if layer._disable_adapters:
@@ -138,15 +137,6 @@ def _state(layer: Any) -> list[object]:
     for dropout in modules["lora_dropout"]._modules.values():
         state += (dropout.training, dropout.__dict__.get("p"))
     return state
-
-
-def _find_tuned(blocks: Sequence[nn.Module]) -> Iterator[_Tuned]:
-    for index, block in enumerate(blocks):
-        for path, module in block.named_modules():
-            if isinstance(module, BaseTunerLayer):
-                check_inserted(path, cast(nn.Module, module))
-                plain = ".".join(part for part in path.split(".") if part != "base_layer")
-                yield _Tuned(index, plain, module)
 
 
 def _check_options(item: _Tuned, name: str) -> None:

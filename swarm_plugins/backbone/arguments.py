@@ -8,11 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["LayerArguments", "by_name", "read_arguments"]
+__all__ = ["ATTENTION_NAME", "LayerArguments", "by_name", "read_arguments", "register_attention"]
+
+ATTENTION_NAME = "swarm"
+"""Attention with which blocks get the plain padding mask; servers build the mask their family needs."""
 
 _KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "cache_position"}) | frozenset({
     # Meant for the loss; models hand all keyword arguments on to their layers, which ignore these.
@@ -39,11 +44,7 @@ def by_name(layer_class: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping
 
 
 def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
-    """Returns what a server needs.
-
-    Args:
-        hidden: Hidden states, ``[B, S, D]``.
-        kwargs: All other arguments of the layer, by name.
+    """Returns what a server needs of a layer's arguments, given by name.
 
     Raises:
         UnsupportedError: If servers cannot take one of them.
@@ -81,3 +82,18 @@ def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache |
 def _restart(positions: Tensor | None) -> bool:
     """Returns whether positions start again within a row."""
     return positions is not None and bool((positions[..., 1:] - positions[..., :-1] != 1).any())
+
+
+def _padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+    """Returns the two-dimensional mask ``[B, cached + new]`` unchanged."""
+    return attention_mask
+
+
+def register_attention() -> None:
+    """Registers the name with transformers.
+
+    Both registries need it: a name without a mask function makes transformers drop the padding mask silently. The
+    attention function itself never runs on a remote block.
+    """
+    AttentionInterface.register(ATTENTION_NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, _padding_mask)

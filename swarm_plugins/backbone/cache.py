@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
+from swarm_plugins.client.history import History
 from swarm_plugins.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -27,18 +28,13 @@ __all__ = ["RemoteCacheLayer", "RemoteCacheState", "adopt_cache", "run_cached"]
 
 
 class RemoteCacheState:
-    """One session, and the changes that wait for its next step.
-
-    Args:
-        remote: The blocks that the session runs on.
-        num_blocks: How many there are.
-        prefix: Keys and values that the cache starts with, K then V for each block.
-    """
+    """One session, and the changes that wait for its next step."""
 
     def __init__(self, remote: RemoteBlocks, num_blocks: int, prefix: Sequence[Tensor] = ()) -> None:
         self.remote = remote
         self.num_blocks = num_blocks
         self.prefix = tuple(prefix)
+        """Keys and values the cache starts with, K then V for each block."""
         self.length = prefix[0].shape[2] if prefix else 0
         self._ops: list[CacheOp] = []
         self._session: ClientSession | None = None
@@ -86,16 +82,15 @@ class RemoteCacheState:
         if self._owed:
             # Owed tokens were computed before the change: they go in first.
             self._ready_session()
+        op = CacheOp(kind=kind, indices=indices)  # type: ignore[arg-type]
+        if self._session is None:
+            start = History(self.prefix)
+            start.apply(op)
+            self.prefix, self.length = start.prefix, start.length
+            return
+        self._ops.append(op)
         if kind == "crop":
             self.length = indices[0]
-        if self._session is not None:
-            self._ops.append(CacheOp(kind=kind, indices=indices))  # type: ignore[arg-type]
-        elif kind == "crop":
-            self.prefix = tuple(tensor[:, :, : indices[0]] for tensor in self.prefix)  # [B, heads, P, width]
-        elif kind == "repeat":
-            self.prefix = tuple(tensor.repeat_interleave(indices[0], dim=0) for tensor in self.prefix)
-        else:
-            self.prefix = tuple(tensor[list(indices)] for tensor in self.prefix)
 
     def reset(self) -> None:
         """Forgets everything, closes the session and frees its memory."""
@@ -122,12 +117,7 @@ class RemoteCacheState:
 
 
 class RemoteCacheLayer(CacheLayerMixin):
-    """One block's layer of the cache.
-
-    Args:
-        state: Shared by all layers.
-        is_first: Whether this layer acts for all.
-    """
+    """One block's layer of the cache; the first acts for all."""
 
     is_compileable = False
     is_sliding = False

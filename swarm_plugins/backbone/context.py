@@ -12,7 +12,7 @@ from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["SwarmConfig", "SwarmSettings", "active_swarm", "find_settings", "join_swarm", "resolve_settings"]
+__all__ = ["SwarmConfig", "SwarmSettings", "active_swarm", "find_settings", "resolve_settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,3 @@ def find_settings(initial_peers: Sequence[str] | str | None, config: SwarmConfig
                 "as 'swarm serve' prints it"
             )
     return SwarmSettings(initial_peers=peers, config=config or SwarmConfig())
-
-
-def join_swarm(settings: SwarmSettings) -> SwarmConnection:
-    """Returns the shared connection of these settings, started.
-
-    Raises:
-        TransportError: If no peer answers.
-    """
-    return settings.connection().start()

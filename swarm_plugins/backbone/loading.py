@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from swarm_plugins.backbone.arguments import ATTENTION_NAME, register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
-from swarm_plugins.backbone.masks import ATTENTION_NAME, register_attention
 from swarm_plugins.backbone.probe import probe_layer_loop
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import (

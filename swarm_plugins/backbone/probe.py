@@ -41,11 +41,6 @@ class _Watch:
 def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device | str) -> None:
     """Calls the base model once with blocks that return their input.
 
-    Args:
-        base: HF's base model.
-        stack: Its remote blocks; learns whether they must return tuples.
-        device: Where the local weights are.
-
     Raises:
         UnsupportedError: If the model's forward does something servers cannot know about.
     """

@@ -58,10 +58,6 @@ def check_inserted(name: str, module: nn.Module) -> None:
 def check_config(config: Any, remote_modules: Iterable[str]) -> None:
     """Checks PEFT's config of an adapter before it is injected.
 
-    Args:
-        config: A ``PeftConfig``.
-        remote_modules: Full names of all modules in remote blocks.
-
     Raises:
         UnsupportedError: If something in it cannot work on the remote modules that it names.
     """

@@ -43,15 +43,7 @@ class _Running:
 
 
 class RemoteStack:
-    """Connects the remote blocks of one model with their swarm.
-
-    Args:
-        version: The model version that servers must serve.
-        num_blocks: Blocks of the model.
-        settings: Which swarm. None when a connection is given.
-        connection: Your own connection (in-process, say).
-        model: The model's directory or id, as its user wrote it; for messages.
-    """
+    """Connects the remote blocks of one model with their swarm."""
 
     def __init__(
         self,
@@ -86,12 +78,7 @@ class RemoteStack:
         return self._remote
 
     def check(self) -> None:
-        """Joins the swarm and looks for a chain that covers all blocks.
-
-        Raises:
-            TransportError: If the swarm cannot be joined.
-            MissingBlocksError: If some block has no living server.
-        """
+        """Joins the swarm and looks for a chain that covers all blocks."""
         self.remote.check()
 
     def run_block(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:

@@ -86,11 +86,7 @@ def check_answer(answer: Message | None, kind: type[M], peer: str) -> M:
 
 
 def check_tensor(got: Tensor | None, like: Tensor, peer: str, what: str) -> None:
-    """Checks a tensor from a server against one of the expected shape and dtype.
-
-    Raises:
-        ProtocolError: If it is absent, of another shape or dtype, or not finite.
-    """
+    """Raises ProtocolError unless a tensor is there, finite and of the shape and dtype of another."""
     if got is None:
         raise ProtocolError(f"server {peer} left out {what}")
     if got.shape != like.shape or got.dtype != like.dtype:
@@ -102,11 +98,7 @@ def check_tensor(got: Tensor | None, like: Tensor, peer: str, what: str) -> None
 
 
 def check_outputs(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
-    """Checks what a server returned for ``inputs``.
-
-    Raises:
-        ProtocolError: If a tensor is absent, of a wrong shape or dtype, or not finite.
-    """
+    """Raises ProtocolError unless every tensor that ``inputs`` ask for is there, finite and of the right shape."""
     hidden, span = inputs.hidden, inputs.blocks
     check_tensor(outputs.hidden, hidden, peer, "the hidden states")
     expected = len(span) - 1 if inputs.collect_hidden else 0
@@ -132,11 +124,7 @@ def check_outputs(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
 
 
 def check_same_routers(parts: Sequence[SpanOutputs], who: str) -> None:
-    """Checks that the answers to parts of one input can be joined: same blocks, same numbers of experts.
-
-    Raises:
-        ProtocolError: If they differ.
-    """
+    """Raises ProtocolError if router logits of parts of one input differ in blocks or experts."""
     found = [
         [(block, logits.shape[-1]) for block, logits in zip(part.router_blocks, part.router_logits, strict=True)]
         for part in parts

@@ -18,12 +18,7 @@ __all__ = ["run_chain"]
 
 
 def run_chain(loop: LoopThread, call: ChainCall) -> SpanOutputs:
-    """Runs a call; differentiable to hidden states, adapter tensors and prefix if it keeps what a backward needs.
-
-    Args:
-        loop: Runs the network code.
-        call: What to run.
-    """
+    """Runs a call; differentiable to hidden states, adapter tensors and prefix if it keeps what a backward needs."""
     if not call.keep:
         return loop.run(call.forward())
     layout: list[SpanOutputs] = []

@@ -44,27 +44,17 @@ class _SpanRun:
 
 
 class ChainCall:
-    """Runs blocks for one batch.
-
-    Args:
-        servers: Run the blocks.
-        inputs: What the blocks get.
-        keep: Whether a backward will follow.
-    """
+    """Runs blocks for one batch; raises MissingBlocksError without servers, SwarmError after too many failures."""
 
     def __init__(self, servers: Servers, inputs: SpanInputs, *, keep: bool) -> None:
         self.servers = servers
         self.inputs = inputs
         self.keep = keep
+        """Whether a backward will follow."""
         self._runs: list[_SpanRun] = []
 
     async def forward(self) -> SpanOutputs:
-        """Runs the blocks.
-
-        Raises:
-            MissingBlocksError: If no living server holds some block.
-            SwarmError: If a server refuses the request, or too many servers failed.
-        """
+        """Runs the blocks."""
         retries = Retries(self.servers.view)
         runs = await self._forward_blocks(self.inputs, retries)
         retries.succeeded()
@@ -129,10 +119,6 @@ class ChainCall:
             grads: Gradients of the outputs, each in its place.
             needs_hidden: Whether the gradient of the hidden states is wanted.
             needs: The same for each adapter tensor and each prefix tensor.
-
-        Raises:
-            MissingBlocksError: If no living server holds some block.
-            SwarmError: If a server refuses the request, or too many servers failed.
         """
         num_adapter = len(self.inputs.adapters.tensors)
         collected = _Collected(

@@ -54,11 +54,7 @@ class _Named:
 
 
 class DigestCache:
-    """Cuts adapters to spans and names the parts; hashes again only what has changed.
-
-    Args:
-        capacity: Parts remembered.
-    """
+    """Cuts adapters to spans and names the parts; hashes again only what has changed."""
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity

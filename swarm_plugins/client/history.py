@@ -18,14 +18,11 @@ __all__ = ["History"]
 
 
 class History:
-    """The record of one span's session.
-
-    Args:
-        prefix: Keys and values that the cache started with, K then V for each block.
-    """
+    """The record of one span's session."""
 
     def __init__(self, prefix: tuple[Tensor, ...] = ()) -> None:
         self.prefix = prefix
+        """Keys and values the cache started with, K then V for each block."""
         self.steps: list[SpanInputs] = []
         """What was sent, with positions."""
         self.length = self._prefix_length

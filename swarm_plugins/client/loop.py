@@ -21,7 +21,7 @@ _LEAVE_S = 2.0
 
 
 class LoopThread:
-    """An event loop in a daemon thread."""
+    """An event loop in a daemon thread; using it after `close` raises TransportError."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -52,22 +52,14 @@ class LoopThread:
             loop.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine on the loop.
-
-        Raises:
-            TransportError: If the connection is closed.
-        """
+        """Starts a coroutine on the loop."""
         if self._loop is None or self._loop.is_closed():
             coroutine.close()
             raise TransportError("the connection to the swarm is closed; load the model again to open a new one")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine (which has its own deadlines) and returns its result; Ctrl-C cancels it.
-
-        Raises:
-            TransportError: If the connection is closed.
-        """
+        """Runs a coroutine (which has its own deadlines) and returns its result; Ctrl-C cancels it."""
         future = self.submit(coroutine)
         try:
             return future.result()

@@ -31,11 +31,7 @@ class Node(Network, Protocol):
 
 
 class LastingNetwork:
-    """A network that starts a new node when the old one has died: a killed daemon does not end a long run.
-
-    Args:
-        start_node: Starts a node.
-    """
+    """A network that starts a new node when the old one has died: a killed daemon does not end a long run."""
 
     def __init__(self, start_node: Callable[[], Awaitable[Node]]) -> None:
         self._start_node = start_node
@@ -43,11 +39,7 @@ class LastingNetwork:
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
-        """Starts the first node.
-
-        Raises:
-            TransportError: If it does not start or no initial peer answers.
-        """
+        """Starts the first node."""
         await self._living()
 
     async def _living(self) -> Node:

@@ -47,12 +47,7 @@ _UPLOAD_UNIT_BYTES = 4096
 
 
 class Peers:
-    """Sends requests to peers.
-
-    Args:
-        transport: Opens the streams.
-        config: Deadlines and the codec.
-    """
+    """Sends requests to peers; raises SwarmError if one cannot be reached, is late, or answers with a failure."""
 
     def __init__(self, transport: Transport, config: SwarmConfig) -> None:
         self.transport = transport
@@ -62,11 +57,7 @@ class Peers:
         self._uploaded: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     async def open(self, peer: str, rpc: str) -> Channel:
-        """Opens a stream.
-
-        Raises:
-            TransportError: If the peer cannot be reached in time.
-        """
+        """Opens a stream."""
         return await self.transport.open(peer, rpc, timeout_s=self.config.connect_timeout_s)
 
     async def exchange(
@@ -114,11 +105,7 @@ class Peers:
     async def request(
         self, peer: str, rpc: str, message: Message, kind: type[M], *, timeout_s: float | None = None
     ) -> M:
-        """Sends one message over a kept stream and returns the answer.
-
-        Raises:
-            SwarmError: If the peer cannot be reached, does not answer in time or answers with a failure.
-        """
+        """Sends one message over a kept stream and returns the answer."""
         idle = self._idle[peer, rpc]
         if idle:
             # A kept stream may have died unnoticed (the server was restarted): then try a fresh one.
@@ -153,19 +140,11 @@ class Peers:
                 await channel.close()
 
     async def info(self, peer: str) -> ServerInfo:
-        """Asks a server what it serves.
-
-        Raises:
-            SwarmError: If it cannot be reached, does not answer in time or answers with a failure.
-        """
+        """Asks a server what it serves."""
         return await self.request(peer, "rpc_info", InfoRequest(), ServerInfo, timeout_s=self.config.info_timeout_s)
 
     async def with_adapters(self, peer: str, adapters: Sequence[LoadedAdapter], ask: Callable[[], Awaitable[T]]) -> T:
-        """Uploads the adapters that a peer does not hold, then makes a request that names them.
-
-        Raises:
-            SwarmError: If the peer cannot be reached, does not answer in time or answers with a failure.
-        """
+        """Uploads the adapters that a peer does not hold, then makes a request that names them."""
         await self.upload(peer, adapters)
         try:
             return await ask()
@@ -181,9 +160,6 @@ class Peers:
             peer: The server.
             adapters: What it must hold.
             again: Upload also what it is believed to hold.
-
-        Raises:
-            SwarmError: If the peer cannot be reached, does not answer in time or refuses an adapter.
         """
         for adapter in adapters:
             key = (peer, adapter.digest)

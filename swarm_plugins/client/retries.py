@@ -22,11 +22,7 @@ _LONGEST_PAUSE_S = 2.0
 
 
 class Retries:
-    """Counts the failures of one call, bans servers that failed, and plans anew.
-
-    Args:
-        view: Plans chains; failed peers are banned in it.
-    """
+    """Counts the failures of one call, bans servers that failed, and plans anew."""
 
     def __init__(self, view: SwarmView) -> None:
         self.view = view

@@ -40,13 +40,7 @@ M = TypeVar("M", bound=Message)
 
 
 class _SpanSession:
-    """The session on one server, and what was sent to it.
-
-    Args:
-        peer: The server.
-        blocks: The blocks it runs.
-        history: What was sent.
-    """
+    """The session on one server, and what was sent to it."""
 
     def __init__(self, peer: str, blocks: range, history: History) -> None:
         self.peer = peer
@@ -109,28 +103,19 @@ class _SpanSession:
 
 
 class ClientSession:
-    """A KV cache that lives on the servers of one chain.
-
-    Args:
-        servers: Run the blocks.
-        blocks: The blocks of the chain.
-        prefix: Keys and values that the cache starts with, K then V for each block.
-    """
+    """A KV cache that lives on the servers of one chain; raises like `ChainCall`."""
 
     def __init__(self, servers: Servers, *, blocks: range, prefix: Sequence[Tensor] = ()) -> None:
         self.servers = servers
         self.blocks = blocks
         self.prefix = tuple(tensor.detach() for tensor in prefix)
+        """Keys and values the cache starts with, K then V for each block."""
         self._spans: list[_SpanSession] = []
 
     async def step(self, inputs: SpanInputs, ops: Sequence[CacheOp] = ()) -> SpanOutputs:
         """Applies the queued changes of the cache, then runs new tokens through the chain.
 
         If it raises, the changes stay in the cache and the new tokens do not: the step can be tried again.
-
-        Raises:
-            MissingBlocksError: If no living server holds some block.
-            SwarmError: If a server refuses the step, or too many servers failed.
         """
         self._apply(ops)
         retries = Retries(self.servers.view)

@@ -41,17 +41,7 @@ _MAX_INFOS = 1024
 
 
 class SwarmView:
-    """Finds servers of one model version and plans chains over them.
-
-    Args:
-        directory: Where servers announce themselves.
-        peers: Asks servers for their state.
-        config: Deadlines, refresh interval, allowed peers.
-        version: The model version.
-        num_blocks: Blocks of the whole model.
-        model: The model's directory or id, as its user wrote it. None: the version's name.
-        initial_peers: Addresses the swarm was joined by; for messages.
-    """
+    """Finds servers of one model version and plans chains over them."""
 
     def __init__(
         self,
@@ -70,7 +60,9 @@ class SwarmView:
         self.version = version
         self.num_blocks = num_blocks
         self.model = model or version.name
+        """Directory or id, as its user wrote it."""
         self.initial_peers = tuple(initial_peers)
+        """Addresses the swarm was joined by; for messages."""
         self.bans = BanList()
         self.infos: dict[str, ServerInfo] = {}
         """What servers said of themselves when they were asked last."""

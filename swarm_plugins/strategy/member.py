@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swarm_plugins.backbone.context import SwarmSettings, active_swarm, find_settings, join_swarm
+from swarm_plugins.backbone.context import SwarmSettings, active_swarm, find_settings
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 __all__ = ["SwarmMember"]
@@ -67,7 +67,7 @@ class SwarmMember:
         self.settings = find_settings(self.initial_peers, self.swarm)
         if self.settings is not None:
             # Held as long as this strategy: models that are loaded through the same peers share it.
-            self._connection = join_swarm(self.settings)
+            self._connection = self.settings.connection().start()
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which models that are loaded find the swarm."""

@@ -1,8 +1,8 @@
-"""What client and server say to each other: one typed record per message, one encoder and one decoder.
+"""What client and server say to each other: one typed record per message.
 
-A message is a metadata part (msgpack, checked against the record's types by msgspec, which neither recurses
-without bound nor builds anything but these records) and the raw bytes of its tensors, in the order in which
-the metadata names them. Nothing received is trusted: sizes, shapes and dtypes are checked before a tensor is made.
+A message is metadata (msgpack, checked against the record's types by msgspec, which neither recurses without bound nor
+builds anything but these records) and the raw bytes of its tensors, in the order in which the metadata names them.
+Nothing received is trusted: sizes, shapes and dtypes are checked before a tensor is made.
 
 Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``D`` hidden width.
 """
@@ -106,33 +106,38 @@ class ServerInfo(_Message, kw_only=True):
     """Package version of the server."""
 
 
-class ForwardRequest(_Message, kw_only=True):
-    """Runs blocks ``[start, end)`` on hidden states, without a session."""
+class _BlockRequest(_Message, kw_only=True):
+    """Runs blocks on hidden states."""
 
-    version: str
-    start: int
-    end: int
     hidden: Tensor
     """``[B, S, D]``."""
     position_ids: Tensor | None = None
-    """``[B or 1, S]``, int64. None: ``0 .. S-1``, after the prefix if there is one."""
+    """``[B or 1, S]``, int64. None: consecutive ones, after what is cached or the prefix."""
     attention_mask: Tensor | None = None
-    """``[B, prefix + S]``, bool: True for real tokens. None: no padding."""
+    """``[B, L]`` (without a session: ``[B, prefix + S]``), bool: True for real tokens. None: no padding."""
     adapters: tuple[str, ...] = ()
     """Digests of the adapters in use."""
     adapter_rows: tuple[int, ...] | None = None
     """For each row of the batch the index of its adapter in ``adapters``, -1: none. None: all adapters on all rows."""
-    dropout_seed: int | None = None
-    """Seed of the adapters' dropout; None: no dropout."""
-    prefix: tuple[Tensor, ...] = ()
-    """Keys and values put before the sequence, K then V for each block: ``[B, kv heads, prefix, head width]``."""
     collect_hidden: bool = False
     """Also return the output of every block but the last."""
     collect_router: bool = False
     """Also return the router logits of every mixture-of-experts block."""
+    reply_codec: Codec = "none"
+
+
+class ForwardRequest(_BlockRequest, kw_only=True):
+    """Runs blocks ``[start, end)`` without a session."""
+
+    version: str
+    start: int
+    end: int
+    dropout_seed: int | None = None
+    """Seed of the adapters' dropout; None: no dropout."""
+    prefix: tuple[Tensor, ...] = ()
+    """Keys and values put before the sequence, K then V for each block: ``[B, kv heads, prefix, head width]``."""
     keep: bool = False
     """Keep the graph for a backward request if memory allows; the answer then has a ticket."""
-    reply_codec: Codec = "none"
 
 
 class ForwardResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -190,23 +195,12 @@ class SessionOpened(_Message, kw_only=True):
     """Longest sequence this server will hold for the session."""
 
 
-class SessionStep(_Message, kw_only=True):
+class SessionStep(_BlockRequest, kw_only=True):
     """New tokens for a session: prefill, chunk of a prefill, or one decode step."""
 
-    hidden: Tensor
-    """``[B, S, D]``."""
     cached_tokens: int
     """Length of the cache after ``ops`` and before this step, as the client counts it."""
-    position_ids: Tensor | None = None
-    """``[B or 1, S]``, int64. None: ``cached_tokens .. cached_tokens + S - 1``."""
-    attention_mask: Tensor | None = None
-    """``[B, L]``, bool. None: no padding."""
     ops: tuple[CacheOp, ...] = ()
-    adapters: tuple[str, ...] = ()
-    adapter_rows: tuple[int, ...] | None = None
-    collect_hidden: bool = False
-    collect_router: bool = False
-    reply_codec: Codec = "none"
 
 
 class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
