@@ -118,7 +118,7 @@ class ChainCall:
         Args:
             grads: Gradients of the outputs, each in its place.
             needs_hidden: Whether the gradient of the hidden states is wanted.
-            needs: The same for each adapter tensor and each prefix tensor.
+            needs: The same for each tensor of adapters and prefix.
         """
         num_adapter = len(self.inputs.adapters.tensors)
         collected = _Collected(

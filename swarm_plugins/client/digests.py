@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ class AdapterPart:
         return tuple(adapter.digest for adapter in self.shipped)
 
 
-@dataclass(frozen=True)
-class _Cut:
+class _Cut(NamedTuple):
     """The part of an adapter that lies on some blocks; it has no name yet."""
 
     whole: LoadedAdapter
@@ -44,8 +43,7 @@ class _Cut:
     indices: list[int]
 
 
-@dataclass(frozen=True)
-class _Named:
+class _Named(NamedTuple):
     """A cut and the name of its content."""
 
     cut: _Cut

@@ -79,13 +79,7 @@ class SwarmView:
         without: Collection[str] = frozenset(),
         failure: SwarmError | None = None,
     ) -> list[SpanChoice]:
-        """Returns the best chain for some blocks.
-
-        Args:
-            blocks: Which blocks.
-            demand: What the chain is wanted for.
-            without: Peers to leave out of this one plan.
-            failure: What went wrong with the last plan, for the message.
+        """Returns the best chain for some blocks, ``without`` some peers; ``failure`` of the last plan is for messages.
 
         Raises:
             MissingBlocksError: If some block has no living server.

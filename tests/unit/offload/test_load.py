@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from swarm_plugins import OffloadConfig, load_offloaded
-from swarm_plugins.backbone.recognition import cached_commit
+from swarm_plugins.backbone.version import cached_commit
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, UnsupportedError
 from swarm_plugins.local_hub import LocalHub
