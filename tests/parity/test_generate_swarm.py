@@ -33,7 +33,7 @@ class Served:
     def cached_tokens(self) -> int:
         """Tokens in the caches of all sessions on all servers."""
         connection = self.remote_blocks.connection
-        infos = [connection.loop.run(self.remote_blocks.peers.info(peer)) for peer in self.peers]
+        infos = [connection.loop.run(self.remote_blocks.servers.peers.info(peer)) for peer in self.peers]
         return sum(info.total_kv_tokens - info.free_kv_tokens for info in infos)
 
 
