@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
@@ -62,3 +63,13 @@ def test_commands_speak_of_their_options(
 def test_every_word_of_serve_is_an_option_of_it() -> None:
     shown = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["serve", "--help"]).output
     assert all(option.split()[0] in shown for option in SERVE_WORDS.values())
+
+
+def test_help_of_every_command_begins_with_an_imperative() -> None:
+    todo, first_words = [typer.main.get_command(app)], set()
+    while todo:
+        commands = getattr(todo.pop(), "commands", {})
+        todo += commands.values()
+        first_words |= {(one.help or "").split()[0] for one in commands.values()}
+    verbs = {"Host", "Make", "Measure", "Publish", "Serve", "Show", "Talk", "Train", "Write"}
+    assert first_words == verbs
