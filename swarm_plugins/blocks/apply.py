@@ -183,7 +183,7 @@ def adapter_dropout_mask(seed: int, block: int, module: str, adapter_index: int,
         seed: The request's seed.
         block: Global index of the block.
         module: Path of the adapted module inside the block.
-        adapter_index: Index of the adapter among those of the request.
+        adapter_index: Index of the adapter in the request.
         shape: Shape of the module's input.
     """
     name = hashlib.blake2b(f"{seed}/{block}/{module}/{adapter_index}".encode(), digest_size=8).digest()

@@ -67,7 +67,7 @@ class PackedRows:
         return positions.expand(self.batch_size, -1).reshape(1, -1)
 
     def outputs(self, hidden: Tensor, call: Call) -> SpanOutputs:
-        """Cuts this session's outputs out of those of a packed call."""
+        """Cuts this session's outputs out of a packed call's."""
         routers = (call.router_logits or {}) if self.step.collect_router else {}
         between = (call.between or ()) if self.step.collect_hidden else ()
         first, *states = (
@@ -94,7 +94,7 @@ class PackedPast(Past):
         parts: The sessions' tokens, in their order in the packed sequence.
         attention: The attention implementation that the family uses otherwise.
         joined: By block, whether a family works on keys and values between the cache and attention (as MLA does, which
-            caches latents): it then gets those of all sessions in one tensor. Learnt while running.
+            caches latents): it then gets all sessions' in one tensor. Learnt while running.
     """
 
     def __init__(self, parts: Sequence[PackedRows], attention: str, joined: dict[int, bool]) -> None:

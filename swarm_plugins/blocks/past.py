@@ -51,7 +51,7 @@ class Past(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes new keys and values of a block, returns those of all its tokens."""
+        """Takes the new keys and values of a block; returns all of them."""
         raise NotImplementedError
 
 

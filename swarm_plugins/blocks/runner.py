@@ -74,7 +74,7 @@ class SpanSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs(SpanInputs):
-    """New tokens of one session, to be packed with those of others; a prefix is in its cache already."""
+    """New tokens of one session, packed with other sessions'; a prefix is in its cache already."""
 
     cache: SessionCache
 

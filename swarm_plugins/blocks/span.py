@@ -26,7 +26,7 @@ __all__ = ["Span"]
 class Span:
     """Consecutive blocks of a model, ready to run; fulfils `SpanRunner`. All calls come from one thread.
 
-    It checks cheap invariants only. Whoever takes inputs from a peer checks them against ``spec`` first.
+    Checks cheap invariants only: inputs from peers must be checked against ``spec`` first.
 
     Args:
         cut: The model, cut down to the span.

@@ -156,7 +156,7 @@ class Scheduler:
     async def step(
         self, inputs: StepInputs, *, timeout_s: float, prepare: Callable[[], None] | None = None, peer: str = ""
     ) -> SpanOutputs:
-        """Runs the new tokens of one session, packed with those of others.
+        """Runs the new tokens of one session, packed with other sessions'.
 
         Args:
             inputs: The step. Other queued work must not touch its cache.

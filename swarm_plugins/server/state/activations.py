@@ -45,7 +45,7 @@ class GraphMeter:
         return self.num_bytes > self._limit_bytes
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Adds the storages of tensors that are kept beside the graph."""
+        """Adds the storages of tensors that are kept besides the graph."""
         for tensor in tensors:
             self._add(tensor)
 
@@ -84,7 +84,7 @@ class _Kept(Generic[T]):
 class ActivationStore(Generic[T]):
     """Keeps values by unguessable ticket; when it is full, the oldest of the peer that holds most goes first.
 
-    A peer can thus push out only its own graphs, or those of peers that hold more. Safe to use from several threads.
+    A peer can thus push out only its own graphs, or graphs of peers that hold more. Safe to use from several threads.
 
     Args:
         budget_bytes: Bytes of all kept graphs; 0 keeps none.

@@ -1,7 +1,7 @@
 """Forwards without a session and their gradients, on the compute thread.
 
 A graph larger than memory allows is not made at once: the inputs of all blocks are computed without one, then each
-block, from the last to the first, runs again with a graph of its own. The memory is that of one block's graph, for one
+block, from the last to the first, runs again with a graph of its own. It takes the memory of one block's graph, and one
 more forward (Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3).
 
 Shapes: ``B`` batch, ``S`` tokens, ``D`` width, ``P`` prefix.
@@ -92,8 +92,8 @@ def gradients(
         kept: The forward, or its inputs.
         grads: Gradients of the outputs; ``hidden_states`` and ``router_logits`` may be empty.
         needs_hidden: Whether to return the gradient of the hidden states.
-        needs_adapters: Whether to return those of the adapters.
-        needs_prefix: Whether to return those of the prefix.
+        needs_adapters: Whether to return the gradients of the adapters.
+        needs_prefix: Whether to return the gradients of the prefix.
         limit_bytes: A larger graph is replaced by one for each block.
         weights: Addresses of the span's own storages, which do not count.
         between: Called between two blocks of a pass block by block.
