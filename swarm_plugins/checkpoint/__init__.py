@@ -1,15 +1,21 @@
-"""Reads parts of an HF checkpoint: a span of blocks, an expert, the client's share.
+"""Reads parts of an HF checkpoint (a span of blocks, an expert, the client's share) and loads models from them.
 
-[`Checkpoint`][swarm_plugins.checkpoint.Checkpoint] opens a directory or a repository on the Hub and reads tensors
-by byte range; the functions beside it say which tensors are whose.
+[`Checkpoint`][swarm_plugins.checkpoint.Checkpoint] opens a directory or a repository on the Hub and reads tensors by
+byte range; `partition` maps tensors to blocks, `loading` fills HF's own classes.
 """
 
 from __future__ import annotations
 
-from swarm_plugins.checkpoint.block_identity import block_fingerprints
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.loading import model_from_tensors
-from swarm_plugins.checkpoint.partition import block_tensors, client_tensors, find_layers, layer_list_name, layer_prefix
+from swarm_plugins.checkpoint.partition import (
+    block_fingerprints,
+    block_tensors,
+    client_tensors,
+    find_layers,
+    layer_list_name,
+    layer_prefix,
+)
 from swarm_plugins.checkpoint.source import Checkpoint
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["CheckpointFiles", "LocalFiles", "Piece", "Progress", "file_size", "read_pieces"]
+__all__ = ["CheckpointFiles", "LocalFiles", "Piece", "Progress", "read_pieces"]
 
 Progress = Callable[[int], object]
 """Called with the number of bytes that have arrived since the last call."""
@@ -22,7 +22,7 @@ _READ_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A byte range of a file and the memory that it goes to."""
+    """A byte range of a file and the memory to read it into."""
 
     start: int
     buffer: memoryview
@@ -47,7 +47,7 @@ class CheckpointFiles(Protocol):
         ...
 
     def path(self, file: str) -> Path:
-        """Returns where a small file (config, index) lies here, downloading it first if need be."""
+        """Returns the local path of a small file (config, index), after downloading it if needed."""
         ...
 
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
@@ -64,11 +64,7 @@ class CheckpointFiles(Protocol):
 
 
 class LocalFiles:
-    """A checkpoint in a directory.
-
-    Args:
-        directory: Its path.
-    """
+    """A checkpoint in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -94,7 +90,7 @@ class LocalFiles:
         path = self._existing(file)
         try:
             with path.open("rb") as stream:
-                return stream.read(num_bytes), file_size(path)
+                return stream.read(num_bytes), path.stat().st_size
         except OSError as exc:
             raise CheckpointError(f"{path} cannot be read ({exc.strerror})") from exc
 
@@ -112,11 +108,6 @@ class LocalFiles:
         return path
 
 
-def file_size(path: Path) -> int:
-    """Returns the size of a file in bytes."""
-    return path.stat().st_size
-
-
 def read_pieces(path: Path, pieces: Sequence[Piece], progress: Progress) -> None:
     """Fills pieces from a local file, reading nothing else.
 
@@ -126,7 +117,7 @@ def read_pieces(path: Path, pieces: Sequence[Piece], progress: Progress) -> None
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            # Where it is known, the system reads twice as far ahead: pieces of some megabytes come twice as fast.
+            # With the hint, the system reads twice as far ahead: pieces of some megabytes come twice as fast.
             with suppress(OSError, AttributeError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             for piece in pieces:

@@ -5,7 +5,7 @@ of every tensor's bytes: small tensors whole, large ones at spots spread over th
 where the directory lies, what it is called, or how the tensors are spread over shards.
 
 The trade-off: a full hash of a 100 GB checkpoint takes minutes, this takes seconds (at most about 65,000 small
-reads). The price is that a change of a few rows inside one large tensor may go unnoticed. Training changes nearly
+reads). In return, a change of a few rows inside one large tensor may go unnoticed. Training changes nearly
 every weight of the tensors that it trains, and each tensor is sampled at four spots at least, so two fine-tunes of
 one model differ; two files that differ in one damaged sector may not. It guards against mix-ups, not against malice.
 """
@@ -34,48 +34,38 @@ _MIN_SPOTS, _MAX_SPOTS = 4, 64
 
 
 def fingerprint(directory: Path, tensors: Mapping[str, TensorInfo]) -> str:
-    """Returns 40 hexadecimal digits that identify the content of a checkpoint.
-
-    Args:
-        directory: Where its files lie.
-        tensors: All its tensors.
+    """Returns 40 hexadecimal digits that identify a checkpoint: its config and all its tensors.
 
     Raises:
         CheckpointError: If a file cannot be read.
     """
-    digest = hashlib.blake2b(_FORMAT, digest_size=20)
-    digest.update(_config(directory))
-    _add_tensors(digest, directory, tensors)
-    return digest.hexdigest()
+    return tensors_fingerprint(directory, tensors, config=_config(directory))
 
 
-def tensors_fingerprint(directory: Path, tensors: Mapping[str, TensorInfo]) -> str:
-    """Returns 40 hexadecimal digits that identify the content of some tensors, under the names that are given.
+def tensors_fingerprint(directory: Path, tensors: Mapping[str, TensorInfo], *, config: bytes = b"") -> str:
+    """Returns 40 hexadecimal digits that identify some tensors under given names.
 
     Args:
         directory: Where their files lie.
         tensors: Where each of them lies in there.
+        config: Further content to identify.
 
     Raises:
         CheckpointError: If a file cannot be read.
     """
-    digest = hashlib.blake2b(_FORMAT, digest_size=20)
-    _add_tensors(digest, directory, tensors)
-    return digest.hexdigest()
-
-
-def _add_tensors(digest: hashlib.blake2b, directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    digest = hashlib.blake2b(_FORMAT + config, digest_size=20)
     num_large = sum(info.num_bytes > _WHOLE_BYTES for info in tensors.values())
     spots = min(max(_ALL_SPOTS // max(num_large, 1), _MIN_SPOTS), _MAX_SPOTS)
     # File by file and forwards, so that even a disk with a head is read quickly; joined by name afterwards.
-    parts = {
+    samples = {
         name: _sample(directory, name, info, spots)
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))
     }
-    for name in sorted(parts):
+    for name in sorted(samples):
         info = tensors[name]
         digest.update(msgspec.json.encode([name, str(info.dtype), info.shape]))
-        digest.update(parts[name])
+        digest.update(samples[name])
+    return digest.hexdigest()
 
 
 def _config(directory: Path) -> bytes:
@@ -99,7 +89,7 @@ def _sample(directory: Path, name: str, info: TensorInfo, spots: int) -> bytes:
 
 
 def _spots(name: str, info: TensorInfo, count: int) -> Iterator[tuple[int, int]]:
-    """One spot in each of ``count`` equal parts, at a place given by the name: no pattern can slip through."""
+    """Yields one spot in each of ``count`` equal parts, at a place given by the name: no pattern can slip through."""
     stride = info.num_bytes // count
     for index in range(count):
         seed = hashlib.blake2b(f"{index} {name}".encode(), digest_size=8).digest()

@@ -1,8 +1,8 @@
-"""Reads safetensors headers: which bytes of which file hold a tensor.
+"""Parses safetensors headers, which tell the bytes of each tensor in a file.
 
 A file starts with the header's length (8 bytes, little endian), then the header (JSON), then the tensors.
-Headers come from strangers: every number is checked before it is used, so that a corrupt or hostile file ends in
-a sentence and not in a huge allocation.
+Headers are untrusted: every number is checked before it is used, so that a corrupt or hostile file ends in
+an error and not in a huge allocation.
 """
 
 from __future__ import annotations
@@ -20,36 +20,32 @@ __all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "TensorInfo", "header_bytes", "pa
 LENGTH_BYTES = 8
 """Size of the length that a file starts with."""
 MAX_HEADER_BYTES = 100_000_000
-"""Largest header that is read; safetensors itself allows no more."""
+"""Largest header that is read, as in safetensors itself."""
 
-_DTYPE_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-# An older torch may lack some of the 8-bit types.
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute) for name, attribute in _DTYPE_NAMES.items() if hasattr(torch, attribute)
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies and what it is."""
+    """Type and place of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -74,7 +70,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def header_bytes(prefix: bytes, file: str, file_bytes: int | None) -> int:
-    """Returns the length of the header that a file announces in its first 8 bytes.
+    """Returns the length of the header, from the first 8 bytes of a file.
 
     Args:
         prefix: The beginning of the file.
@@ -86,15 +82,14 @@ def header_bytes(prefix: bytes, file: str, file_bytes: int | None) -> int:
     """
     if len(prefix) < LENGTH_BYTES:
         raise CheckpointError(
-            f"{file} has {len(prefix)} bytes, which is no safetensors file (the header's length alone takes "
-            f"{LENGTH_BYTES}): fetch it again"
+            f"{file} is not a safetensors file: it has {len(prefix)} bytes, the header's length alone takes "
+            f"{LENGTH_BYTES}; fetch it again"
         )
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
-    limit = MAX_HEADER_BYTES
-    if length < 2 or length > limit:
+    if not 2 <= length <= MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{file} announces a header of {length} bytes, allowed are 2 to {limit}: it is corrupt or no safetensors "
-            "file, fetch it again"
+            f"{file} is corrupt or not a safetensors file: it announces a header of {length} bytes, expected 2 to "
+            f"{MAX_HEADER_BYTES}; fetch it again"
         )
     if file_bytes is not None and LENGTH_BYTES + length > file_bytes:
         raise CheckpointError(
@@ -116,7 +111,7 @@ def parse_header(
         label: Name of the file for messages, if another.
 
     Raises:
-        CheckpointError: If the header is not what the format allows, or a tensor lies beyond the end of the file.
+        CheckpointError: If the header is malformed, or a tensor lies beyond the end of the file.
     """
     label = label or file
     try:

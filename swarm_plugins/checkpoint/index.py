@@ -17,7 +17,7 @@ __all__ = ["INDEX_FILE", "OWN_INDEX_FILE", "SINGLE_FILE", "TensorIndex"]
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 OWN_INDEX_FILE = "swarm.safetensors.index.json"
-"""Index of a checkpoint that transformers must not take for one of its own: it would make up what it misses."""
+"""Index of a quantized store; under its own name transformers would load it and make up what is missing."""
 # Far above any real index (a trillion-parameter model has about 10 MB).
 _MAX_INDEX_BYTES = 500_000_000
 # A header spends about 120 bytes on a tensor: enough to get most headers with one request.
@@ -30,11 +30,7 @@ class _IndexFile(msgspec.Struct, frozen=True):
 
 
 class TensorIndex(Mapping[str, TensorInfo]):
-    """All tensors by name. A shard's header is read when one of its tensors is first asked for.
-
-    Args:
-        files: The checkpoint's files.
-    """
+    """All tensors by name. A shard's header is read when one of its tensors is first looked up."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         self._files = files
@@ -52,9 +48,7 @@ class TensorIndex(Mapping[str, TensorInfo]):
 
     def __getitem__(self, name: str) -> TensorInfo:
         file = self._file_of[name]
-        header = self._headers.get(file)
-        if header is None:
-            header = self._header(file)
+        header = self._headers.get(file) or self._header(file)
         if name not in header:
             raise CheckpointError(
                 f"{self._index_file} of {self._files.label} says that {file} holds the tensor {name!r}, but it does "
@@ -69,15 +63,11 @@ class TensorIndex(Mapping[str, TensorInfo]):
         return len(self._file_of)
 
     def __contains__(self, name: object) -> bool:
-        # Not by __getitem__, as Mapping does it: that reads a header.
+        # Mapping's own calls __getitem__, which reads a header.
         return name in self._file_of
 
-    def files(self) -> list[str]:
-        """Returns the names of all shards, sorted."""
-        return sorted(set(self._file_of.values()))
-
     def load_all(self) -> None:
-        """Reads all headers, so that every fault of the list shows now.
+        """Reads all headers, so that every fault shows now.
 
         Raises:
             CheckpointError: If a shard is missing or corrupt, or lacks a tensor that the index puts there.
@@ -106,7 +96,7 @@ def _read_index(files: CheckpointFiles, name: str) -> dict[str, str]:
     try:
         size = path.stat().st_size
         if size > _MAX_INDEX_BYTES:
-            raise CheckpointError(f"{label} has {size} bytes, allowed are {_MAX_INDEX_BYTES}: it is no index")
+            raise CheckpointError(f"{label} is too large for an index: {size} bytes, at most {_MAX_INDEX_BYTES}")
         index = msgspec.json.decode(path.read_bytes(), type=_IndexFile)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"{label} is corrupt ({exc}): fetch it again") from exc
@@ -121,7 +111,7 @@ def _check_shard_name(name: str, file: str, label: str) -> None:
     path = PurePosixPath(file)
     if path.is_absolute() or ".." in path.parts or "\\" in file or "\0" in file or path.suffix != ".safetensors":
         raise CheckpointError(
-            f"{label} puts the tensor {name!r} in {file!r}; allowed are names of .safetensors files inside the "
+            f"{label} puts the tensor {name!r} in {file!r}, expected the name of a .safetensors file inside the "
             "checkpoint: do not trust this checkpoint"
         )
 

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from swarm_plugins.checkpoint.fingerprint import tensors_fingerprint
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 
-__all__ = ["block_tensors", "client_tensors", "find_layers", "layer_list_name", "layer_prefix"]
+__all__ = ["block_fingerprints", "block_tensors", "client_tensors", "find_layers", "layer_list_name", "layer_prefix"]
 
 
 def layer_list_name(model: nn.Module) -> str:
@@ -28,7 +29,7 @@ def layer_list_name(model: nn.Module) -> str:
     Raises:
         UnsupportedError: If the model has no such list, or several.
     """
-    classes = _layer_classes(model)
+    classes = {str(name) for name in getattr(model, "_no_split_modules", None) or ()}
     found: list[str] = [
         name
         for name, module in model.named_modules()
@@ -41,6 +42,11 @@ def layer_list_name(model: nn.Module) -> str:
         f"{what} of the classes {', '.join(sorted(classes)) or '(none named)'} in _no_split_modules; exactly one is "
         "supported, as in decoder-only language models"
     )
+
+
+def _is_any(module: nn.Module, classes: set[str]) -> bool:
+    # The whole ancestry: a converted layer has a class of its own, derived from HF's.
+    return any(ancestor.__name__ in classes for ancestor in type(module).__mro__)
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
@@ -56,14 +62,14 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
-    """Returns what stands before a block's index in the checkpoint's names, such as ``model.layers.``.
+    """Returns what precedes a block's index in the checkpoint's names, such as ``model.layers.``.
 
     Args:
         checkpoint: The checkpoint.
-        layer_path: Path of the layer list in the model.
+        layer_path: Path of the layer list in the model, from `layer_list_name`.
 
     Raises:
-        CheckpointError: If no tensor, or tensors under several paths, could be the layer list's.
+        CheckpointError: If no tensor matches the layer list, or tensors under several paths do.
     """
     # The model's own spelling, then without leading parts (saved from a base model), then with more of them.
     parts = layer_path.split(".")
@@ -75,9 +81,7 @@ def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
     prefixes = {match[1] for name in checkpoint.tensors if (match := longer.match(name))}
     if len(prefixes) == 1:
         return prefixes.pop()
-    found = (
-        f"the candidates {', '.join(sorted(prefixes))}" if prefixes else f"{', '.join(list(checkpoint.tensors)[:3])}"
-    )
+    found = f"the candidates {', '.join(sorted(prefixes))}" if prefixes else ", ".join(list(checkpoint.tensors)[:3])
     raise CheckpointError(
         f"{checkpoint.name} has no tensors named '{layer_path}.<index>.': found {found}; config and weights do not "
         "belong together"
@@ -113,9 +117,9 @@ def block_tensors(checkpoint: Checkpoint, layer_path: str, blocks: range) -> lis
 
 
 def client_tensors(checkpoint: Checkpoint, layer_path: str) -> list[str]:
-    """Returns the names of the tensors that are in no block: embeddings, final norm, head.
+    """Returns the names of the tensors outside of all blocks: embeddings, final norm, head.
 
-    Layers beyond the model's own (DeepSeek's extra prediction layers) are nobody's and left out.
+    Layers beyond the model's own (DeepSeek's extra prediction layers) are left out.
 
     Raises:
         CheckpointError: If the checkpoint has no blocks.
@@ -124,19 +128,33 @@ def client_tensors(checkpoint: Checkpoint, layer_path: str) -> list[str]:
     return [name for name in checkpoint.tensors if _index_of(name, prefix) is None]
 
 
-def _layer_classes(model: nn.Module) -> set[str]:
-    named = getattr(model, "_no_split_modules", None) or ()
-    return {str(name) for name in named}
+def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ...]:
+    """Returns the identity of each block of a directory: 40 hexadecimal digits, from a sample of its tensors' bytes.
 
+    Tells which blocks of two fine-tunes differ. Empty for a checkpoint on the Hub, whose commit covers every byte.
 
-def _is_any(module: nn.Module, classes: set[str]) -> bool:
-    # The whole ancestry: a converted layer has a class of its own, derived from HF's.
-    return any(ancestor.__name__ in classes for ancestor in type(module).__mro__)
+    Args:
+        checkpoint: The checkpoint.
+        layer_path: Path of the layer list in the model, from `layer_list_name`.
+
+    Raises:
+        CheckpointError: If a block has no tensor, or a file cannot be read.
+    """
+    directory = checkpoint.directory
+    if directory is None:
+        return ()
+    prefix = layer_prefix(checkpoint, layer_path)
+    found = []
+    for block in range(_num_blocks(checkpoint)):
+        names = block_tensors(checkpoint, layer_path, range(block, block + 1))
+        # Without prefix and index: equal blocks have equal fingerprints, wherever they stand.
+        inside = {name.removeprefix(f"{prefix}{block}."): checkpoint.tensors[name] for name in names}
+        found.append(tensors_fingerprint(directory, inside))
+    return tuple(found)
 
 
 def _num_blocks(checkpoint: Checkpoint) -> int:
-    config = checkpoint.config.get_text_config(decoder=True)
-    return int(config.num_hidden_layers)
+    return int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _index_of(name: str, prefix: str) -> int | None:

@@ -1,7 +1,7 @@
-"""Keeps downloaded byte ranges on disk, so that a server that starts again downloads nothing twice.
+"""Keeps downloaded byte ranges on disk, so that a restarted server downloads nothing twice.
 
-One file per range, written beside its place and renamed: what is there is whole. Nothing is removed by itself, as in
-huggingface_hub's own cache; deleting the folder is always safe.
+One file per range, written under a temporary name and renamed, so that a file under its own name is complete. Nothing
+expires, as in huggingface_hub's own cache; deleting the folder is always safe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["RangeCache", "default_cache"]
 
 log = logging.getLogger(__name__)
 
-# Left free for everything else that a machine needs room for.
+# Left free for everything else.
 _SPARE_BYTES = 1 << 30
 
 
@@ -32,7 +32,7 @@ class RangeCache:
     """Ranges of the files of one commit.
 
     Args:
-        folder: Where they lie; made when something is kept.
+        folder: Where they lie; made with the first range.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,11 +40,11 @@ class RangeCache:
         self._has_warned = False
 
     def files(self) -> list[str]:
-        """Returns the names of the files of which something is here."""
+        """Returns the names of files with a cached header."""
         return sorted({str(path.parent.relative_to(self._folder)) for path in self._folder.rglob("head-*")})
 
     def load(self, file: str, piece: Piece) -> bool:
-        """Fills a piece if its range is here; returns whether it was."""
+        """Fills a piece if its range is cached; returns whether it is."""
         path = self._range_path(file, piece)
         try:
             if path.stat().st_size != len(piece.buffer):
@@ -55,11 +55,11 @@ class RangeCache:
         return True
 
     def save(self, file: str, piece: Piece) -> None:
-        """Keeps a piece. A disk without room costs the copy, not the run."""
+        """Caches a piece, unless the disk is full."""
         self._write(self._range_path(file, piece), piece.buffer)
 
     def load_head(self, file: str, num_bytes: int) -> tuple[bytes, int] | None:
-        """Returns the first bytes of a file and the file's size, if at least so many bytes were kept."""
+        """Returns the first bytes of a file and the file's size, if that many bytes are cached."""
         for path in sorted((self._folder / file).glob("head-*-*")):
             kept, size = (int(number) for number in path.name.split("-")[1:])
             if kept >= min(num_bytes, size):
@@ -70,7 +70,7 @@ class RangeCache:
         return None
 
     def save_head(self, file: str, head: bytes, size: int) -> None:
-        """Keeps the first bytes of a file of some size."""
+        """Caches the first bytes of a file, and its size."""
         self._write(self._folder / file / f"head-{len(head)}-{size}", memoryview(head))
 
     def _range_path(self, file: str, piece: Piece) -> Path:

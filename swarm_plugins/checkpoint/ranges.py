@@ -1,7 +1,7 @@
 """Downloads byte ranges of a file over HTTP, with the session and the headers that huggingface_hub uses.
 
-Every request has a time-out, every retry an end, and a whole range a deadline: a server that sends one byte now and
-then holds nobody up for ever.
+Requests time out, retries are bounded, and each range has a deadline, so that a server that trickles bytes cannot
+block a client forever.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from swarm_plugins.hub_errors import translated_hub_errors
 
 __all__ = ["coalesce", "fetch_range", "scatter"]
 
-# Bytes between two pieces that are fetched along rather than starting another request.
+# Most bytes between two pieces that are fetched along instead of starting another request.
 _GAP_BYTES = 16 << 10
-# One request's share of a long range: enough to reach full speed, small enough to run some side by side.
+# One request's share of a long range: enough to reach full speed, small enough to run several at once.
 _PART_BYTES = 64 << 20
 _CONNECT_S = 10.0
 _READ_S = 30.0
 _MAX_FAILURES = 5
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 8.0
-# Slower than this, after a minute's grace, counts as no answer.
+# Slower than this counts as no answer, after a minute's grace.
 _MIN_BYTES_PER_S = 16 << 10
 _GRACE_S = 60.0
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 Sink = Callable[[int, bytes], object]
-"""Takes bytes and the position in the file at which they lie."""
+"""Takes a position in the file and the bytes from there on."""
 
 
 def coalesce(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Returns the ranges to request for pieces sorted by start: neighbours together, long ones in parts."""
+    """Returns the ranges to request for pieces sorted by start: neighbours joined, long ones cut."""
     ranges: list[tuple[int, int]] = []
     for piece in pieces:
         if ranges and piece.start - ranges[-1][1] <= _GAP_BYTES:
@@ -50,7 +50,7 @@ def coalesce(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
 
 
 def scatter(pieces: Sequence[Piece], position: int, data: bytes) -> int:
-    """Copies bytes of a file to the pieces that they belong to; returns how many were wanted."""
+    """Copies bytes of a file into the pieces they belong to; returns how many were wanted."""
     wanted = 0
     for piece in pieces:
         low, high = max(piece.start, position), min(piece.end, position + len(data))
@@ -63,19 +63,19 @@ def scatter(pieces: Sequence[Piece], position: int, data: bytes) -> int:
 def fetch_range(
     url: str, headers: dict[str, str], start: int, end: int, sink: Sink, *, label: str, may_be_shorter: bool = False
 ) -> int | None:
-    """Downloads bytes ``start`` to ``end`` (exclusive) and resumes where a connection broke.
+    """Downloads bytes ``start`` to ``end`` (exclusive), resuming after a broken connection.
 
     Args:
         url: Address of the file; redirects are followed.
         headers: Headers of every request.
         start: First byte.
         end: One past the last byte.
-        sink: Takes the bytes as they come, in order.
+        sink: Takes the bytes as they arrive, in order.
         label: Names the file in messages.
         may_be_shorter: Accept that the file ends before ``end``.
 
     Returns:
-        The size of the file, if the server says it.
+        The size of the file, if the server tells it.
 
     Raises:
         CheckpointError: If the file is too short, or the server ignores ranges, is too slow or keeps failing.
@@ -127,7 +127,7 @@ def _open(url: str, headers: dict[str, str], start: int, end: int) -> Iterator[h
 
 
 def _check_range(response: httpx2.Response, start: int, end: int, label: str, may_be_shorter: bool) -> int | None:
-    """Returns the size of the file, if the answer says it."""
+    """Returns the size of the file, if the response tells it."""
     content_range = response.headers.get("Content-Range", "")
     if response.status_code == 416:
         raise CheckpointError(

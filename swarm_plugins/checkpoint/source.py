@@ -22,12 +22,12 @@ __all__ = ["Checkpoint"]
 
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
-# Below this a read is over before a bar is worth looking at.
+# Smaller reads are over before a bar is worth looking at.
 _PROGRESS_BYTES = 64 << 20
 
 
 class Checkpoint:
-    """A model's files, of which only the parts that are asked for are read or downloaded.
+    """A model's files, read or downloaded in parts, as needed.
 
     Made by [`open`][swarm_plugins.checkpoint.Checkpoint.open].
     """
@@ -60,11 +60,11 @@ class Checkpoint:
             name_or_dir: A directory, or the id of a repository on the Hub such as ``mistralai/Mixtral-8x7B-v0.1``.
             revision: Branch, tag or commit on the Hub; ``main`` by default. Directories have none.
             token: Access token of the Hub; by default the one that ``hf auth login`` stored. False: none.
-            cache_dir: Cache of the Hub's files; by default that of huggingface_hub.
-            endpoint: Address of the Hub; by default that of huggingface_hub (``HF_ENDPOINT``).
+            cache_dir: Cache of the Hub's files; by default huggingface_hub's.
+            endpoint: Address of the Hub; by default huggingface_hub's (``HF_ENDPOINT``).
 
         Raises:
-            ConfigError: If there is no such directory or the name is no repository id.
+            ConfigError: If there is no such directory and the name is not a repository id.
             CheckpointError: If the repository, the revision or a file is missing, cannot be reached or is corrupt.
             UnsupportedError: If transformers does not know the model's architecture.
         """
@@ -106,7 +106,7 @@ class Checkpoint:
 
     @cached_property
     def version(self) -> ModelVersion:
-        """The identity of the weights. For a directory, the first use reads a sample of every tensor.
+        """The identity of the weights; for a directory, the first use reads a sample of every tensor.
 
         Raises:
             CheckpointError: If a file of a directory cannot be read.
@@ -118,14 +118,14 @@ class Checkpoint:
         return ModelVersion(name, f"local-{fingerprint(directory, self.tensors)}")
 
     def read(self, names: Iterable[str], *, progress: bool = True) -> dict[str, torch.Tensor]:
-        """Reads tensors into memory of their own, and no other bytes but small gaps between them.
+        """Reads tensors, and no other bytes but small gaps between them.
 
         Args:
             names: Names of tensors.
             progress: Show a bar while many bytes are read.
 
         Raises:
-            ConfigError: If the checkpoint has no tensor of that name.
+            ConfigError: If the checkpoint has no tensor of a name.
             CheckpointError: If a shard is missing, truncated or cannot be fetched.
         """
         infos = [self._info(name) for name in names]
@@ -142,7 +142,7 @@ class Checkpoint:
         return {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}
 
     def file_names(self) -> Sequence[str]:
-        """Returns the names of all files, those of a directory or of the Hub's repository.
+        """Returns the names of all files.
 
         Raises:
             CheckpointError: If they cannot be listed.
@@ -150,7 +150,7 @@ class Checkpoint:
         return self._files.names()
 
     def file_path(self, file: str) -> Path:
-        """Returns where a file lies here, downloading the whole of it to the Hub's cache first if need be.
+        """Returns the local path of a file, after downloading all of it to the Hub's cache if needed.
 
         Args:
             file: Its name, relative to the root of the checkpoint.
@@ -161,7 +161,7 @@ class Checkpoint:
         return self._files.path(file)
 
     def generation_config(self) -> GenerationConfig | None:
-        """Returns the model's defaults for generation, or None if it brings none.
+        """Returns the model's defaults for generation, or None if it has none.
 
         Raises:
             CheckpointError: If the file is corrupt or cannot be fetched.
@@ -225,7 +225,7 @@ def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
             f"{files.label}/{_CONFIG_FILE} cannot be read ({one_line(exc)}): correct it, or fetch the checkpoint again"
         ) from exc
     except Exception as exc:
-        # Any kind, from any line that meets a stranger's number.
+        # Any kind, from any line that meets an unexpected number.
         raise UnsupportedError(
             f"transformers cannot make a config of {files.label}/{_CONFIG_FILE} ({one_line(exc)}): correct it, or "
             "update transformers if the model is newer"
@@ -250,7 +250,7 @@ def _check_kernels(config: PreTrainedConfig, label: str) -> None:
 
 
 def _check_num_blocks(config: PreTrainedConfig, tensors: TensorIndex, label: str) -> None:
-    """Refuses a config with more blocks than the checkpoint has tensors, before anything is made for each of them."""
+    """Refuses a config with more blocks than the checkpoint has tensors, before memory is taken for each block."""
     num_blocks = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     if num_blocks is not None and not (isinstance(num_blocks, int) and 1 <= num_blocks <= max(len(tensors), 1)):
         raise CheckpointError(

@@ -1,6 +1,6 @@
-"""What lies around the products of fused experts, as transformers' grouped implementation has it.
+"""Fused experts of a family, and everything around their products, as in transformers' grouped implementation.
 
-Where the weights are (quantized, offloaded) is the caller's: it brings the products.
+The caller computes the products, since it knows where the weights are (quantized, offloaded).
 """
 
 from __future__ import annotations
@@ -8,14 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarm_plugins.moe.routing import Routing
 
-__all__ = ["Product", "combine", "expert_mlp"]
+__all__ = ["EXPERT_PARAMETERS", "Product", "combine", "expert_mlp", "is_fused_experts"]
 
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""Weights of fused experts; with biases, also these names with ``_bias``."""
 Product = Callable[[str, Tensor], Tensor]
-"""Multiplies rows by the weight of a name, with all that is added to it (bias, adapters)."""
+"""Multiplies rows by the named weight, with all that is added to it (bias, adapters)."""
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Returns whether a module runs experts from fused parameters through transformers' registry."""
+    return all(
+        hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "_apply_gate", "num_experts")
+    )
 
 
 def expert_mlp(module: Any, rows: Tensor, product: Product) -> Tensor:

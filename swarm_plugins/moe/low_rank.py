@@ -6,16 +6,17 @@ innermost. The delta is two low-rank products; ``B A`` is never formed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarm_plugins.moe.routing import Routing
+from swarm_plugins.moe.routing import Routing, rows_of_tokens
 
-__all__ = ["ExpertDelta"]
+__all__ = ["ExpertDelta", "LowRank", "adapters_of"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ExpertDelta:
     """``[out, rank * E]``."""
     scaling: float
     index: Callable[[int], Tensor | None]
-    """Returns which of so many tokens it applies to, None for all."""
+    """Takes the number of tokens and returns the indices of those to apply it to, None for all."""
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Returns views with a dimension for the experts: ``A [E, rank, in]`` and ``B [out, rank, E]``."""
@@ -46,11 +47,7 @@ class ExpertDelta:
             num_tokens: Number of tokens of the call.
         """
         index = self.index(num_tokens)
-        if index is None:
-            return None
-        is_wanted = torch.zeros(num_tokens, dtype=torch.bool, device=tokens.device)
-        is_wanted[index] = True
-        return is_wanted[tokens]
+        return None if index is None else rows_of_tokens(index, tokens, num_tokens)
 
     def add(self, hidden: Tensor, result: Tensor, routing: Routing) -> Tensor:
         """Adds the product to the rows of an expert-sorted result.
@@ -76,3 +73,51 @@ class ExpertDelta:
             return result
         delta = torch.cat(pieces) * self.scaling
         return result + delta if index is None else result.index_add(0, index, delta)
+
+
+class LowRank(NamedTuple):
+    """An adapter on one weight of one expert."""
+
+    parameter: str
+    factor_a: Tensor
+    """``[rank, in]``."""
+    factor_b: Tensor
+    """``[out, rank]``."""
+    scaling: float
+    rows: Tensor | None
+    """Which of the expert's rows to apply it to; None: all."""
+
+    def add(self, rows: Tensor, result: Tensor) -> Tensor:
+        """Adds the product to a result ``[N, out]`` of the weight, given its input ``[N, in]``."""
+        inputs = rows if self.rows is None else rows[self.rows]
+        low = functional.linear(inputs, self.factor_a.to(rows.dtype))
+        delta = functional.linear(low, self.factor_b.to(rows.dtype)) * self.scaling
+        return result + delta if self.rows is None else result.index_add(0, self.rows, delta)
+
+
+def adapters_of(
+    deltas: Sequence[ExpertDelta], tokens: Tensor, num_tokens: int, spans: Mapping[int, slice]
+) -> Callable[[int], list[LowRank]]:
+    """Returns a function that returns the adapters of one expert.
+
+    Args:
+        deltas: The fused adapters.
+        tokens: The token of each expert-sorted row, ``[T * k]``.
+        num_tokens: ``T``.
+        spans: The rows of each expert.
+    """
+    factors = [(delta, *delta.factors(), delta.rows_of(tokens, num_tokens)) for delta in deltas]
+
+    def adapters(expert: int) -> list[LowRank]:
+        return [
+            LowRank(
+                delta.parameter,
+                factor_a[expert],
+                factor_b[:, :, expert],
+                delta.scaling,
+                None if applies is None else applies[spans[expert]].nonzero().squeeze(1),
+            )
+            for delta, factor_a, factor_b, applies in factors
+        ]
+
+    return adapters

@@ -6,10 +6,25 @@ al. 2022, section 5.4, replaces them by the same kind of table).
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
 
-__all__ = ["Routing"]
+__all__ = ["Routing", "rows_of_tokens"]
+
+
+def rows_of_tokens(wanted: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    """Returns which rows belong to wanted tokens, as bools ``[N]``.
+
+    Args:
+        wanted: Indices of tokens.
+        tokens: The token of each row, ``[N]``.
+        num_tokens: Number of tokens of the call.
+    """
+    is_wanted = torch.zeros(num_tokens, dtype=torch.bool, device=tokens.device)
+    is_wanted[wanted] = True
+    return is_wanted[tokens]
 
 
 class Routing:
@@ -26,28 +41,24 @@ class Routing:
         self.experts, self.order = torch.sort(top_k_index.reshape(-1))
         self.tokens = self.order // num_chosen
         self._num_experts = num_experts
+        self._spans: dict[int, slice] | None = None
 
     def rows_of(self, tokens: Tensor | None) -> tuple[Tensor | None, list[int]]:
-        """Returns the sorted rows of some tokens (None: of all) and how many belong to each expert."""
+        """Returns the sorted rows of some tokens (None: of all) and the number of rows of each expert."""
         experts, index = self.experts, None
         if tokens is not None:
-            is_wanted = torch.zeros(self.num_tokens, dtype=torch.bool, device=experts.device)
-            is_wanted[tokens] = True
-            index = is_wanted[self.tokens].nonzero().squeeze(1)
+            index = rows_of_tokens(tokens, self.tokens, self.num_tokens).nonzero().squeeze(1)
             experts = experts[index]
         counts: list[int] = torch.bincount(experts, minlength=self._num_experts).tolist()
         return index, counts
 
     def spans(self) -> dict[int, slice]:
         """Returns the rows of each expert that has any and lives here; rows of experts elsewhere come last."""
-        _, counts = self.rows_of(None)
-        found: dict[int, slice] = {}
-        start = 0
-        for expert, count in enumerate(counts[: self._num_experts]):
-            if count:
-                found[expert] = slice(start, start + count)
-                start += count
-        return found
+        if self._spans is None:
+            ends = list(accumulate(self.rows_of(None)[1][: self._num_experts]))
+            ranges = enumerate(pairwise([0, *ends]))
+            self._spans = {expert: slice(start, end) for expert, (start, end) in ranges if end > start}
+        return self._spans
 
     def unsort(self, rows: Tensor) -> Tensor:
         """Puts expert-sorted rows, ``[T * k, D]``, back in the order of the tokens."""

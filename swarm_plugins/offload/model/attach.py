@@ -1,4 +1,4 @@
-"""Puts offloaded experts into a model that was loaded without any."""
+"""Attaches offloaded experts to a model that was loaded without them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def formats_of(moe: MoeCheckpoint, settings: OffloadConfig, device: torch.device
     """Returns how to multiply with the experts of each layer.
 
     Raises:
-        ConfigError: If the experts are stored in other bits than is asked for.
+        ConfigError: If the experts are stored in other bits than the settings ask for.
     """
     store = moe.quantized
     if store is None:
@@ -55,14 +55,10 @@ def formats_of(moe: MoeCheckpoint, settings: OffloadConfig, device: torch.device
     return {layer: store.format(layer, moe.dtype, device) for layer in moe.paths}
 
 
-class _Shared:
-    """Exists as long as any layer's loans do."""
-
-
 def check_budget(
     moe: MoeCheckpoint, formats: Mapping[int, ExpertFormat], settings: OffloadConfig, device: torch.device
 ) -> None:
-    """Checks a budget that was given against the headers, before gigabytes are downloaded or read for nothing.
+    """Checks a given budget against the headers, before gigabytes are downloaded or read for nothing.
 
     Raises:
         CapacityError: If it is too small to compute with.
@@ -70,6 +66,10 @@ def check_budget(
     if settings.fast_bytes is not None:
         sizes = {layer: form.computed.num_bytes for layer, form in formats.items()}
         choose_fast_bytes(settings, sizes, moe.store.num_experts, device)
+
+
+class _Shared:
+    """Exists as long as any layer's loans do."""
 
 
 def attach_experts(
@@ -85,18 +85,18 @@ def attach_experts(
         model: A model of the checkpoint without experts, or its base model.
         moe: Where the experts are.
         formats: What their bytes mean, by layer.
-        cache: Lends them. It is closed when nothing borrows from it any more.
+        cache: Lends them; closed when the model and its copies are gone.
         device: Where they compute.
     """
-    # Paths start at the whole model; a base model is what its prefix names there.
+    # Paths start at the whole model; a base model lies at its prefix there.
     prefix = f"{moe.outline.base_model_prefix}." if model.base_model is model else ""
     trial = PayTrial() if cache.config.prefetch == "auto" else None
     ahead = ReadingAhead(cache, cache.num_experts, trial) if cache.config.prefetch else None
     shared = _Shared()
-    loans = {layer: ExpertLoans(layer, form, cache, ahead, shared) for layer, form in formats.items()}
     for layer, whole_path in moe.paths.items():
         path = whole_path.removeprefix(prefix)
-        turn_into_offloaded(model.get_submodule(path), moe.outline.get_submodule(whole_path), device, loans[layer])
+        loans = ExpertLoans(layer, formats[layer], cache, ahead, shared)
+        turn_into_offloaded(model.get_submodule(path), moe.outline.get_submodule(whole_path), device, loans)
         model.get_submodule(path.rpartition(".")[0]).register_forward_pre_hook(AdapterWatch())
     model.set_experts_implementation(IMPLEMENTATION)
     # Copies of the model share the loans, not the model, and layers may be taken out of either.

@@ -15,7 +15,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta, Routing, combine
-from swarm_plugins.offload.model.gradients import adapters_of, out_of_autocast, run_with_gradients
+from swarm_plugins.moe.low_rank import adapters_of
+from swarm_plugins.offload.model.gradients import out_of_autocast, run_sorted, run_with_gradients
 from swarm_plugins.offload.model.loans import ExpertLoans
 
 __all__ = [
@@ -148,19 +149,16 @@ def _run(
     loans: ExpertLoans = module._loans
     if torch.is_grad_enabled():
         _check_frozen(module)
-        if hidden.requires_grad or any(d.factor_a.requires_grad or d.factor_b.requires_grad for d in deltas):
-            routing = Routing(top_k_index, module.num_experts)
-            down = run_with_gradients(loans, module, hidden, routing, deltas)
-            return combine(module, down, top_k_weights, routing, hidden)
-    if hidden.shape[0] == 1:
+    needs_grad = torch.is_grad_enabled() and (
+        hidden.requires_grad or any(d.factor_a.requires_grad or d.factor_b.requires_grad for d in deltas)
+    )
+    if hidden.shape[0] == 1 and not needs_grad:
         found = _run_one(loans, module, hidden, top_k_index, deltas)
         if found is not None:
             return combine(module, found, top_k_weights, None, hidden)
     routing = Routing(top_k_index, module.num_experts)
-    spans = routing.spans()
-    adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, spans)
-    down = loans.run_all(module, hidden[routing.tokens], spans, adapters)
-    return combine(module, down, top_k_weights, routing, hidden)
+    run = run_with_gradients if needs_grad else run_sorted
+    return combine(module, run(loans, module, hidden, routing, deltas), top_k_weights, routing, hidden)
 
 
 def _run_one(
@@ -175,7 +173,7 @@ def _run_one(
     adapters = adapters_of(deltas, top_k_index.new_zeros(1), 1, dict.fromkeys(experts, slice(0, 1)))
     with closing(loans.borrow(experts)) as lent:
         for expert, tensors in lent:
-            results[places[expert]] = loans.run(module, hidden, expert, tensors, adapters(expert))
+            results[places[expert]] = loans.run(module, hidden, tensors, adapters(expert))
     return torch.cat([result for result in results if result is not None])
 
 

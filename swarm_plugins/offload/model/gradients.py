@@ -1,13 +1,13 @@
 """Gradients through experts that are not kept: they are borrowed again when the backward pass needs them.
 
-Autograd would keep every weight that a product has used, and the buffer that it lies in holds another expert by then.
-So the forward saves its input and who was routed where; the backward borrows each expert once more (those at hand
-first, and the last layer's experts are still at hand), runs it again on its rows, and takes the gradients at once.
+Autograd would keep every weight used in a product, in a buffer that holds another expert by then. So the forward saves
+its input and the routing; the backward borrows each expert once more (those at hand first, and the last layer's are
+still at hand), runs it again on its rows, and takes the gradients at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
@@ -16,44 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from swarm_plugins.moe import ExpertDelta, Routing
-from swarm_plugins.offload.model.loans import ExpertLoans, LowRank
+from swarm_plugins.moe.low_rank import adapters_of
+from swarm_plugins.offload.model.loans import ExpertLoans
 
-__all__ = ["adapters_of", "out_of_autocast", "run_with_gradients"]
-
-
-def adapters_of(
-    deltas: Sequence[ExpertDelta], tokens: Tensor, num_tokens: int, spans: Mapping[int, slice]
-) -> Callable[[int], list[LowRank]]:
-    """Returns a function that takes the adapters of one expert out of fused ones.
-
-    Args:
-        deltas: The fused ones.
-        tokens: The token of each expert-sorted row, ``[T * k]``.
-        num_tokens: ``T``.
-        spans: The rows of each expert.
-    """
-    if not deltas:
-        return _none
-    factors = [(delta, *delta.factors(), delta.rows_of(tokens, num_tokens)) for delta in deltas]
-
-    def adapters(expert: int) -> list[LowRank]:
-        span = spans[expert]
-        return [
-            LowRank(
-                delta.parameter,
-                factor_a[expert],
-                factor_b[:, :, expert],
-                delta.scaling,
-                None if applies is None else applies[span].nonzero().squeeze(1),
-            )
-            for delta, factor_a, factor_b, applies in factors
-        ]
-
-    return adapters
-
-
-def _none(expert: int) -> list[LowRank]:
-    return []
+__all__ = ["out_of_autocast", "run_sorted", "run_with_gradients"]
 
 
 def out_of_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -66,21 +32,19 @@ def out_of_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def run_sorted(
+    loans: ExpertLoans, module: Any, hidden: Tensor, routing: Routing, deltas: Sequence[ExpertDelta]
+) -> Tensor:
+    """Runs all experts on hidden states ``[T, D]`` and returns expert-sorted results ``[T * k, D]``."""
+    spans = routing.spans()
+    adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, spans)
+    return loans.run_all(module, hidden[routing.tokens], spans, adapters)
+
+
 def run_with_gradients(
     loans: ExpertLoans, module: Any, hidden: Tensor, routing: Routing, deltas: Sequence[ExpertDelta]
 ) -> Tensor:
-    """Runs all experts.
-
-    Args:
-        loans: Lends them.
-        module: The family's experts.
-        hidden: ``[T, D]``; gradients flow to it, and to the adapters.
-        routing: Which token goes to which experts.
-        deltas: Adapters.
-
-    Returns:
-        Expert-sorted results, ``[T * k, D]``.
-    """
+    """Does the same as `run_sorted`; gradients flow to hidden states and adapters."""
     factors = [factor for delta in deltas for factor in (delta.factor_a, delta.factor_b)]
     result: Tensor = _Experts.apply(loans, module, routing, deltas, hidden, *factors)  # type: ignore[no-untyped-call]
     return result
@@ -99,9 +63,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         ctx.loans, ctx.module, ctx.routing, ctx.deltas = loans, module, routing, deltas
         ctx.save_for_backward(hidden, *factors)
-        ctx.spans = routing.spans()
-        adapters = adapters_of(deltas, routing.tokens, routing.num_tokens, ctx.spans)
-        return loans.run_all(module, hidden[routing.tokens], ctx.spans, adapters)
+        return run_sorted(loans, module, hidden, routing, deltas)
 
     @staticmethod
     @once_differentiable
@@ -116,16 +78,17 @@ class _Experts(torch.autograd.Function):
         ]
         rows = hidden[routing.tokens]  # [T * k, D]
         grad_rows = torch.zeros_like(rows)
-        adapters = adapters_of(ctx.deltas, routing.tokens, routing.num_tokens, ctx.spans)
-        with out_of_autocast(hidden.device), closing(ctx.loans.borrow_again(list(ctx.spans))) as lent:
+        spans = routing.spans()
+        adapters = adapters_of(ctx.deltas, routing.tokens, routing.num_tokens, spans)
+        with out_of_autocast(hidden.device), closing(ctx.loans.borrow(list(spans), is_backward=True)) as lent:
             for expert, tensors in lent:
-                span = ctx.spans[expert]
+                span = spans[expert]
                 own = [
                     one._replace(factor_a=_leaf(one.factor_a), factor_b=_leaf(one.factor_b)) for one in adapters(expert)
                 ]
                 inputs = [_leaf(rows[span]), *(factor for one in own for factor in (one.factor_a, one.factor_b))]
                 with torch.enable_grad():
-                    result = ctx.loans.run(ctx.module, inputs[0], expert, tensors, own)
+                    result = ctx.loans.run(ctx.module, inputs[0], tensors, own)
                 found = torch.autograd.grad(result, inputs, grad[span])
                 grad_rows[span] = found[0]
                 for view, part in zip(views, found[1:], strict=True):

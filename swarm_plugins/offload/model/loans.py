@@ -1,29 +1,29 @@
-"""Lends the experts of one layer, and computes with what is lent.
+"""Lends the experts of one layer, and computes with them.
 
-Each expert is borrowed once, computes all rows that are routed to it, and its results go to their places among the
-expert-sorted rows: so the order in which experts arrive changes no bit of the result.
+Each expert is borrowed once and computes all rows that are routed to it; the results go to their places among the
+expert-sorted rows. So the order in which experts arrive changes no bit of the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import expert_mlp
+from swarm_plugins.moe.low_rank import LowRank
 from swarm_plugins.offload.ahead.announce import ReadingAhead
 from swarm_plugins.offload.interfaces import ExpertCache, ExpertFormat
 
-__all__ = ["ExpertLoans", "LowRank", "refuse_pickling"]
+__all__ = ["ExpertLoans", "refuse_pickling"]
 
 
 def refuse_pickling() -> NoReturn:
-    """Says why a model with offloaded experts is not pickled.
+    """Raises the error for a model with offloaded experts that is pickled.
 
     Raises:
         UnsupportedError: Always.
@@ -34,31 +34,6 @@ def refuse_pickling() -> NoReturn:
     )
 
 
-class LowRank(NamedTuple):
-    """An adapter on one weight of one expert."""
-
-    parameter: str
-    factor_a: Tensor
-    """``[rank, in]``."""
-    factor_b: Tensor
-    """``[out, rank]``."""
-    scaling: float
-    rows: Tensor | None = None
-    """Which of the expert's rows it applies to; None: all."""
-
-    def add(self, rows: Tensor, result: Tensor) -> Tensor:
-        """Adds its product.
-
-        Args:
-            rows: Input of the weight, ``[N, in]``.
-            result: Its output, ``[N, out]``.
-        """
-        inputs = rows if self.rows is None else rows[self.rows]
-        low = functional.linear(inputs, self.factor_a.to(rows.dtype))
-        delta = functional.linear(low, self.factor_b.to(rows.dtype)) * self.scaling
-        return result + delta if self.rows is None else result.index_add(0, self.rows, delta)
-
-
 class ExpertLoans:
     """Lends the experts of one layer.
 
@@ -67,7 +42,7 @@ class ExpertLoans:
         form: What their bytes mean.
         cache: Where they are.
         ahead: Announces the next layer's; None: nothing is read ahead.
-        shared: What all loans of a cache have in common, and which is gone when the last of them is.
+        shared: Kept alive until the last loans of a cache are gone.
     """
 
     def __init__(
@@ -91,31 +66,23 @@ class ExpertLoans:
     def __reduce__(self) -> Any:
         return refuse_pickling()
 
-    def borrow(self, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]]]:
-        """Yields each expert once, as it arrives; what is yielded holds until the next is asked for."""
-        # To be closed at once when a product fails, not when the traceback is gone.
+    def borrow(
+        self, experts: Sequence[int], *, is_backward: bool = False
+    ) -> Generator[tuple[int, Mapping[str, Tensor]]]:
+        """Yields each expert once, as it arrives; its tensors are valid until the next is asked for."""
+        if is_backward and self._ahead is not None:
+            self._ahead.backward(self._layer)
+        # A generator, so that callers can close it at once when a product fails, not when the traceback is gone.
         return cast("Generator[tuple[int, Mapping[str, Tensor]]]", self._cache.borrow(self._layer, experts))
 
-    def borrow_again(self, experts: Sequence[int]) -> Generator[tuple[int, Mapping[str, Tensor]]]:
-        """Does the same in a backward pass."""
-        if self._ahead is not None:
-            self._ahead.backward(self._layer)
-        return self.borrow(experts)
-
-    def run(
-        self, module: Any, rows: Tensor, expert: int, tensors: Mapping[str, Tensor], adapters: Iterable[LowRank] = ()
-    ) -> Tensor:
-        """Runs rows through an expert that is lent.
+    def run(self, module: Any, rows: Tensor, tensors: Mapping[str, Tensor], adapters: Iterable[LowRank] = ()) -> Tensor:
+        """Runs rows ``[N, D]`` through a borrowed expert with adapters, and returns ``[N, D]``.
 
         Args:
             module: The family's experts.
-            rows: ``[N, D]``.
-            expert: Its index.
-            tensors: What is lent.
-            adapters: Its adapters.
-
-        Returns:
-            ``[N, D]``.
+            rows: The rows.
+            tensors: The expert's.
+            adapters: The expert's.
         """
 
         def product(name: str, rows: Tensor) -> Tensor:
@@ -136,16 +103,13 @@ class ExpertLoans:
         spans: Mapping[int, slice],
         adapters: Callable[[int], Iterable[LowRank]],
     ) -> Tensor:
-        """Runs expert-sorted rows through their experts.
+        """Runs expert-sorted rows ``[N, D]`` through their experts, and returns ``[N, D]``.
 
         Args:
             module: The family's experts.
-            rows: ``[N, D]``.
-            spans: The rows of each expert; rows of none become zeros.
+            rows: The rows.
+            spans: The rows of each expert; rows outside of all become zeros.
             adapters: Returns the adapters of an expert.
-
-        Returns:
-            ``[N, D]``.
         """
         down: Tensor | None = None
         experts = list(spans)
@@ -153,7 +117,7 @@ class ExpertLoans:
             self._ahead.forward(self._layer, experts)
         with closing(self.borrow(experts)) as lent:
             for expert, tensors in lent:
-                result = self.run(module, rows[spans[expert]], expert, tensors, adapters(expert))
+                result = self.run(module, rows[spans[expert]], tensors, adapters(expert))
                 if down is None:
                     down = result.new_zeros(rows.shape[0], result.shape[1])
                 down[spans[expert]] = result

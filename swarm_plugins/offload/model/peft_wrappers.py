@@ -1,8 +1,8 @@
 """PEFT's adapters on offloaded experts: handed to the experts as factors, never added to a weight.
 
-PEFT wraps the experts (``target_parameters``) and would add the product of the factors to the whole parameter of a
-layer for the time of a call. Here its wrapper hands over the factors instead; each expert takes its part when it is
-lent. All else of the wrapper (which adapters are active, saving, loading) stays PEFT's.
+PEFT's wrapper of the experts (``target_parameters``) would add the product of the factors to the whole parameter of a
+layer during a call. Here it hands over the factors instead; each expert takes its part when it is borrowed. Everything
+else about the wrapper (which adapters are active, saving, loading) stays PEFT's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["AdapterWatch"]
 
 
 class AdapterWatch:
-    """Looks through what wraps the experts of a block: a forward pre-hook of the block."""
+    """A forward pre-hook of a block that takes over wrappers around its experts."""
 
     def __call__(self, block: nn.Module, args: Any) -> None:
         """Takes over the wrappers.
@@ -31,24 +31,20 @@ class AdapterWatch:
         Raises:
             UnsupportedError: If one reads or changes the weights of experts.
         """
-        _look_through(block)
+        for wrapper in block._modules.values():
+            while isinstance(wrapper, nn.Module) and not isinstance(wrapper, (OffloadedExperts, _TakenOver)):
+                inner = wrapper._modules.get("base_layer")
+                if inner is None or not _holds_experts(inner):
+                    break
+                _take_over(wrapper)
+                wrapper = inner
 
     def __reduce__(self) -> Any:
-        # The first of what a block of a model with offloaded experts has that is met when one is pickled.
+        # Pickling a model with offloaded experts meets this hook first.
         return refuse_pickling()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdapterWatch:
         return self
-
-
-def _look_through(block: nn.Module) -> None:
-    for wrapper in block._modules.values():
-        while isinstance(wrapper, nn.Module) and not isinstance(wrapper, (OffloadedExperts, _TakenOver)):
-            inner = wrapper._modules.get("base_layer")
-            if inner is None or not _holds_experts(inner):
-                break
-            _take_over(wrapper)
-            wrapper = inner
 
 
 def _holds_experts(module: Any) -> bool:
@@ -83,17 +79,13 @@ class _TakenOver:
                 self.lora_A[name].weight,
                 self.lora_B[name].weight,
                 self.scaling[name],
-                _all_tokens,
+                lambda num_tokens: None,  # all tokens
             )
             for name in active_adapters
             if name in self.lora_A
         ]
         with adapted(self.get_base_layer(), deltas):
             yield
-
-
-def _all_tokens(num_tokens: int) -> None:
-    """Says that an adapter applies to all tokens."""
 
 
 @functools.cache

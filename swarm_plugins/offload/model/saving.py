@@ -1,4 +1,4 @@
-"""A model with offloaded experts is not saved as a whole; who trains what would be lost is told at the first step."""
+"""Refuses to save a model with offloaded experts as a whole, and warns users who train weights that would be lost."""
 
 from __future__ import annotations
 
@@ -24,12 +24,9 @@ _CURE = (
 
 
 def refuse_saving(model: PreTrainedModel) -> None:
-    """Makes ``save_pretrained`` an error, and training of the model's own weights a warning of that.
+    """Makes ``save_pretrained`` an error, and training the model's own weights a warning about it.
 
-    What would be written looks like a model, but has no experts.
-
-    Args:
-        model: With offloaded experts; also its base model is not saved.
+    The files would look like a model, but have no experts.
     """
     for module in model.modules():
         # Also the base model, which users take out of a model.
@@ -46,23 +43,19 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class _TrainingWarning:
-    """Says once, at the first training step, that what is trained will not be saved with the model: a forward pre-hook.
-
-    Args:
-        model: Before adapters are on it.
-    """
+    """A forward pre-hook that warns once, at the first training step. Made before the model has adapters."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Names: a copy of the model has parameters of its own.
         self._own = frozenset(name for name, _ in model.named_parameters())
-        self._is_said = False
+        self._is_done = False
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        if self._is_said or not (module.training and torch.is_grad_enabled()):
+        if self._is_done or not (module.training and torch.is_grad_enabled()):
             return
-        # Adapters freeze what they are put on.
+        self._is_done = True
+        # Adapters freeze the layers they wrap.
         trained = (name.replace(".base_layer", "") for name, one in module.named_parameters() if one.requires_grad)
-        self._is_said = True
         if not self._own.isdisjoint(trained):
             log.warning(
                 "weights of the model itself require gradients, but a model with offloaded experts is not saved as a "
