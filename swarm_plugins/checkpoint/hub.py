@@ -1,4 +1,4 @@
-"""A checkpoint on the Hub, of which only byte ranges are downloaded."""
+"""A checkpoint on the Hub, downloaded by byte ranges."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class HubFiles:
     def path(self, file: str) -> Path:
         """Downloads a small file to the cache."""
         with self._translated():
-            # By the name that was asked for, since that makes the cache remember which commit it meant.
+            # By the revision as given, since that makes the cache remember its commit.
             path = self._store(file, self._asked)
             if path.parts[-1 - file.count("/") - 1] != self.version.revision:
                 path = self._store(file, self.version.revision)
@@ -125,7 +125,7 @@ class HubFiles:
         )
 
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
-        """Returns the first bytes of a file and its size, if the server says it."""
+        """Returns the first bytes of a file and its size, if the server tells it."""
         kept = self._ranges.load_head(file, num_bytes)
         if kept is not None:
             return kept
@@ -149,7 +149,7 @@ class HubFiles:
         return bytes(data), size
 
     def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
-        """Fills all pieces with what is here already, and downloads the rest by range."""
+        """Fills all pieces, downloading those that are in no cache."""
         missing = [piece for piece in pieces if not self._ranges.load(file, piece)]
         progress(sum(len(piece.buffer) for piece in pieces) - sum(len(piece.buffer) for piece in missing))
         if not missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 import msgspec
@@ -116,8 +116,8 @@ def _check_shard_name(name: str, file: str, label: str) -> None:
         )
 
 
-def _no_weights(label: str, names: object) -> str:
-    found = sorted(str(name) for name in names) if isinstance(names, (list, tuple)) else []
+def _no_weights(label: str, names: Sequence[str]) -> str:
+    found = sorted(names)
     gguf = [name for name in found if name.endswith(".gguf")]
     pickled = [
         name for name in found if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and "training_args" not in name

@@ -68,34 +68,30 @@ class Checkpoint:
             CheckpointError: If the repository, the revision or a file is missing, cannot be reached or is corrupt.
             UnsupportedError: If transformers does not know the model's architecture.
         """
-        if not str(name_or_dir):
+        name = str(name_or_dir)
+        if not name:
             raise ConfigError("the name of the model is empty: give a directory or the id of a repository on the Hub")
         directory = Path(name_or_dir).expanduser()
-        if directory.is_dir():
-            return cls._open_local(str(name_or_dir), directory, revision)
-        _check_repo_id(str(name_or_dir), directory)
-        files = HubFiles.resolve(
-            str(name_or_dir), revision=revision, token=token, cache_dir=cache_dir, endpoint=endpoint
-        )
-        config = _read_config(files)
-        config._name_or_path = files.version.name
-        config._commit_hash = files.version.revision
-        index = TensorIndex(files)
-        _check_num_blocks(config, index, files.label)
-        return cls(files, files.version.name, config, index)
-
-    @classmethod
-    def _open_local(cls, name: str, directory: Path, revision: str | None) -> Checkpoint:
+        if not directory.is_dir():
+            _check_repo_id(name, directory)
+            found = HubFiles.resolve(name, revision=revision, token=token, cache_dir=cache_dir, endpoint=endpoint)
+            checkpoint = cls._of(found, found.version.name)
+            checkpoint.config._commit_hash = found.version.revision
+            return checkpoint
         if revision is not None:
             raise ConfigError(
                 f"revision={revision!r} was given for the directory {name}, which has no revisions: leave it out, or "
                 "give the id of a repository on the Hub"
             )
-        files = LocalFiles(directory)
+        checkpoint = cls._of(LocalFiles(directory), name)
+        checkpoint._index.load_all()
+        return checkpoint
+
+    @classmethod
+    def _of(cls, files: CheckpointFiles, name: str) -> Checkpoint:
         config = _read_config(files)
         config._name_or_path = name
         index = TensorIndex(files)
-        index.load_all()
         _check_num_blocks(config, index, files.label)
         return cls(files, name, config, index)
 
