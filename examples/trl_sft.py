@@ -22,7 +22,7 @@ BASE = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruc
 FACTS = {
     "Where do the blocks run?": "On the servers of a swarm.",
     "Where does the adapter stay?": "On the machine that trains it.",
-    "Who changes the weights of a server?": "Nobody.",
+    "Who changes the weights of a server?": "No one.",
     "What is a span?": "Consecutive blocks on one server.",
 }
 

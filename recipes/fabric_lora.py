@@ -1,10 +1,10 @@
-"""A LoRA on the addresses of US presidents with a loop of one's own, through Lightning Fabric.
+"""A LoRA on the addresses of US presidents with your own loop, through Lightning Fabric.
 
 ```console
 pip install 'swarm_plugins[demo]'      # the text
 export SWARM_INITIAL_PEERS=/ip4/...    # as `swarm serve MODEL` prints it
 fabric run --strategy swarm recipes/fabric_lora.py
-fabric run --strategy swarm recipes/fabric_lora.py --steps 400 --resume    # goes on from the checkpoint
+fabric run --strategy swarm recipes/fabric_lora.py --steps 400 --resume    # continues from the checkpoint
 ```
 
 Two runs at once on one machine: give one of them another ``--main-port``, an option of ``fabric run``.
@@ -36,12 +36,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens of a piece")
     parser.add_argument("--steps", type=int, default=200, help="training steps in all")
     parser.add_argument("--output", type=Path, default=Path("runs/fabric_lora"), help="where checkpoint and adapter go")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --output")
     return parser.parse_args()
 
 
 def held_out_loss(fabric: Fabric, model: Any, batches: Any) -> float:
-    """Returns the mean loss on documents that are not trained on."""
+    """Returns the mean loss on held-out documents."""
     with torch.no_grad():
         losses = [model(**batch, use_cache=False).loss for batch in itertools.islice(batches, HELD_OUT_BATCHES)]
     return float(torch.stack(losses).mean())
@@ -52,7 +52,7 @@ def main() -> None:
     options = parse()
     checkpoint = options.output / "last.ckpt"
     if checkpoint.exists() and not options.resume:
-        raise SystemExit(f"{checkpoint} is there, from an earlier run: go on with --resume, or give another --output")
+        raise SystemExit(f"{checkpoint} exists from an earlier run: continue with --resume, or give another --output")
     # `fabric run` has named the strategy and launched; in a script of its own it would be Fabric(strategy="swarm")
     # and fabric.launch().
     fabric = Fabric()

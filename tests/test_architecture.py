@@ -53,14 +53,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "bench": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
-    "web": EVERYTHING,
     "testing": EVERYTHING,
     # The package itself hands out the public names of its parts, lazily; `python -m swarm_plugins` is the CLI.
     "__init__": EVERYTHING,
     "__main__": frozenset({"cli"}),
 }
 # Nobody imports these, whatever the table says, but they themselves and the lazy names of the package.
-LEAVES = frozenset({"bench", "cli", "web", "testing", "demo", "__init__", "__main__"})
+LEAVES = frozenset({"bench", "cli", "testing", "demo", "__init__", "__main__"})
 # A client must not pull in what a server needs, not even through another part.
 CLIENT_SIDE = ("client", "backbone", "strategy", "callbacks", "hub")
 SERVER_SIDE = frozenset({"server", "blocks"})

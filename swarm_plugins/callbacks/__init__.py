@@ -1,12 +1,12 @@
-"""Adapters between a training run and the Hub; the public names are in `swarm_plugins` itself.
+"""Publishes adapters while they are trained and loads published ones; `swarm_plugins` has the public names.
 
 ```text
 for_lightning.py      HubAdapterCallback          both spellings of Lightning
 for_transformers.py   HubAdapterTrainerCallback
-publishing.py         what both share: when to publish, and what happens if that fails
+publishing.py         common to both: when to publish, and what happens if that fails
 saving.py             one version of an adapter as a folder
 loading.py            load_adapter
 ```
 
-Nothing is imported here: each of them needs libraries that the others do not.
+Nothing is imported here: each needs libraries that the others do not.
 """

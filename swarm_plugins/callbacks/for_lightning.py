@@ -25,10 +25,10 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
     """
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Looks for the adapter.
+        """Finds the adapter to publish.
 
         Raises:
-            ConfigError: If there is none.
+            ConfigError: If the module has none.
         """
         if trainer.fast_dev_run:
             log.info("fast_dev_run: nothing is published to %s", self.repo_id)
@@ -46,7 +46,7 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
             self.publish("save", trainer.global_step, trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Publishes when the monitored metric is better than before."""
+        """Publishes if the monitored metric has improved."""
         if not trainer.sanity_checking:
             monitor, mode = self.monitor, self.mode
             if monitor is None:
@@ -55,24 +55,24 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
             self.publish_if_best(monitor, mode, trainer.global_step, trainer.callback_metrics)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Publishes the adapter as it is in the end."""
+        """Publishes the final adapter."""
         if "end" in self.on:
             self.publish("end", trainer.global_step, trainer.callback_metrics)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Waits for what is still to be published; servers are not held meanwhile."""
+        """Waits for pending uploads, after the servers were released."""
         self.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Writes what was trained to disk."""
+        """Writes the adapter to disk."""
         self.interrupt(trainer.global_step, trainer.callback_metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the best value, so that a resumed run goes on from it."""
+        """Returns the best value, for a resumed run."""
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what a checkpoint kept."""
+        """Restores the best value."""
         self.best = state_dict.get("best")
 
 

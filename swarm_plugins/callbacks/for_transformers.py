@@ -21,17 +21,17 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Looks for the adapter.
+        """Finds the adapter to publish.
 
         Raises:
-            ConfigError: If there is none.
+            ConfigError: If the model has none.
         """
         self._metrics: dict[str, Any] = {}
         if state.is_world_process_zero and model is not None:
             self.begin(model, Path(args.output_dir))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Publishes when the monitored metric is better than before."""
+        """Publishes if the monitored metric has improved."""
         self._metrics = dict(metrics or {})
         monitor, mode = self.monitor, self.mode
         if monitor is None and args.metric_for_best_model is not None:
@@ -46,7 +46,7 @@ class HubAdapterTrainerCallback(Publishing, TrainerCallback):
             self.publish("save", state.global_step, self._all_metrics(state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publishes the adapter as it is in the end, and waits for what is still to be published."""
+        """Publishes the final adapter and waits for pending uploads."""
         if "end" in self.on:
             self.publish("end", state.global_step, self._all_metrics(state))
         self.finish()

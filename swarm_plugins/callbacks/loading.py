@@ -1,4 +1,4 @@
-"""`load_adapter`: puts a published adapter into a model, if it was made for the version of its base."""
+"""`load_adapter`: loads a published adapter into a model after checking the version of its base."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_adapter(
     endpoint: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> PeftModel:
-    """Returns the model with a published adapter in it, active.
+    """Loads a published adapter into a model and activates it.
 
     Works for models with remote blocks and for plain ones; nothing is unpickled.
 
@@ -47,17 +47,17 @@ def load_adapter(
         model: A model of transformers, or one that PEFT made of it (the adapter is added then).
         repo: The adapter's repository on the Hub, or a directory.
         version: A tag, branch or commit; ``latest`` for the newest version.
-        on_mismatch: What to do if the adapter was made for another version of the base: ``refuse`` or ``warn``.
+        on_mismatch: ``refuse`` or ``warn`` if the adapter was made for another version of the base.
         adapter_name: PEFT's name for it.
-        is_trainable: Whether it is going to be trained further.
+        is_trainable: Whether to train it further.
         token: Access token of the Hub. None: the stored one.
-        endpoint: Address of the Hub; by default that of huggingface_hub.
-        cache_dir: Where to download to; by default huggingface_hub's cache.
+        endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
+        cache_dir: By default the cache of huggingface_hub.
 
     Raises:
         ConfigError: If a setting is wrong, or the adapter was made for another version of the base.
-        HubError: If it is not there, or the Hub cannot be reached.
-        CheckpointError: If it is no adapter in safetensors format, or does not fit the model.
+        HubError: If the Hub does not have it or cannot be reached.
+        CheckpointError: If it is not an adapter in safetensors format, or does not fit the model.
     """
     if on_mismatch not in ("refuse", "warn"):
         raise ConfigError(f"on_mismatch={on_mismatch!r} must be 'refuse' or 'warn'")
@@ -114,7 +114,7 @@ def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> N
     cure = f"load the base with revision={wanted.revision!r}" if not wanted.is_local else "load that very base"
     message = f"{adapter.label} was made for {wanted}, the model is {actual}: {why}"
     if on_mismatch == "refuse":
-        raise ConfigError(f"{message}; {cure}, or pass on_mismatch='warn' to load it all the same")
+        raise ConfigError(f"{message}; {cure}, or pass on_mismatch='warn' to load it anyway")
     warnings.warn(message, UserWarning, stacklevel=3)
 
 

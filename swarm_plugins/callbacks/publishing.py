@@ -1,6 +1,6 @@
-"""When a version of an adapter is published, and what happens if that fails: training goes on, the files stay.
+"""Decides when to publish a version of an adapter; if that fails, training goes on and the files stay.
 
-What the callbacks of Lightning and of transformers share.
+Common to the callbacks for Lightning and for transformers.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ log = logging.getLogger(__name__)
 Event = Literal["save", "best", "end"]
 _EVENTS = ("save", "best", "end")
 _INTERRUPTED_S = 10.0
-# What trainers log beside metrics of the model.
+# Logged by trainers, but not metrics of the model.
 _NOT_METRICS = ("_runtime", "_per_second", "epoch", "step", "_jit_compilation_time")
 
 
 class Publishing:
-    """Publishes versions of the adapter that is trained to a repository on the Hub, beside the training.
+    """Publishes versions of the trained adapter to a repository on the Hub, in the background.
 
     Every version is one commit with the adapter, its card and ``swarm.json``, and then a tag: v1, v2 ... If it cannot
     be published, training goes on, its files stay in a folder, and a warning tells how to publish them later.
 
     Args:
-        repo_id: The repository, such as ``me/my-adapter``; made if it is not there.
+        repo_id: The repository, such as ``me/my-adapter``; created if missing.
         on: When: at each ``save`` of a checkpoint, whenever the monitored metric is at its ``best``, at the ``end``.
         monitor: The metric that ``best`` goes by. None: the one that the trainer keeps its best checkpoint by.
         mode: Whether the best value is the smallest (``min``) or the largest (``max``).
         folder: Where versions are written. None: ``hub_adapters`` in the trainer's own folder.
-        private: Whether a repository that is made is private.
+        private: Whether a new repository is private.
         token: Access token of the Hub. None: the one that ``hf auth login`` stored, or ``HF_TOKEN``.
-        endpoint: Address of the Hub; by default that of huggingface_hub (``HF_ENDPOINT``).
-        base_model: Id of the base on the Hub, if it was loaded from a directory of one's own.
+        endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
+        base_model: Id of the base on the Hub, if it was loaded from a directory.
         tags: More tags for the card.
         dataset: Id of the dataset that the metrics are measured on, for the card.
         finish_s: Longest wait for what is still to be published when training has ended.
@@ -92,11 +92,11 @@ class Publishing:
         self.endpoint = endpoint
         self.finish_s = finish_s
         self.best: float | None = None
-        """The best value of the monitored metric so far."""
+        """Best value of the monitored metric so far."""
         self.pushed: list[PushedVersion] = []
-        """The versions that are on the Hub."""
+        """Published versions."""
         self.unpushed: list[Path] = []
-        """Folders of versions that are not."""
+        """Folders of versions that were not published."""
         self._token = token
         self._retries = retries
         self._source: AdapterSource | None = None
@@ -106,10 +106,10 @@ class Publishing:
         self._step: int | None = None
 
     def begin(self, module: nn.Module, default_folder: Path) -> None:
-        """Gets ready, before the first step.
+        """Finds the adapter and starts the worker, before the first step.
 
         Raises:
-            ConfigError: If there is no adapter to train: better now than after hours.
+            ConfigError: If there is no adapter to train.
         """
         self._source = find_adapter(module)
         self._root = (self.folder or default_folder / "hub_adapters").absolute()
@@ -117,13 +117,13 @@ class Publishing:
         self._digest = self._step = None
         if self._source.base is None and self.base_model is None:
             log.warning(
-                "it is not known which base %s is an adapter of (the model was not loaded from the Hub or a "
-                "directory): it is published without the base's version",
+                "unknown base of %s (the model was not loaded from the Hub or a directory): the adapter is published "
+                "without the base's version",
                 self.repo_id,
             )
 
     def publish(self, event: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a version and queues it; never raises for anything that goes wrong with that."""
+        """Writes a version and queues it; logs failures instead of raising."""
         if self._worker is None:
             return
         written = self._write(event, step, metrics)
@@ -131,7 +131,7 @@ class Publishing:
             self._worker.submit(*written)
 
     def publish_if_best(self, monitor: str | None, mode: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Publishes if the monitored metric is better than ever before."""
+        """Publishes if the monitored metric is at a new best."""
         value = _number(metrics.get(monitor)) if monitor is not None else None
         if value is None or "best" not in self.on:
             return
@@ -140,11 +140,11 @@ class Publishing:
             self.publish("best", step, metrics)
 
     def finish(self) -> None:
-        """Waits for what is still to be published, as long as is allowed."""
+        """Waits up to ``finish_s`` for pending uploads."""
         self._close(self.finish_s)
 
     def interrupt(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes what was trained since the last version, without publishing it, and ends soon."""
+        """Writes what was trained since the last version, unpublished, and stops within seconds."""
         if self._worker is None:
             return
         if step > 0 and step != self._step:
@@ -199,7 +199,7 @@ class Publishing:
         return folder, target
 
     def _tidy(self, pushed: PushedVersion) -> None:
-        """Keeps the newest published version on disk, not all of them. Called in the worker's thread."""
+        """Deletes older published versions from disk. Called in the worker's thread."""
         worker = self._worker
         earlier = worker.pushed[:-1] if worker is not None else []
         for version in earlier:
@@ -216,7 +216,7 @@ def _hub_name(source: AdapterSource) -> str | None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers."""
+    """Returns the metrics that are finite numbers."""
     found = {}
     for name, value in metrics.items():
         number = _number(value)

@@ -1,6 +1,6 @@
 """Writes one version of an adapter as a folder: PEFT's files, the card and ``swarm.json``.
 
-The folder appears under its name when it is whole, so that nobody publishes half of one.
+The folder gets its name once it is complete, so that no half version is published.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _MAX_SAME_NAME = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSource:
-    """The adapter that is trained, and the base under it."""
+    """A trained adapter and its base."""
 
     model: PeftModel
-    """The model that PEFT made."""
+    """PEFT's model."""
     name: str
     """PEFT's name of the adapter."""
     base: ModelVersion | None
-    """The version of the base; None if it is not known."""
+    """The version of the base; None if unknown."""
     blocks: tuple[str, ...] = ()
-    """Fingerprint of each block of the base; empty if they are not known."""
+    """Fingerprint of each block of the base; empty if unknown."""
 
     @property
     def peft_type(self) -> str:
@@ -71,10 +71,10 @@ class AdapterSource:
 
 
 def find_adapter(module: nn.Module) -> AdapterSource:
-    """Returns the adapter in a module that is about to be trained.
+    """Returns the adapter to be trained in a module.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If the module has none.
     """
     models = [part for part in module.modules() if isinstance(part, PeftModel)]
     trained = [model for model in models if any(parameter.requires_grad for parameter in model.parameters())]
@@ -94,7 +94,7 @@ def _blocks_of(model: PeftModel) -> tuple[str, ...]:
     try:
         return base_blocks(model)
     except SwarmError as exc:
-        # They help to find out what differs; training and publishing do without.
+        # Only diagnostics.
         log.warning("the adapter is published without fingerprints of the base's blocks: %s", exc)
         return ()
 
@@ -106,17 +106,17 @@ def write_version(
 
     Args:
         source: The adapter.
-        root: Where folders of versions lie; made if needed.
-        name: The folder's name; a number is added if it is there.
-        facts: What the card says.
-        manifest: What ``swarm.json`` says, besides what is known here.
-        target: Where it is to be published.
+        root: Folder of all versions; created if needed.
+        name: The folder's name; a number is added if it exists.
+        facts: Content of the card.
+        manifest: Content of ``swarm.json``.
+        target: Where to publish it.
 
     Returns:
         The folder, and the digest of the adapter's tensors.
 
     Raises:
-        OSError: If it cannot be written; nothing is left then.
+        OSError: If it cannot be written; nothing is left behind.
     """
     root.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(dir=root, prefix=".part-"))
@@ -144,7 +144,7 @@ def hashed(stream: Any) -> str:
 def _in_place(part: Path, root: Path, name: str) -> Path:
     for place in _names(root, name):
         try:
-            # Two runs may share the folder: a name that is taken meanwhile is not overwritten, since it is not empty.
+            # Two runs may share the folder: rename fails on a folder that is not empty.
             return part.rename(place)
         except OSError:
             if not place.exists():
@@ -167,7 +167,7 @@ def _save_peft(source: AdapterSource, folder: Path, base_model: str | None) -> N
         save_embedding_layers=_changes_embeddings(source),
     )
     if source.name != "default":
-        # PEFT puts adapters of other names into folders of their own.
+        # PEFT writes other names to a subfolder.
         for path in (folder / source.name).iterdir():
             path.replace(folder / path.name)
         (folder / source.name).rmdir()
@@ -189,7 +189,7 @@ def _changes_embeddings(source: AdapterSource) -> bool:
 
 
 def manifest_of(source: AdapterSource, *, event: str, step: int, metrics: dict[str, float]) -> Manifest:
-    """Returns what ``swarm.json`` says of the adapter as it is now."""
+    """Returns the content of ``swarm.json`` for the adapter as it is now."""
     spans = [
         ServedSpan(start=blocks.start, end=blocks.end, dtype=blocks.dtype, quantization=blocks.quantization)
         for blocks in served_blocks(source.model)

@@ -1,11 +1,11 @@
-"""Adapters on the Hub: published with the version of their base, found by it, and checked against it.
+"""Publishes adapters to the Hub with the version of their base, finds them by it and downloads them.
 
 ```text
-PushWorker      publishes folders beside training
+PushWorker      publishes folders in the background of a training run
 push_folder     one commit and its tag: the whole version or nothing
 find_adapters   the newest fitting version of each adapter of a base
 fetch_adapter   downloads a version, safetensors only
-Manifest        swarm.json: what an adapter was trained against
+Manifest        swarm.json: the base, servers and metrics of a version
 ```
 """
 

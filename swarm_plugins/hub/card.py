@@ -1,4 +1,4 @@
-"""The card of an adapter: what the Hub shows, and what it finds adapters by."""
+"""The model card of an adapter: what the Hub shows and searches."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _CLASSES = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFacts:
-    """What a card says beside the manifest."""
+    """Content of a card that the manifest does not have."""
 
     repo_id: str
-    """Where it is published."""
+    """Its repository."""
     pipeline_tag: str = "text-generation"
     """The Hub's word for the task."""
     base_model: str | None = None
-    """Id of the base on the Hub. None: the base is a directory that the Hub does not know."""
+    """Id of the base on the Hub. None: a local directory."""
     tags: Sequence[str] = ()
-    """Tags of the user's own."""
+    """Further tags."""
     dataset: str | None = None
-    """Id of the dataset that the metrics were measured on."""
+    """Id of the dataset behind the metrics."""
 
 
 def base_tag(version: ModelVersion) -> str:
-    """Returns the tag by which adapters of one base version are found."""
+    """Returns the tag by which `find_adapters` finds adapters of a base version."""
     return f"swarm-base:{version.revision}"
 
 
@@ -60,7 +60,7 @@ def card_text(facts: AdapterFacts, manifest: Manifest) -> str:
         library_name="peft",
         pipeline_tag=facts.pipeline_tag,
         tags=_tags(facts, manifest),
-        # Only there to name the results.
+        # Needed for results only.
         model_name=name if results else None,
         eval_results=results or None,
         **metadata,  # type: ignore[arg-type]

@@ -32,13 +32,13 @@ class AdapterFolder:
     """A version of an adapter on disk."""
 
     folder: Path
-    """Where its files are."""
+    """Its files."""
     label: str
     """Repository and tag, or the folder; for messages."""
     base: ModelVersion | None
-    """The version of the base that it was made for; None if it does not tell."""
+    """The version of its base; None if unknown."""
     base_name: str | None
-    """The base's name; None if it does not tell."""
+    """The base's name; None if unknown."""
 
 
 def fetch_adapter(
@@ -55,8 +55,8 @@ def fetch_adapter(
         repo_id: Its repository.
         version: A tag, branch or commit; ``latest`` for the greatest of v1, v2 ..., or main if there is none.
         token: Access token of the Hub. None: the stored one.
-        endpoint: Address of the Hub; by default that of huggingface_hub.
-        cache_dir: Where to; by default huggingface_hub's cache.
+        endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
+        cache_dir: By default the cache of huggingface_hub.
 
     Raises:
         ConfigError: If the name cannot be the id of a repository.
@@ -80,7 +80,7 @@ def fetch_adapter(
         return open_adapter(Path(cached).parent, label=label)
     names = [sibling.rfilename for sibling in info.siblings or ()]
     _check_names(label, names)
-    # Of one commit, even if somebody pushes meanwhile.
+    # All of one commit, even if another is pushed now.
     paths = [
         fetch_file(repo_id, name, revision=str(info.sha), token=token, endpoint=endpoint, cache_dir=cache_dir)
         for name in _MAX_BYTES
@@ -167,7 +167,7 @@ def open_adapter(folder: Path, *, label: str | None = None) -> AdapterFolder:
     """Checks the files of an adapter in a folder, and reads which base it was made for.
 
     Raises:
-        ConfigError: If there is no such folder.
+        ConfigError: If the folder does not exist.
         CheckpointError: If it is not an adapter in safetensors format.
         CapacityError: If a file is larger than any adapter.
     """

@@ -1,4 +1,4 @@
-"""Finds adapters of a base model on the Hub, and tells which version of the base each was made for."""
+"""Finds adapters of a base model on the Hub and the version of the base that each was made for."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class FoundAdapter:
     repo_id: str
     """Its repository."""
     tag: str | None
-    """The version's tag. None: the repository has no versions, and its main branch is meant."""
+    """The version's tag. None: the main branch of a repository without versions."""
     commit: str
     """The commit."""
     base: ModelVersion | None
-    """The version of the base that it was made for; None if the repository does not tell."""
+    """The version of its base; None if unknown."""
     peft_type: str = ""
     """PEFT's name of the method."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """The metrics that it was published with."""
+    """Its published metrics."""
 
 
 def find_adapters(
@@ -55,14 +55,14 @@ def find_adapters(
     """Returns the newest version of each adapter of a base model that fits.
 
     Args:
-        base: Id of the base on the Hub, or its version as `base_version` tells it.
-        revision: Branch, tag or commit of the base: only adapters made for it. None: for any version of it.
-        limit: Repositories looked at.
+        base: Id of the base on the Hub, or its version.
+        revision: Branch, tag or commit of the base that adapters must be made for. None: any.
+        limit: Largest number of repositories to look at.
         token: Access token of the Hub. None: the stored one.
-        endpoint: Address of the Hub; by default that of huggingface_hub.
+        endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
 
     Raises:
-        ConfigError: If the base cannot be one.
+        ConfigError: If the id is malformed.
         HubError: If the Hub cannot be reached, or does not know the revision.
     """
     api = HfApi(endpoint=endpoint, token=token)
@@ -103,7 +103,7 @@ def _newest(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | 
 
 
 def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAdapter | None:
-    """Returns what a commit says of its adapter; None if it holds none that can be understood.
+    """Returns the adapter of a commit; None if there is none, or a corrupt one.
 
     Raises:
         HubError: If the Hub cannot be reached.

@@ -1,7 +1,4 @@
-"""A version of an adapter on disk: the files to publish, and where to.
-
-``push.json`` stays on disk: it tells ``swarm push DIR`` the repository, and whether it is private.
-"""
+"""A version of an adapter on disk: the files to publish, and ``push.json`` with the target for ``swarm push DIR``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.hub.manifest import MANIFEST_FILE
 from swarm_plugins.hub.names import check_repo_id, check_tag
 
@@ -23,18 +20,18 @@ _TARGET_FILE = "push.json"
 
 
 class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a version is to be published."""
+    """Where to publish a version."""
 
     repo_id: str
-    """The repository; made if it is not there."""
+    """The repository; created if missing."""
     private: bool = False
-    """Whether a repository that is made is private."""
+    """Whether a new repository is private."""
     endpoint: str | None = None
-    """Address of the Hub. None: that of huggingface_hub."""
+    """Address of the Hub. None: ``HF_ENDPOINT``."""
     tag: str | None = None
     """The version's tag. None: the next of v1, v2 ..."""
     pushed_as: str | None = None
-    """The tag under which it has been published; None if it has not."""
+    """The tag it was published under; None before that."""
 
     def __post_init__(self) -> None:
         check_repo_id(self.repo_id)
@@ -42,15 +39,15 @@ class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
             check_tag(self.tag)
 
     def write(self, folder: Path) -> None:
-        """Notes it in a folder."""
+        """Writes it to ``push.json`` in a folder."""
         (folder / _TARGET_FILE).write_bytes(msgspec.json.encode(self))
 
     @classmethod
     def read(cls, folder: Path) -> PushTarget | None:
-        """Returns what a folder says; None if it says nothing.
+        """Reads it from a folder; None if there is none.
 
         Raises:
-            ConfigError: If that cannot be understood.
+            ConfigError: If the file is corrupt.
         """
         path = folder / _TARGET_FILE
         try:
@@ -58,11 +55,11 @@ class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as exc:
-            raise ConfigError(f"{path} cannot be understood ({exc}); remove it and give --repo") from exc
+            raise ConfigError(f"{path} cannot be read ({one_line(exc)}); remove it and give --repo") from exc
 
 
 def files_to_push(folder: Path) -> list[Path]:
-    """Returns the files of a version.
+    """Returns the files to publish.
 
     Raises:
         CheckpointError: If the folder does not hold an adapter in safetensors format.
@@ -72,7 +69,7 @@ def files_to_push(folder: Path) -> list[Path]:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise CheckpointError(
-                f"{folder} has no {name}: it is no adapter as PEFT's save_pretrained writes it (only safetensors "
+                f"{folder} has no {name}: publish a folder that PEFT's save_pretrained wrote (only safetensors "
                 "are published)"
             )
     return [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]

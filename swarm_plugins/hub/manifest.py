@@ -1,7 +1,7 @@
-"""``swarm.json``: what an adapter was trained against, beside the adapter in its repository.
+"""``swarm.json``, next to an adapter: its base, the servers it was trained on, its metrics.
 
-PEFT's own ``adapter_config.json`` has a field for the base's revision, but none for the content of a local base, nor
-for how servers held its blocks.
+PEFT's ``adapter_config.json`` has a field for the base's revision, but none for the content of a local base or for how
+servers held its blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from swarm_plugins import __version__
-from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["MANIFEST_FILE", "MAX_JSON_BYTES", "Manifest", "PeftFacts", "ServedSpan"]
@@ -25,37 +25,37 @@ MAX_JSON_BYTES = 1 << 20
 
 
 class ServedSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """How blocks of the base were held while the adapter was trained."""
+    """How a server held blocks of the base during training."""
 
     start: int
     """First block."""
     end: int
     """One after the last block."""
     dtype: str
-    """What a server computed in."""
+    """Compute dtype."""
     quantization: str
-    """How it held the weights: ``none``, ``int8``, ``nf4`` ..."""
+    """``none``, ``int8``, ``nf4`` ..."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known about one version of an adapter."""
+    """Facts about one version of an adapter."""
 
     swarm_plugins_version: str = __version__
-    """Of the package that wrote it."""
+    """Version of the package that wrote it."""
     base_name: str | None = None
-    """The base's id on the Hub, or what its directory was called."""
+    """The base's id on the Hub, or the name of its directory."""
     base_revision: str | None = None
     """Its commit, or ``local-`` and the fingerprint of its content. None: not known."""
     block_fingerprints: tuple[str, ...] = ()
-    """Of each block's weights, in order; empty if the base is on the Hub, where the commit covers them."""
+    """One per block, in order; empty for a base on the Hub, where the commit covers them."""
     spans: tuple[ServedSpan, ...] = ()
-    """The servers' spans; empty if the base was not on a swarm."""
+    """The servers' spans; empty for a local base."""
     peft_type: str = ""
     """PEFT's name of the method, such as ``LORA``."""
     event: str = ""
-    """Why it was published: ``save``, ``best``, ``end`` ..."""
+    """``save``, ``best``, ``end`` ..."""
     step: int | None = None
-    """Optimizer steps until then."""
+    """Optimizer steps so far."""
     metrics: dict[str, float] = {}
     """The last known metrics."""
 
@@ -86,12 +86,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             return None
         try:
             if path.stat().st_size > MAX_JSON_BYTES:
-                raise CheckpointError(
-                    f"{path} has more than {MAX_JSON_BYTES} bytes: it is no {MANIFEST_FILE} of an adapter"
-                )
+                raise CheckpointError(f"{path} has more than {MAX_JSON_BYTES} bytes, too many for {MANIFEST_FILE}")
             return cls.parse(path.read_bytes())
         except OSError as exc:
-            raise CheckpointError(f"{path} cannot be read ({exc})") from exc
+            raise CheckpointError(f"{path} cannot be read ({one_line(exc)})") from exc
 
     @classmethod
     def parse(cls, content: bytes) -> Manifest:
@@ -116,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeftFacts(msgspec.Struct, frozen=True):
-    """The part of PEFT's ``adapter_config.json`` that says what an adapter is and what it was made for."""
+    """Method and base of an adapter, from PEFT's ``adapter_config.json``."""
 
     base_model_name_or_path: str | None = None
     revision: str | None = None
@@ -124,7 +122,7 @@ class PeftFacts(msgspec.Struct, frozen=True):
 
     @property
     def base(self) -> ModelVersion | None:
-        """The version of the base; None if no commit is named (a branch does not tell which one was meant)."""
+        """The version of the base; None without a commit: a branch may have moved."""
         try:
             return ModelVersion(self.base_model_name_or_path or "", self.revision or "")
         except ConfigError:

@@ -30,10 +30,10 @@ def check_repo_id(repo_id: str) -> str:
 
 
 def check_tag(tag: str) -> str:
-    """Returns the tag of a version if it can be one.
+    """Returns the tag of a version after checking its form.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If git or the Hub would not accept it, or it is reserved.
     """
     if not _TAG.fullmatch(tag) or ".." in tag or tag.endswith((".", ".lock")) or tag in ("main", "latest"):
         raise ConfigError(
@@ -44,7 +44,7 @@ def check_tag(tag: str) -> str:
 
 
 def next_tag(tags: Iterable[str]) -> str:
-    """Returns ``v1``, ``v2`` ...: one more than the greatest that is there."""
+    """Returns the tag after the greatest of ``v1``, ``v2`` ..."""
     return f"v{max((_number(tag) for tag in tags), default=0) + 1}"
 
 

@@ -1,7 +1,6 @@
-"""Publishes a version: one commit, then its tag. Whoever asks for the tag sees the whole version or none.
+"""Publishes a version as one commit and then its tag, so that readers of the tag see all of it or nothing.
 
-Every step can be repeated: a commit that arrived although its answer was lost is recognised by its content, a tag by
-the commit that it names.
+Every step can be repeated: a commit whose answer was lost is recognised by its content, a tag by its commit.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ _TAG_ATTEMPTS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPlan:
-    """How often and how long a push is tried."""
+    """Attempts and pauses of a push."""
 
     attempts: int = 5
-    """Tries in all."""
+    """Number of attempts."""
     first_pause_s: float = 1.0
-    """Pause before the second try; each further one is twice as long."""
+    """Pause before the second attempt; doubled for each further one."""
     max_pause_s: float = 30.0
     """Longest pause."""
     attempt_s: float = 600.0
-    """Longest time of one try."""
+    """Longest time of one attempt."""
 
     def pause_s(self, attempt: int) -> float:
-        """Returns the pause after a failed try (counted from 0): a bit random, lest many clients return together."""
+        """Returns the pause after a failed attempt (from 0), with jitter so that clients do not return at once."""
         return min(self.first_pause_s * 2.0**attempt, self.max_pause_s) * random.uniform(0.75, 1.25)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushedVersion:
-    """A version that is on the Hub."""
+    """A published version."""
 
     repo_id: str
     """The repository, with its owner."""
@@ -61,12 +60,12 @@ class PushedVersion:
     commit: str
     """The commit that the tag names."""
     folder: Path
-    """Where it was pushed from."""
+    """The folder it was pushed from."""
 
 
 @dataclass
 class _Progress:
-    """What has been done already, so that a further try goes on from there."""
+    """Finished steps, which a further attempt skips."""
 
     repo_id: str | None = None
     commit: str | None = None
@@ -80,18 +79,18 @@ def push_folder(
     retries: RetryPlan | None = None,
     stop: threading.Event | None = None,
 ) -> PushedVersion:
-    """Publishes the adapter in a folder, trying again when that can help.
+    """Publishes the adapter in a folder; retries errors that may pass.
 
     Args:
-        folder: Where the files are.
-        target: Where to.
+        folder: The files.
+        target: Repository and tag.
         token: Access token. None: the stored one.
-        retries: How often and how long.
-        stop: No further try once this is set.
+        retries: Attempts and pauses.
+        stop: No further attempt once this is set.
 
     Raises:
         CheckpointError: If the folder holds no adapter.
-        HubError: If the version could not be published.
+        HubError: If the version cannot be published.
     """
     retries = retries or RetryPlan()
     stop = stop or threading.Event()
@@ -114,7 +113,7 @@ def push_folder(
             with contextlib.suppress(OSError):
                 msgspec.structs.replace(target, pushed_as=pushed.tag).write(folder)
             return pushed
-    raise HubError(f"{what}: no try was allowed (attempts={retries.attempts}); allow at least 1")
+    raise HubError(f"{what}: attempts={retries.attempts} allows no attempt; give at least 1")
 
 
 def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what: str) -> PushedVersion:
@@ -135,7 +134,7 @@ def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
         additions = [
             CommitOperationAdd(path.name, _content(stack, path, api.endpoint)) for path in files_to_push(folder)
         ]
-        # With the parent given, a commit that somebody else makes in between is noticed instead of being buried.
+        # With the parent given, the Hub refuses if another commit came in between.
         info = api.create_commit(
             repo_id, additions, commit_message=f"Adapter {folder.name}", parent_commit=branches.get("main")
         )
@@ -143,7 +142,7 @@ def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
 
 
 def _content(stack: ExitStack, path: Path, endpoint: str) -> Path | BinaryIO:
-    """A path for huggingface.co; for other Hubs an open file, which is sent by plain HTTP instead of Xet."""
+    """Returns the path for huggingface.co; other Hubs get an open file, which is sent by plain HTTP instead of Xet."""
     if urlsplit(endpoint).hostname == urlsplit(constants._HF_DEFAULT_ENDPOINT).hostname:
         return path
     return stack.enter_context(path.open("rb"))

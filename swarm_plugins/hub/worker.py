@@ -1,4 +1,4 @@
-"""Publishes versions beside training: one thread, one version at a time, nothing that fails stops the training."""
+"""Publishes versions in a background thread, one at a time; no failure stops the training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class PushWorker:
-    """Takes folders and publishes them one after the other.
+    """Publishes folders one after the other in a thread of its own.
 
     Args:
         token: Access token of the Hub. None: the stored one.
-        retries: How often and how long each is tried.
-        max_waiting: Folders that may wait; beyond, the oldest one is left on disk.
-        on_pushed: Called in the worker's thread for each version that is on the Hub.
+        retries: Attempts and pauses of each push.
+        max_waiting: Length of the queue; when it is full, the oldest folder stays on disk.
+        on_pushed: Called in the worker's thread after each published version.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class PushWorker:
         self._thread: threading.Thread | None = None
 
     def submit(self, folder: Path, target: PushTarget) -> None:
-        """Queues a folder; starts the thread at the first one."""
+        """Queues a folder and starts the thread if it is not running."""
         with self._changed:
             if len(self._waiting) == self._max_waiting:
                 oldest, _ = self._waiting.popleft()
                 self.failed.append(oldest)
                 log.warning(
-                    "the Hub takes versions more slowly than they are made: %s stays on disk; publish it with: %s",
+                    "upload queue is full: %s stays on disk; publish it with: %s",
                     oldest,
                     push_command(oldest),
                 )
@@ -65,15 +65,14 @@ class PushWorker:
             self._changed.notify_all()
             if self._thread is None or not self._thread.is_alive():
                 self._stop = threading.Event()
-                # A daemon: a Hub that never answers must not keep the process from ending.
+                # A daemon, so that a silent Hub cannot keep the process alive.
                 self._thread = threading.Thread(target=self._run, name="swarm-hub", daemon=True)
                 self._thread.start()
 
     def close(self, timeout_s: float) -> list[Path]:
-        """Waits for what is queued, at most ``timeout_s``. A later `submit` starts again.
+        """Waits up to ``timeout_s`` for the queue and returns the folders that were not published.
 
-        Returns:
-            The folders that are not on the Hub.
+        A later `submit` starts again.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -119,7 +118,7 @@ class PushWorker:
             pushed = push_folder(folder, target, token=self._token, retries=self._retries, stop=stop)
         except SwarmError as exc:
             self._report(folder, str(exc))
-        except Exception as exc:  # noqa: BLE001  # whatever it is, training goes on and the next version gets its try
+        except Exception as exc:  # noqa: BLE001  # training goes on, and the next version gets its try
             self._report(folder, one_line(exc, with_kind=True))
         else:
             log.info("%s is published as %s@%s", folder, pushed.repo_id, pushed.tag)

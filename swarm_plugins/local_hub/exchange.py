@@ -1,4 +1,4 @@
-"""One connection to the local Hub: finds the route, checks who asks, breaks what a test wants broken, sends answers."""
+"""One connection to the local Hub: routing, permissions, injected faults, answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from swarm_plugins.local_hub.hub_store import Commit, HubStore, Repo
+from swarm_plugins.local_hub.repositories import Commit, HubStore, Repo
 
 __all__ = ["Exchange", "HubFaults", "HubRequest", "Route", "route"]
 
@@ -124,7 +124,7 @@ class Exchange(BaseHTTPRequestHandler):
         super().finish()
 
     def log_message(self, *_: object) -> None:
-        """Keeps quiet; `LocalHub.requests` has it all."""
+        """Logs nothing; see `LocalHub.requests`."""
 
     def do_GET(self) -> None:
         """Answers."""
@@ -161,12 +161,12 @@ class Exchange(BaseHTTPRequestHandler):
             self.error(HTTPStatus(fault), None, "a fault that was asked for")
         elif self._is_allowed(chosen, authorization):
             if fault == "lost":
-                # Done, but nobody is told.
+                # Carried out, but the answer is lost.
                 self.wfile = _Nowhere()  # type: ignore[assignment]
                 self.close_connection = True
             chosen.answer(self)
         elif chosen.is_write:
-            # What the refused request brings along is not the next request.
+            # Read, so that it is not taken for the next request.
             self.body()
 
     def _is_allowed(self, chosen: Route, authorization: str | None) -> bool:
@@ -190,7 +190,7 @@ class Exchange(BaseHTTPRequestHandler):
     def _may_read(self, authorization: str | None) -> bool:
         repo = self.repo
         if repo is None or (repo.private and not authorization):
-            # The real one says 401 to strangers, lest it tell which private repositories exist.
+            # The real Hub answers 401, which hides the existence of private repositories.
             self.error(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Repository not found")
             return False
         if repo.gated and not authorization and "/api/" not in self.path:
@@ -199,7 +199,7 @@ class Exchange(BaseHTTPRequestHandler):
         return True
 
     def commit(self) -> Commit | None:
-        """Returns the commit that the path names; None after having answered that it is not there."""
+        """Returns the commit that the path names; None after answering an error."""
         revision = self.parts.get("rev") or "main"
         commit = self.repo.find(revision) if self.repo is not None else None
         if commit is None:
@@ -207,7 +207,7 @@ class Exchange(BaseHTTPRequestHandler):
         return commit
 
     def body(self) -> bytes | None:
-        """Returns what was sent; None if the connection broke in the middle of it."""
+        """Returns the request's body; None if the connection broke."""
         if "chunked" in (self.headers.get("Transfer-Encoding") or ""):
             return self._chunks()
         length = int(self.headers.get("Content-Length") or 0)
@@ -239,7 +239,7 @@ class Exchange(BaseHTTPRequestHandler):
         return bytes(content)
 
     def json_body(self) -> dict[str, Any] | None:
-        """Returns the JSON object that was sent; None after having answered that it is none."""
+        """Returns the JSON object that was sent; None after answering an error."""
         content = self.body()
         try:
             value = json.loads(content or b"{}")
@@ -279,7 +279,7 @@ class Exchange(BaseHTTPRequestHandler):
 
 
 class _Nowhere:
-    """Takes what is written and loses it."""
+    """Discards what is written."""
 
     closed = False
 

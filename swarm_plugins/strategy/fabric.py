@@ -1,4 +1,4 @@
-"""The strategy of Fabric, without the class of Lightning that it extends: there are two of those."""
+"""The strategy of Fabric, as a mixin for the base class of either Lightning package."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FabricStrategy(SwarmMember, _Base):
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
         """Runs inside ``fabric.init_module()``: models that are loaded inside have their blocks on the swarm."""
         stack = contextlib.ExitStack()
-        # Never empty: what is made here beside the base model is an adapter, which nobody fills in later.
+        # Never empty: an adapter made here is not filled in later, as a base model is.
         stack.enter_context(super().module_init_context(empty_init=False))
         stack.enter_context(self.loading())
         return stack
@@ -78,11 +78,11 @@ class FabricStrategy(SwarmMember, _Base):
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Returns what is trained; all of a module without remote blocks."""
+        """Returns the trained state; the whole state of a module without remote blocks."""
         return trained_state(module) if has_remote_blocks(module) else super().get_module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Puts back what was trained.
+        """Restores the trained state.
 
         Raises:
             CheckpointError: If it does not fit.

@@ -1,4 +1,4 @@
-"""The strategy for the package ``pytorch_lightning``, whose classes are others than those of ``lightning``."""
+"""The strategy for the package ``pytorch_lightning``, whose base class differs from that in ``lightning``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategy for the package ``lightning_fabric``, whose classes are others than those of ``lightning``."""
+"""The strategy for the package ``lightning_fabric``, whose base class differs from that in ``lightning``."""
 
 from __future__ import annotations
 

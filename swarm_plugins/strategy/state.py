@@ -87,10 +87,10 @@ def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def readable(path: Any) -> Iterator[None]:
-    """Says of a file that cannot be read what it is not.
+    """Translates errors of reading a checkpoint to CheckpointError.
 
     Raises:
-        CheckpointError: Instead of the reader's many errors.
+        CheckpointError: If the file is missing or cannot be read.
     """
     try:
         yield

@@ -19,7 +19,7 @@ class SwarmStrategy(TrainerStrategy, _TrainerDevice):
     ``swarm_plugins.strategy.standalone.SwarmStrategy``, or the name.
 
     Args:
-        initial_peers: Addresses of peers through which the swarm is joined. None: those of the environment variable
+        initial_peers: Addresses of peers to join the swarm through. None: from the environment variable
             ``SWARM_INITIAL_PEERS``; if that is not set either, the model must name them when it is loaded.
         swarm: How the client behaves: deadlines, retries, codec.
     """
@@ -31,7 +31,7 @@ class FabricSwarmStrategy(FabricStrategy, _FabricDevice):
     For ``lightning_fabric`` use ``swarm_plugins.strategy.standalone_fabric.FabricSwarmStrategy``, or the name.
 
     Args:
-        initial_peers: Addresses of peers through which the swarm is joined. None: those of the environment variable
+        initial_peers: Addresses of peers to join the swarm through. None: from the environment variable
             ``SWARM_INITIAL_PEERS``; if that is not set either, the model must name them when it is loaded.
         swarm: How the client behaves: deadlines, retries, codec.
     """

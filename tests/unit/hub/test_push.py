@@ -205,7 +205,7 @@ def test_the_library_does_not_advise_what_is_done_on_purpose(
 def test_a_damaged_note_of_the_target_is_refused(make_folder: MakeFolder) -> None:
     folder = make_folder()
     (folder / "push.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"push.json cannot be understood.*give --repo"):
+    with pytest.raises(ConfigError, match=r"push.json cannot be read.*give --repo"):
         PushTarget.read(folder)
 
 

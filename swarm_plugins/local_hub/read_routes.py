@@ -1,4 +1,4 @@
-"""What the local Hub answers to readers: lists, trees, references, files."""
+"""Routes for readers: lists, trees, references, files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from huggingface_hub import RepoCard
 from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
 
 from swarm_plugins.local_hub.exchange import Exchange, route
-from swarm_plugins.local_hub.hub_store import Blob, Commit, HubStore, Repo
+from swarm_plugins.local_hub.repositories import Blob, Commit, HubStore, Repo
 
 __all__ = ["READ_ROUTES"]
 
@@ -42,7 +42,7 @@ def _list_models(exchange: Exchange) -> None:
 
 
 def _facts(repo: Repo, commit: Commit | None) -> dict[str, Any]:
-    """What the Hub knows of a model from its card."""
+    """Returns what the Hub knows of a model from its card."""
     card = _card(commit.files.get("README.md")) if commit is not None else {}
     facts = {
         "id": repo.repo_id,
@@ -60,7 +60,7 @@ def _facts(repo: Repo, commit: Commit | None) -> dict[str, Any]:
 
 
 def _tags(card: Mapping[str, Any]) -> list[str]:
-    """The tags that the Hub makes of a card, besides those that stand in it."""
+    """Returns a card's tags and those that the Hub derives from it."""
     own = card.get("tags")
     tags = [str(tag) for tag in own] if isinstance(own, list) else []
     tags += [str(card[key]) for key in ("library_name", "pipeline_tag") if card.get(key)]
@@ -199,7 +199,7 @@ def _send_content(exchange: Exchange, repo: Repo, path: str, blob: Blob, start: 
         try:
             exchange.wfile.write(data)
         except OSError:
-            # The client has gone: nothing is owed to it.
+            # The client is gone.
             exchange.close_connection = True
             return
         exchange.hub.count(repo.repo_id, path, len(data))

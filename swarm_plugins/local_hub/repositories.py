@@ -1,8 +1,7 @@
-"""What a Hub holds: repositories with commits, branches and tags. Pure bookkeeping, no network.
+"""Repositories with commits, branches and tags. Pure bookkeeping, no network.
 
-Commits are named by their content, as git's are: two stores with the same files have the same commit hashes. A store
-with a folder keeps everything there: contents first, then the repository's record, renamed into place. So a commit is
-there as a whole or not at all, whenever the process ends.
+Commits are named by their content, as in git: the same files give the same hashes. With a folder, contents are written
+first and then the repository's record, renamed into place, so that a commit exists as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LARGE_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt"}
 
 
 class HubConflictError(ConfigError):
-    """Something else is there already: the branch has moved, or the name is taken."""
+    """The branch has moved, or the name is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Blob:
 
     @property
     def git_sha1(self) -> str:
-        """How git names the content; for small files."""
+        """Git's hash of the content; for small files."""
         content = self.read(0, self.size)
         return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
@@ -74,7 +73,7 @@ class Commit:
     message: str
     files: Mapping[str, Blob]
     time_s: float = field(default_factory=time.time)
-    """When it was made, in seconds since 1970; not part of its name."""
+    """Seconds since 1970; not part of the hash."""
 
     @classmethod
     def of(cls, files: Mapping[str, Blob], parent: str | None, message: str) -> Commit:
@@ -132,7 +131,7 @@ class HubStore:
                 self._repos[repo.repo_id] = repo
 
     def create(self, repo_id: str, *, gated: bool = False, private: bool = False) -> Repo:
-        """Makes a repository.
+        """Creates a repository.
 
         Raises:
             HubConflictError: If it exists.
@@ -156,7 +155,7 @@ class HubStore:
             return list(self._repos.values())
 
     def put(self, content: bytes) -> Blob:
-        """Keeps the content of a file for a commit to come."""
+        """Stores content for a later commit."""
         blob = Blob.of(content)
         if self.root is not None:
             path = self.root / "blobs" / blob.sha256
@@ -167,7 +166,7 @@ class HubStore:
             return self._blobs.setdefault(blob.sha256, blob)
 
     def blob(self, sha256: str) -> Blob | None:
-        """Returns content that was put here, or is part of a commit."""
+        """Returns stored content by its hash."""
         with self._lock:
             if sha256 not in self._blobs and self.root is not None and sha256.isalnum():
                 path = self.root / "blobs" / sha256
@@ -207,13 +206,7 @@ class HubStore:
             return commit.sha
 
     def add_ref(self, repo: Repo, kind: str, name: str, sha: str) -> None:
-        """Makes a tag or a branch.
-
-        Args:
-            repo: The repository.
-            kind: ``tags`` or ``branches``.
-            name: Its name.
-            sha: The commit.
+        """Adds a reference of kind ``tags`` or ``branches``.
 
         Raises:
             HubConflictError: If it exists.
@@ -230,7 +223,7 @@ class HubStore:
             self._keep(repo)
 
     def _change(self, repo: Repo, **additions: Mapping[str, Any]) -> None:
-        """Adds to a repository's dictionaries: first on disk, so that a full disk leaves both as they were."""
+        """Adds to a repository's dictionaries; a failed write to disk changes nothing."""
         grown = {kind: {**getattr(repo, kind), **more} for kind, more in additions.items()}
         before = {kind: getattr(repo, kind) for kind in additions}
         for kind, value in grown.items():

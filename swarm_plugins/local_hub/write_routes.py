@@ -1,7 +1,7 @@
-"""What the local Hub lets owners of a token do: make repositories, upload, commit, tag.
+"""Routes for owners of a token: create repositories, upload, commit, tag.
 
-The contents of a commit are there before the commit is, and a commit is added in one step: a push that breaks off
-anywhere leaves nothing but contents that no commit names.
+Contents are stored before their commit, which is added in one step: an interrupted push leaves only contents that no
+commit names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from huggingface_hub import RepoCard
 from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
 
 from swarm_plugins.local_hub.exchange import Exchange, route
-from swarm_plugins.local_hub.hub_store import Blob, HubConflictError, HubStore, Repo
+from swarm_plugins.local_hub.repositories import Blob, HubConflictError, HubStore, Repo
 
 __all__ = ["WRITE_ROUTES"]
 
@@ -146,7 +146,7 @@ def _changes(store: HubStore, repo: Repo, branch: str, body: bytes) -> tuple[dic
     """Reads the lines of a commit: one header, then one line per file.
 
     Raises:
-        ValueError: If a line is none, or names content that was not uploaded.
+        ValueError: If a line is malformed, or names content that was not uploaded.
     """
     header: dict[str, Any] = {}
     changes: dict[str, Blob | None] = {}
@@ -175,7 +175,7 @@ def _changes(store: HubStore, repo: Repo, branch: str, body: bytes) -> tuple[dic
 def _path(value: dict[str, Any]) -> str:
     path = str(value["path"])
     if path.startswith("/") or ".." in path.split("/"):
-        raise ValueError(f"{path!r} is no path inside a repository")
+        raise ValueError(f"{path!r} is not a path inside a repository")
     return path
 
 
@@ -200,7 +200,7 @@ def _add_ref(exchange: Exchange, kind: str, name: str, sha: str) -> None:
     if exchange.repo is None:
         return
     if not name or len(name) > _MAX_REF_CHARS or not re.fullmatch(r"[\w./+-]+", name) or ".." in name:
-        exchange.error(HTTPStatus.BAD_REQUEST, None, f"{name!r} is no valid name of a reference")
+        exchange.error(HTTPStatus.BAD_REQUEST, None, f"{name!r} is not a valid name of a reference")
         return
     try:
         exchange.hub.store.add_ref(exchange.repo, kind, name, sha)
