@@ -137,65 +137,30 @@ def _hidden(exc: Exception) -> Exception | None:
 def _refusal(what: str, right: str, exc: HfHubHTTPError) -> HubError:
     status = exc.response.status_code
     said = " ".join((exc.server_message or "").split()) or _phrase(status)
-    is_passing = status in _PASSING or status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    is_passing = status in _PASSING or status >= 500
     for sign, needed_right, kind, sentence in _REFUSALS:
         is_meant = status == sign if isinstance(sign, int) else isinstance(exc, sign)
         if is_meant and needed_right in (None, right):
             cure = sentence.format(said=said, login=f"{_LOGIN} {right}")
             return HubError(f"{what}: {cure}", kind=kind, is_passing=is_passing)
-    kind = "unreachable" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "other"
+    kind = "unreachable" if status >= 500 else "other"
     return HubError(f"{what}: the Hub answered {status} ({said})", kind=kind, is_passing=is_passing)
 
 
+_TAKEN = "the name belongs to another user, or the token may only read; use a repository and a token of your own"
 # Error class or status, right that was needed (None: any), kind, sentence. The first match counts: a gated repository
 # is also a missing one.
 _REFUSALS: tuple[tuple[type[Exception] | int, str | None, HubErrorKind, str], ...] = (
-    (
-        RevisionNotFoundError,
-        None,
-        "no revision",
-        "no such revision ({said}); give a branch, a tag or a commit of the repository",
-    ),
-    (
-        EntryNotFoundError,
-        None,
-        "no file",
-        "no such file ({said}); if it belongs there, its upload is incomplete",
-    ),
-    (
-        GatedRepoError,
-        None,
-        "other",
-        "the repository is gated ({said}); ask for access on its page on the Hub, then {login}",
-    ),
-    (
-        HTTPStatus.UNAUTHORIZED,
-        "read",
-        "no repository",
-        "no such repository, or a private one ({said}); check the name, and for a private one {login}",
-    ),
-    (
-        HTTPStatus.UNAUTHORIZED,
-        "write",
-        "other",
-        "no valid token, or no such repository for this token ({said}); {login}",
-    ),
-    (HTTPStatus.FORBIDDEN, "read", "other", "not allowed ({said}); {login}"),
-    (
-        HTTPStatus.FORBIDDEN,
-        "write",
-        "other",
-        "not allowed ({said}): the name belongs to somebody else, or the token may only read; choose a repository "
-        "under your own name, or use a token that may write",
-    ),
-    (
-        HTTPStatus.NOT_FOUND,
-        None,
-        "no repository",
-        "not found ({said}); check the name, and for a private repository {login}",
-    ),
-    (HTTPStatus.PRECONDITION_FAILED, None, "other", "somebody else pushed at the same moment ({said}); try again"),
-    (HTTPStatus.CONFLICT, None, "conflict", "taken ({said}); choose another name"),
+    (RevisionNotFoundError, None, "no revision", "no such revision ({said}); give a branch, a tag or a commit of it"),
+    (EntryNotFoundError, None, "no file", "no such file ({said}); if it belongs there, its upload is incomplete"),
+    (GatedRepoError, None, "other", "the repository is gated ({said}); ask for access on its page, then {login}"),
+    (401, "read", "no repository", "no such repository, or a private one ({said}); check its name, or, {login}"),
+    (401, "write", "other", "no valid token, or no such repository for this token ({said}); {login}"),
+    (403, "read", "other", "not allowed ({said}); {login}"),
+    (403, "write", "other", f"not allowed ({{said}}): {_TAKEN}"),
+    (404, None, "no repository", "not found ({said}); check the name; if private, {login}"),
+    (409, None, "conflict", "taken ({said}); choose another name"),
+    (412, None, "other", "another push came in between ({said}); try again"),
 )
 
 

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "backbone": frozenset({"client", "checkpoint", "offload"}),
     "strategy": frozenset({"backbone"}),
     "autoload": frozenset(),
-    "recipes": frozenset({"backbone", "client", "local_swarm"}),
+    "recipes": frozenset({"backbone", "client", "hub", "local_swarm"}),
     "survey": frozenset({"transport"}),
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone"}),

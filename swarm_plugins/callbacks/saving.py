@@ -5,24 +5,22 @@ The folder gets its name once it is complete, so that no half version is publish
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from peft import PeftModel
 from peft.utils.other import EMBEDDING_LAYER_NAMES
 from torch import nn
 
 from swarm_plugins.backbone.version import base_blocks, base_version, served_blocks
-from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError
+from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.hub import AdapterFacts, Manifest, PushTarget, ServedSpan, card_text
-from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
+from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, move_to_free_name
 from swarm_plugins.versions import ModelVersion
 
 __all__ = ["AdapterSource", "find_adapter", "write_version"]
@@ -37,7 +35,6 @@ _TASKS = {
     "FEATURE_EXTRACTION": "feature-extraction",
 }
 _CLASS_TASKS = (("ForCausalLM", "text-generation"), ("ForSequenceClassification", "text-classification"))
-_MAX_SAME_NAME = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,36 +123,11 @@ def write_version(
         (part / CARD_FILE).write_text(card_text(facts, manifest), encoding="utf-8")
         target.write(part)
         with (part / WEIGHTS_FILE).open("rb") as stream:
-            digest = hashed(stream)
-        return _in_place(part, root, name), digest
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return move_to_free_name(part, root / name), digest
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def hashed(stream: Any) -> str:
-    """Returns the digest of a file."""
-    digest = sha256()
-    while chunk := stream.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _in_place(part: Path, root: Path, name: str) -> Path:
-    for place in _names(root, name):
-        try:
-            # Two runs may share the folder: rename fails on a folder that is not empty.
-            return part.rename(place)
-        except OSError:
-            if not place.exists():
-                raise
-    raise CheckpointError(f"{root} has {_MAX_SAME_NAME} folders named {name}; remove some")
-
-
-def _names(root: Path, name: str) -> Iterator[Path]:
-    yield root / name
-    for number in range(2, _MAX_SAME_NAME):
-        yield root / f"{name}-{number}"
 
 
 def _save_peft(source: AdapterSource, folder: Path, base_model: str | None) -> None:

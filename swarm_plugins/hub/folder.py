@@ -10,13 +10,23 @@ from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.hub.manifest import MANIFEST_FILE
 from swarm_plugins.hub.names import check_repo_id, check_tag
 
-__all__ = ["ADAPTER_FILES", "CARD_FILE", "CONFIG_FILE", "WEIGHTS_FILE", "PushTarget", "files_to_push", "push_command"]
+__all__ = [
+    "ADAPTER_FILES",
+    "CARD_FILE",
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
+    "PushTarget",
+    "files_to_push",
+    "move_to_free_name",
+    "push_command",
+]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CARD_FILE = "README.md"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE, CARD_FILE)
 _TARGET_FILE = "push.json"
+_MAX_SAME_NAME = 1000
 
 
 class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +83,24 @@ def files_to_push(folder: Path) -> list[Path]:
                 "are published)"
             )
     return [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
+
+
+def move_to_free_name(whole: Path, folder: Path) -> Path:
+    """Moves a complete folder to a name, or to that name with a number if it is taken; returns the place.
+
+    Raises:
+        CheckpointError: If all numbers are taken.
+        OSError: If it cannot be moved.
+    """
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in range(2, _MAX_SAME_NAME))
+    for place in (folder, *numbered):
+        try:
+            # Two runs may want the name at once: rename fails on a folder that is not empty.
+            return whole.rename(place)
+        except OSError:
+            if not place.exists():
+                raise
+    raise CheckpointError(f"{folder.parent} has {_MAX_SAME_NAME} folders named {folder.name}; remove some")
 
 
 def push_command(folder: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.backbone.refusals import WHAT_WORKS
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
+from swarm_plugins.hub.folder import move_to_free_name
 
 __all__ = ["adapter_config", "put_on", "save_adapter"]
 
 log = logging.getLogger(__name__)
-
-_MAX_PLACES = 1000
 
 
 def adapter_config(settings: Mapping[str, Any], *, task_type: str) -> PeftConfig:
@@ -70,14 +69,11 @@ def put_on(base: PreTrainedModel, config: PeftConfig) -> PeftModel:
 
 
 def save_adapter(model: PeftModel, folder: Path) -> Path:
-    """Writes the adapter, in PEFT's format; one of an earlier run stays, and a number is added to the name.
-
-    Returns:
-        Where it is.
+    """Writes the adapter in PEFT's format and returns its folder, numbered if an earlier run has the name.
 
     Raises:
-        OSError: If it cannot be written; nothing is left then.
-        CheckpointError: If the weights cannot.
+        OSError: If it cannot be written; nothing is left behind.
+        CheckpointError: If the weights cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as part:
@@ -89,21 +85,7 @@ def save_adapter(model: PeftModel, folder: Path) -> Path:
             raise CheckpointError(
                 f"the adapter cannot be written to {folder} ({one_line(error)}): free some space"
             ) from error
-        for place in _places(folder):
-            try:
-                whole.rename(place)
-            except OSError:
-                # Taken, perhaps a moment ago: a folder that holds something is not overwritten.
-                if not place.exists():
-                    raise
-            else:
-                if place != folder:
-                    log.warning("%s is there already, from an earlier run: the adapter is in %s", folder, place)
-                return place
-    raise ConfigError(f"{folder.parent} has {_MAX_PLACES} folders named {folder.name}: remove some")
-
-
-def _places(folder: Path) -> Iterator[Path]:
-    yield folder
-    for number in range(2, _MAX_PLACES + 1):
-        yield folder.with_name(f"{folder.name}-{number}")
+        place = move_to_free_name(whole, folder)
+        if place != folder:
+            log.warning("%s exists from an earlier run: the adapter is in %s", folder, place)
+        return place

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from swarm_plugins.backbone.context import SwarmConfig
 from swarm_plugins.strategy.inspection import check_remote, check_trainable, has_remote_blocks
 from swarm_plugins.strategy.member import SwarmMember, check_precision
 from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, readable, trained_state
@@ -25,13 +24,7 @@ __all__ = ["FabricStrategy"]
 class FabricStrategy(SwarmMember, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
-    strategy_name = "swarm"
     _is_remote = False
-
-    def __init__(self, initial_peers: Sequence[str] | str | None = None, *, swarm: SwarmConfig | None = None) -> None:
-        super().__init__()
-        self.initial_peers = initial_peers
-        self.swarm = swarm
 
     @property
     def precision(self) -> Any:
@@ -42,11 +35,6 @@ class FabricStrategy(SwarmMember, _Base):
     def precision(self, plugin: Any) -> None:
         check_precision(plugin)
         self._precision = plugin
-
-    def setup_environment(self) -> None:
-        """Joins the swarm: in ``fabric.launch()``, and not when the strategy is made."""
-        self.join()
-        super().setup_environment()
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
         """Runs inside ``fabric.init_module()``: models that are loaded inside have their blocks on the swarm."""

@@ -1,4 +1,4 @@
-"""What a module must have to be trained on the swarm; each lack is found before the first batch is read."""
+"""Checks before the first batch that a module can be trained on the swarm."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_trainable(module: nn.Module) -> None:
     """Checks that there is something to train, and that it was chosen.
 
     Raises:
-        ConfigError: If nothing is trainable, or nothing was frozen: there is no adapter.
+        ConfigError: If nothing is trainable, or nothing is frozen.
     """
     frozen = [not parameter.requires_grad for parameter in _parameters_here(module)]
     cure = (

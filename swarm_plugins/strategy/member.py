@@ -1,4 +1,4 @@
-"""What makes a program a member of the swarm: peers, device and precision, for Trainer and Fabric alike."""
+"""Peers, device and precision of the strategies for Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swarm_plugins.backbone.context import SwarmSettings, active_swarm, find_settings
+from swarm_plugins.backbone.context import SwarmConfig, SwarmSettings, active_swarm, find_settings
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 __all__ = ["SwarmMember"]
@@ -17,14 +17,23 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class SwarmMember:
-    """Mixed into the strategies; keeps settings, and joins the swarm when it is told to."""
+    """Mixed into the strategies; keeps settings, and joins the swarm in `setup_environment`."""
 
-    initial_peers: Sequence[str] | str | None
-    swarm: Any
+    strategy_name = "swarm"
     num_nodes: int = 1
     settings: SwarmSettings | None = None
     _devices: list[torch.device] | None = None
     _connection: Any = None
+
+    def __init__(self, initial_peers: Sequence[str] | str | None = None, *, swarm: SwarmConfig | None = None) -> None:
+        super().__init__()
+        self.initial_peers = initial_peers
+        self.swarm = swarm
+
+    def setup_environment(self) -> None:
+        """Joins the swarm, before the model is built and not when the strategy is."""
+        self.join()
+        super().setup_environment()  # type: ignore[misc]  # of Lightning's strategy, mixed in after this class
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

@@ -1,14 +1,13 @@
-"""The strategy of a Trainer, without the class of Lightning that it extends: there are two of those."""
+"""The strategy of a Trainer, as a mixin for the base class of either Lightning package."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from swarm_plugins.backbone.context import SwarmConfig
 from swarm_plugins.strategy.inspection import check_remote, check_trainable
 from swarm_plugins.strategy.member import SwarmMember, check_precision
 from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, readable, trained_state
@@ -24,13 +23,6 @@ __all__ = ["TrainerStrategy"]
 class TrainerStrategy(SwarmMember, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
-    strategy_name = "swarm"
-
-    def __init__(self, initial_peers: Sequence[str] | str | None = None, *, swarm: SwarmConfig | None = None) -> None:
-        super().__init__()
-        self.initial_peers = initial_peers
-        self.swarm = swarm
-
     @property
     def precision_plugin(self) -> Any:
         """Lightning's precision plugin; checked when it is set, which a Trainer does when it is made."""
@@ -40,11 +32,6 @@ class TrainerStrategy(SwarmMember, _Base):
     def precision_plugin(self, plugin: Any) -> None:
         check_precision(plugin)
         self._precision_plugin = plugin
-
-    def setup_environment(self) -> None:
-        """Joins the swarm: before the model is built, and not when the strategy is."""
-        self.join()
-        super().setup_environment()
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -73,7 +60,7 @@ class TrainerStrategy(SwarmMember, _Base):
         return self.lightning_module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns what is trained."""
+        """Returns the trained state."""
         return trained_state(self._module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -85,13 +72,13 @@ class TrainerStrategy(SwarmMember, _Base):
         """Reads a checkpoint.
 
         Raises:
-            CheckpointError: If the file is none.
+            CheckpointError: If the file is not a checkpoint.
         """
         with readable(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Puts back what was trained.
+        """Restores the trained state.
 
         Raises:
             CheckpointError: If it was trained on another base model, or does not fit.

@@ -127,7 +127,7 @@ def test_every_fault_is_one_sentence(folder: Path, tmp_path: Path) -> None:
             ([str(folder)], env, "does not say where it is to be published: give --repo USER/NAME"),
             ([str(folder), "--repo", "a/b/c"], env, "'a/b/c' cannot be the name of a repository"),
             ([str(folder), *repo, "--tag", "a b"], env, "'a b' cannot be the tag of a version"),
-            ([str(folder), "--repo", "you/adapter"], env, "choose a repository under your own name"),
+            ([str(folder), "--repo", "you/adapter"], env, "use a repository and a token of your own"),
             ([str(folder), *repo], {**env, "HF_TOKEN": "bad"}, "hf auth login"),
             ([str(folder), *repo], {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, "the Hub cannot be reached"),
             ([str(folder), *repo], {**env, "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; unset it"),

@@ -156,7 +156,7 @@ def test_two_runs_in_one_folder_lose_nothing(text: Path, tmp_path: Path, fit: Fi
     runs = tmp_path / "runs" / "lora_sotu"
     assert {path.name for path in runs.glob("adapter*")} == {"adapter", "adapter-2"}
     assert len(list(runs.rglob("*.ckpt"))) == 2
-    assert re.search(r"adapter is there already, from an earlier run: the adapter is in .*adapter-2", caplog.text)
+    assert re.search(r"adapter exists from an earlier run: the adapter is in .*adapter-2", caplog.text)
 
 
 @pytest.mark.usefixtures("peers")

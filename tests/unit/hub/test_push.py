@@ -91,7 +91,7 @@ def test_somebody_who_pushes_in_between_every_time_is_named(
     hub: LocalHub, target: PushTarget, make_folder: MakeFolder
 ) -> None:
     hub.faults.routes["commit"] = [412] * FAST.attempts
-    with pytest.raises(HubError, match=r"somebody else pushed at the same moment"):
+    with pytest.raises(HubError, match=r"another push came in between"):
         push_folder(make_folder(), target, token=TOKEN, retries=FAST)
     assert tags(hub) == {}
 
