@@ -109,7 +109,7 @@ def test_a_hub_that_is_down_is_named(hub: LocalHub, target: PushTarget, make_fol
     [
         pytest.param("alice/adapter", False, r"no valid token.*hf auth login.*HF_TOKEN", id="no-token"),
         pytest.param("alice/adapter", "other", r"no valid token.*hf auth login", id="wrong-token"),
-        pytest.param("bob/adapter", TOKEN, r"not allowed.*choose a repository under your own name", id="taken"),
+        pytest.param("bob/adapter", TOKEN, r"not allowed.*use a repository and a token of your own", id="taken"),
         pytest.param("alice/theirs.git", TOKEN, r"alice/theirs\.git", id="refused-name"),
     ],
 )
