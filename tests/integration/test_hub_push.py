@@ -124,7 +124,7 @@ def test_every_fault_is_one_sentence(folder: Path, tmp_path: Path) -> None:
         cases = [
             ([str(tmp_path / "none")], env, "is not a directory"),
             ([str(tmp_path)], env, "has no adapter_config.json"),
-            ([str(folder)], env, "does not say where it is to be published: give --repo USER/NAME"),
+            ([str(folder)], env, "does not name a repository to publish to: give --repo USER/NAME"),
             ([str(folder), "--repo", "a/b/c"], env, "'a/b/c' cannot be the name of a repository"),
             ([str(folder), *repo, "--tag", "a b"], env, "'a b' cannot be the tag of a version"),
             ([str(folder), "--repo", "you/adapter"], env, "use a repository and a token of your own"),
