@@ -9,15 +9,10 @@ import ast
 import builtins
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import huggingface_hub.errors
 import pytest
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = "swarm_plugins"
+from package_imports import ALL_IMPORTS, IMPORTS, MODULES, PACKAGE, ROOT, module_name, package_files, part_of
 
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
@@ -63,7 +58,6 @@ LEAVES = frozenset({"bench", "cli", "testing", "demo", "__init__", "__main__"})
 # A client must not pull in what a server needs, not even through another part.
 CLIENT_SIDE = ("client", "backbone", "strategy", "callbacks", "hub")
 SERVER_SIDE = frozenset({"server", "blocks"})
-
 THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "hivemind": frozenset({"transport"}),
     "lightning": frozenset({"strategy", "callbacks", "recipes", "demo", "cli"}),
@@ -84,84 +78,6 @@ LATE_IMPORTS = frozenset({
     ("blocks/quantize.py", "bitsandbytes"),  # memory and start-up time of servers that do not quantize
     ("offload/formats/bnb.py", "bitsandbytes"),  # the same of models that need none of it
 })  # fmt: skip
-PARTS_WITH_ROOMS = ("offload", "server")
-MAX_LINES = 400
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported name, as an absolute dotted path."""
-
-    file: Path
-    line: int
-    target: str
-    is_late: bool
-    is_type_only: bool
-
-    @property
-    def part(self) -> str:
-        """The part of this package that is imported; empty for other packages, and for its bare version."""
-        if self.target.split(".")[0] != PACKAGE or self.target == f"{PACKAGE}.__version__":
-            return ""
-        return part_of(self.target)
-
-    def __str__(self) -> str:
-        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.target}"
-
-
-def package_files() -> list[Path]:
-    return sorted((ROOT / PACKAGE).rglob("*.py"))
-
-
-def module_name(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def part_of(module: str) -> str:
-    names = module.split(".")
-    return names[1] if len(names) > 1 else "__init__"
-
-
-MODULES = {module_name(file): file for file in package_files()}
-
-
-def imports_of(file: Path) -> list[Import]:
-    return list(_walk(ast.parse(file.read_text(), str(file)), file, late=False, type_only=False))
-
-
-def _walk(node: ast.AST, file: Path, *, late: bool, type_only: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import | ast.ImportFrom):
-            for target in _targets(child, file):
-                yield Import(file, child.lineno, target, late, type_only)
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for statement in child.body:
-                yield from _walk(ast.Module([statement], []), file, late=late, type_only=True)
-            for statement in child.orelse:
-                yield from _walk(ast.Module([statement], []), file, late=late, type_only=type_only)
-        else:
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from _walk(child, file, late=late or inside, type_only=type_only)
-
-
-def _targets(node: ast.Import | ast.ImportFrom, file: Path) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    base = node.module or ""
-    if node.level:
-        package = module_name(file).split(".")
-        if file.name != "__init__.py":
-            package = package[:-1]
-        base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
-    # `from a.b import c` names the module a.b.c if there is one, else a name inside a.b.
-    return [
-        f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES or base == PACKAGE else base for alias in node.names
-    ]
-
-
-IMPORTS = {file: imports_of(file) for file in package_files()}
-ALL_IMPORTS = [one for imports in IMPORTS.values() for one in imports]
 
 
 def test_the_reader_sees_imports() -> None:
@@ -264,63 +180,6 @@ def test_exceptions_become_one_line_in_one_function() -> None:
     assert not wrong, "use swarm_plugins.errors.one_line:\n" + "\n".join(wrong)
 
 
-def test_there_are_no_module_cycles() -> None:
-    edges: dict[str, set[str]] = {name: set() for name in MODULES}
-    for one in ALL_IMPORTS:
-        source = module_name(one.file)
-        if not one.is_type_only and one.target in MODULES and one.target != source:
-            edges[source].add(one.target)
-    # The lazy names of the package point at its parts; an arrow back to it would be a leaf import, caught above.
-    edges[PACKAGE] = set()
-    cycle = find_cycle(edges)
-    assert cycle is None, " -> ".join(cycle or [])
-
-
-@pytest.mark.parametrize("part", PARTS_WITH_ROOMS)
-def test_rooms_form_no_cycle(part: str) -> None:
-    # A file on top of a part counts as a room of its own, and so do imports for types alone.
-    def room_of(module: str) -> str:
-        return ".".join(module.split(".")[:3])
-
-    home = f"{PACKAGE}.{part}"
-    edges: dict[str, set[str]] = {room_of(name): set() for name in MODULES if name.startswith(f"{home}.")}
-    assert any(len(name.split(".")) > 3 for name in MODULES if name.startswith(f"{home}.")), "there are no rooms"
-    for one in ALL_IMPORTS:
-        source, target = room_of(module_name(one.file)), room_of(one.target)
-        if source in edges and target in edges and source != target:
-            edges[source].add(target)
-    cycle = find_cycle(edges)
-    assert cycle is None, " -> ".join(cycle or [])
-
-
-def find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
-    done: set[str] = set()
-    path: list[str] = []
-
-    def visit(node: str) -> list[str] | None:
-        if node in path:
-            return [*path[path.index(node) :], node]
-        if node in done:
-            return None
-        path.append(node)
-        for other in sorted(edges.get(node, ())):
-            if (cycle := visit(other)) is not None:
-                return cycle
-        path.pop()
-        done.add(node)
-        return None
-
-    for start in sorted(edges):
-        if (cycle := visit(start)) is not None:
-            return cycle
-    return None
-
-
-def test_find_cycle_finds_one() -> None:
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
-    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-
-
 def test_imports_inside_functions_are_rare_and_named() -> None:
     wrong = []
     for one in ALL_IMPORTS:
@@ -352,13 +211,6 @@ def test_no_module_is_named_like_one_of_python_or_a_dependency() -> None:
     assert {"torch", "peft", "logging"} <= taken
     wrong = [name for name in MODULES if name.split(".")[-1] in taken]
     assert not wrong, f"these names are taken: {wrong}"
-
-
-@pytest.mark.parametrize("folder", [PACKAGE, "tests", "examples"])
-def test_files_stay_short(folder: str) -> None:
-    lines = {file: len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")}
-    long = [f"{file.relative_to(ROOT)}: {count} lines" for file, count in lines.items() if count > MAX_LINES]
-    assert not long, f"one idea per file, at most {MAX_LINES} lines:\n" + "\n".join(long)
 
 
 def test_the_docs_show_the_same_table() -> None:
