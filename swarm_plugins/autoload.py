@@ -20,8 +20,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-__all__ = ["install"]
-
 log = logging.getLogger(__name__)
 
 NAME = "swarm"

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
 
-__all__ = ["AdapterUse", "CacheOp", "LoadedAdapter", "SpanInputs", "SpanOutputs", "chain_outputs", "join_outputs"]
-
 Inputs = TypeVar("Inputs", bound="SpanInputs")
 Outputs = TypeVar("Outputs", bound="SpanOutputs")
 Change = Callable[[Tensor], Tensor]

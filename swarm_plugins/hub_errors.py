@@ -29,8 +29,6 @@ from huggingface_hub.utils import validate_repo_id
 
 from swarm_plugins.errors import HubError, HubErrorKind, SwarmError, one_line
 
-__all__ = ["repo_id_fault", "translated_hub_errors", "within"]
-
 T = TypeVar("T")
 
 _PASSING = {408, 412, 425, 429}

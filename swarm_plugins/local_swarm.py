@@ -18,8 +18,6 @@ import msgspec
 
 from swarm_plugins.errors import ConfigError, TransportError
 
-__all__ = ["LocalServer", "LocalSwarm"]
-
 _OPTIONS = (
     "activation_bytes",
     "adapter",

@@ -10,18 +10,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 
-__all__ = [
-    "ignore_peft_deprecation",
-    "quiet_command",
-    "quiet_loading",
-    "quiet_recipe",
-    "quiet_transformers",
-    "without_cli_remark",
-    "without_http_advice",
-    "without_kernel_remark",
-    "without_peft_deprecation",
-]
-
 _BEYOND_REACH = (
     # Which logger Lightning takes by default.
     r"Starting from v1\.9\.0, `tensorboardX` has been removed",

@@ -6,8 +6,6 @@ import re
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes"]
-
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
     _UNITS |= {f"{_letter}": 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}

@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 
 from swarm_plugins.errors import TransportError
+from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import InfoRequest, ServerInfo
-from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.records import check_server_info
-
-__all__ = ["ModelStatus", "ServerStatus", "runs", "survey"]
 
 _MAX_AT_ONCE = 16
 

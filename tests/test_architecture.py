@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "client": frozenset({"routing", "transport"}),
     "server": frozenset({"routing", "transport", "blocks", "checkpoint", "offload", "hub"}),
     "backbone": frozenset({"client", "checkpoint", "offload"}),
-    "strategy": frozenset({"backbone"}),
+    "strategy": frozenset({"backbone", "client"}),
     "autoload": frozenset(),
     "recipes": frozenset({"backbone", "client", "hub", "local_swarm"}),
     "survey": frozenset({"transport"}),

@@ -54,6 +54,15 @@ def test_what_hands_out_names_lists_them(name: str) -> None:
         assert len(names) == len(set(names)), "a name stands in __all__ twice"
 
 
+def test_inner_modules_keep_no_second_list() -> None:
+    # Inside the package an underscore says what is private; a list beside it has to be kept in step, and is not.
+    inner = [file for file in (ROOT / PACKAGE).rglob("*.py") if file not in MODULES.values()]
+    wrong = [
+        str(file.relative_to(ROOT)) for file in inner if declared_all(file) is not None and file.name != "__init__.py"
+    ]
+    assert not wrong, wrong
+
+
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_every_public_name_exists(name: str) -> None:
     module = importlib.import_module(name)

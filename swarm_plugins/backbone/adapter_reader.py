@@ -24,8 +24,6 @@ from swarm_plugins.block_io import AdapterUse, LoadedAdapter
 from swarm_plugins.checkpoint.hollow import is_hollow
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["AdapterReader"]
-
 
 class _Tuned(NamedTuple):
     """One of PEFT's layers inside a remote block."""

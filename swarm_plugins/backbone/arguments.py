@@ -14,8 +14,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["ATTENTION_NAME", "LayerArguments", "by_name", "read_arguments", "register_attention"]
-
 ATTENTION_NAME = "swarm"
 """Attention with which blocks get the plain padding mask; servers build the mask their family needs."""
 

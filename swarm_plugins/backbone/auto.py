@@ -25,8 +25,6 @@ from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.store.manifest import QUANT_METHOD
 
-__all__ = ["AutoSwarmModel", "AutoSwarmModelForCausalLM", "AutoSwarmModelForSequenceClassification"]
-
 
 class _AutoSwarm:
     """Shared by the three classes."""

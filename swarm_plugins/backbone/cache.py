@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from swarm_plugins.client.connection import RemoteBlocks
     from swarm_plugins.client.session import ClientSession
 
-__all__ = ["RemoteCacheLayer", "RemoteCacheState", "adopt_cache", "run_cached"]
-
 
 class RemoteCacheState:
     """One session, and the changes that wait for its next step."""

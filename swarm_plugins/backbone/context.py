@@ -12,8 +12,6 @@ from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["SwarmConfig", "SwarmSettings", "active_swarm", "find_settings", "resolve_settings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmSettings:

@@ -12,8 +12,6 @@ from swarm_plugins.backbone.standin import stand_in_class, turn_into_stand_ins
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
 
-__all__ = ["RemoteDecoderLayer", "make_remote"]
-
 
 class RemoteDecoderLayer(nn.Module):
     """Mixin that goes before a decoder layer's class: its forward asks the stack, its children never run."""

@@ -19,8 +19,6 @@ from swarm_plugins.backbone.refusals import check_config
 from swarm_plugins.backbone.standin import StandIn
 from swarm_plugins.noise import ignore_peft_deprecation
 
-__all__ = ["add_lora_defaults", "keep_unset_targets", "watch_injection"]
-
 _QUERY_VALUE = ("q_proj", "v_proj")
 _DEFAULTS: dict[str, tuple[str, ...]] = {
     "qwen2_moe": _QUERY_VALUE,

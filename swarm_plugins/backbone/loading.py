@@ -22,8 +22,6 @@ from swarm_plugins.checkpoint import (
 from swarm_plugins.checkpoint.loading import model_classes, take_generation_config
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["load_remote", "model_class"]
-
 
 def model_class(mapping: Mapping[Any, Any], config: PreTrainedConfig, what: str) -> type[PreTrainedModel]:
     """Returns the class that transformers has for a config and a task.

@@ -18,8 +18,6 @@ from swarm_plugins.errors import UnsupportedError
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
 
-__all__ = ["probe_layer_loop"]
-
 
 class _Watch:
     """Takes the place of remote blocks and checks how they are called."""

@@ -20,8 +20,6 @@ from torch import nn
 
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["SUPPORTED_LAYERS", "WHAT_WORKS", "check_config", "check_inserted"]
-
 SUPPORTED_LAYERS = (LoraLinear, ParamWrapper, IA3Linear)
 """PEFT's layers that servers can apply."""
 WHAT_WORKS = (

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from swarm_plugins.backbone.context import SwarmSettings
     from swarm_plugins.client.connection import RemoteBlocks, SwarmConnection
 
-__all__ = ["RemoteStack"]
-
 
 class _Running:
     """A chain's result on its way through the layer loop."""

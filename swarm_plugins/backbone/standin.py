@@ -16,8 +16,6 @@ from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
 from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight, hollow_tensor, is_hollow
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["RemoteWeight", "StandIn", "stand_in_class", "structure_version", "turn_into_stand_ins"]
-
 _structure_changes = 0
 
 

@@ -23,8 +23,6 @@ from swarm_plugins.versions import ModelVersion
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
 
-__all__ = ["ServedBlocks", "base_blocks", "base_version", "cached_commit", "served_blocks"]
-
 log = logging.getLogger(__name__)
 
 _MAX_SNAPSHOTS = 16

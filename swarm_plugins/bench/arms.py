@@ -14,16 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = [
-    "Decoded",
-    "check_directory",
-    "decode",
-    "frozen",
-    "generate",
-    "local_model",
-    "prompt_tokens",
-]
-
 Note = TypeVar("Note")
 
 TEXT = (

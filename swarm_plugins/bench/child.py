@@ -13,8 +13,6 @@ import msgspec
 
 from swarm_plugins.errors import SwarmError
 
-__all__ = ["Child", "answer", "jobs"]
-
 Message = TypeVar("Message")
 
 _LEAVE_S = 20.0

@@ -17,8 +17,6 @@ from swarm_plugins.bench.swarm import compare, swarm_model, weight_bytes
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 
-__all__ = ["bench_decode"]
-
 GOALS = {1: 0.95, 3: 0.90}
 MEMORY_GOAL_GB = 0.6
 PREFIX_TOKENS = 128

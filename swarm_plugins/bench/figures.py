@@ -17,8 +17,6 @@ from rich.table import Table
 from swarm_plugins import __version__
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["Figure", "Report", "SwarmReport", "goal_cells"]
-
 
 @dataclass(kw_only=True)
 class Report:

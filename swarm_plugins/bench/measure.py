@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 
 import psutil
 
-__all__ = ["Arm", "Bystanders", "Sample", "cpu_seconds", "interleave", "private_bytes", "process_tree"]
-
-
 # The system counts CPU time in hundredths of a second.
 _SHORTEST_CPU_S = 0.1
 

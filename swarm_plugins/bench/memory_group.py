@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["MemoryGroup"]
-
 _ROOT = Path("/sys/fs/cgroup")
 # Folder for groups, file of the limit, and file where 0 means no swapping: in the unified hierarchy, and in version 1.
 _PLACES = (

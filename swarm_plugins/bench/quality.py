@@ -26,8 +26,6 @@ from swarm_plugins.offload.quantizing import other_tensors, quantize_checkpoint
 from swarm_plugins.offload.widths import Width, sort_key, width_text
 from swarm_plugins.talk.turns import load_tokenizer
 
-__all__ = ["QualityReport", "bench_quality"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:

@@ -22,8 +22,6 @@ from swarm_plugins.bench.swarm import swarm_model
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 
-__all__ = ["bench_sessions", "main"]
-
 GOALS = {4: 2.2, 8: 3.5}
 PREFIX_TOKENS = 64
 

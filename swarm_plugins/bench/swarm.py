@@ -15,8 +15,6 @@ from swarm_plugins.bench.arms import frozen
 from swarm_plugins.bench.figures import Figure
 from swarm_plugins.bench.measure import Arm, interleave
 
-__all__ = ["compare", "swarm_model", "weight_bytes"]
-
 
 def swarm_model(directory: Path, initial_peers: Sequence[str]) -> PreTrainedModel:
     """Loads the client's share of the model; its blocks run on the swarm."""

@@ -19,8 +19,6 @@ from swarm_plugins.bench.swarm import compare, swarm_model
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 
-__all__ = ["bench_train"]
-
 GOALS = {("forward", 1): 0.85, ("forward", 8): 0.95, ("forward + backward", 1): 0.80, ("forward + backward", 8): 0.90}
 TOKENS = 64
 PROMPT_TOKENS = 8

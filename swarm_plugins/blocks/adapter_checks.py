@@ -23,8 +23,6 @@ from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
 if TYPE_CHECKING:
     from swarm_plugins.blocks.span import Span
 
-__all__ = ["AdapterLimits", "check_adapter"]
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

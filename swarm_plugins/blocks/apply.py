@@ -25,8 +25,6 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta, Routing
 from swarm_plugins.offload.model.experts import OffloadedExperts, run_adapted
 
-__all__ = ["TokenRows", "adapter_dropout_mask", "adapter_patches"]
-
 Forward = Callable[..., Any]
 
 

@@ -20,8 +20,6 @@ from transformers import PreTrainedConfig
 
 from swarm_plugins.block_io import SpanOutputs
 
-__all__ = ["BlockList", "Call", "CallStack", "Passing", "SkippedBlock", "Watched"]
-
 
 class BlockList(nn.ModuleList):
     """A layer list that yields the running call's table instead of its own layers."""

@@ -24,8 +24,6 @@ from swarm_plugins.blocks.routers import Routers
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["CutModel"]
-
 
 class _Use(NamedTuple):
     """The adapters of one session (or of a forward) and the tokens they are used on."""

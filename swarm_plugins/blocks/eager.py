@@ -21,8 +21,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from swarm_plugins.errors import CapacityError, UnsupportedError
 
-__all__ = ["EAGER", "MAX_SCORE_BYTES", "Cut", "attend_in_cuts", "eager_attention"]
-
 EAGER = "swarm_eager"
 """Name of the attention and mask implementation."""
 

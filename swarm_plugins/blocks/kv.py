@@ -18,8 +18,6 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ConfigError
 
-__all__ = ["PAGE_TOKENS", "BlockKV", "KVCache", "KVPool"]
-
 PAGE_TOKENS = 64
 """Tokens are allocated in multiples of this."""
 

@@ -40,8 +40,6 @@ from swarm_plugins.offload.model.attach import attach_experts, check_budget, for
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 
-__all__ = ["DEFAULT_KV_BYTES", "load_span"]
-
 DEFAULT_KV_BYTES = 1 << 30
 GROUP_BYTES = 1 << 30
 """Most bytes of a checkpoint that are loaded at once, unless one block is larger."""

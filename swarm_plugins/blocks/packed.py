@@ -29,8 +29,6 @@ from swarm_plugins.blocks.past import Past
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["PACKED", "PackedPast", "PackedRows", "packed_past", "padding_of"]
-
 PACKED = "swarm_packed"
 """Name of the attention and mask implementation."""
 

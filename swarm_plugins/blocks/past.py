@@ -16,8 +16,6 @@ from transformers.cache_utils import Cache
 from swarm_plugins.blocks.kv import BlockKV, KVCache
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["Past", "PrefixPast", "ProbePast", "SessionPast"]
-
 
 def _refused(*args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(

@@ -16,8 +16,6 @@ from swarm_plugins.blocks.past import ProbePast
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["Traits", "probe"]
-
 log = logging.getLogger(__name__)
 
 _SEED = 0x5EED

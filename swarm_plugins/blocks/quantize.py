@@ -18,8 +18,6 @@ from torch.nn import functional
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, Routing, combine, expert_mlp, is_fused_experts
 
-__all__ = ["QUANTIZATIONS", "ExpertWeights", "check_quantization", "quantize_block"]
-
 QUANTIZATIONS = ("none", "int8", "nf4")
 """Known ways to keep weights."""
 

@@ -10,8 +10,6 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from swarm_plugins.blocks.calls import Call
 
-__all__ = ["Routers"]
-
 
 class _NoModule(nn.Module):
     """A class without instances, for recorders that match by name only."""

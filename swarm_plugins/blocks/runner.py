@@ -12,8 +12,6 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks.kv import BlockKV
 
-__all__ = ["SessionCache", "SpanRunner", "SpanSpec", "StepInputs"]
-
 
 class SessionCache(Protocol):
     """Keys and values of one session, for the blocks it was opened with."""

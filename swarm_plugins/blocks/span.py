@@ -20,8 +20,6 @@ from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.interfaces import ExpertCache
 
-__all__ = ["Span"]
-
 
 class Span:
     """Consecutive blocks of a model, ready to run; fulfils `SpanRunner`. All calls come from one thread.

@@ -13,8 +13,6 @@ from pytorch_lightning.callbacks import Callback as StandaloneCallback
 
 from swarm_plugins.callbacks.publishing import Publishing, log
 
-__all__ = ["HubAdapterCallback"]
-
 
 class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  # two Trainer types
     """For a Trainer of Lightning; its arguments: [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].

@@ -9,8 +9,6 @@ from transformers import TrainerCallback
 
 from swarm_plugins.callbacks.publishing import Publishing
 
-__all__ = ["HubAdapterTrainerCallback"]
-
 
 class HubAdapterTrainerCallback(Publishing, TrainerCallback):
     """For a Trainer of transformers; its arguments: [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].

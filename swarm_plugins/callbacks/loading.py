@@ -18,8 +18,6 @@ from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.noise import without_peft_deprecation
 
-__all__ = ["load_adapter"]
-
 log = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from swarm_plugins.errors import ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFacts, PushedVersion, PushTarget, PushWorker, RetryPlan
 from swarm_plugins.hub.names import check_repo_id
 
-__all__ = ["Event", "Publishing"]
-
 log = logging.getLogger(__name__)
 
 Event = Literal["save", "best", "end"]

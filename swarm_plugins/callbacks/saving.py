@@ -23,8 +23,6 @@ from swarm_plugins.hub import AdapterFacts, Manifest, PushTarget, ServedSpan, ca
 from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, move_to_free_name
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["AdapterSource", "find_adapter", "write_version"]
-
 log = logging.getLogger(__name__)
 
 _TASKS = {

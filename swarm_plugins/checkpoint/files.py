@@ -11,8 +11,6 @@ from typing import Protocol
 
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["CheckpointFiles", "LocalFiles", "Piece", "Progress", "read_pieces"]
-
 Progress = Callable[[int], object]
 """Called with the number of bytes that have arrived since the last call."""
 

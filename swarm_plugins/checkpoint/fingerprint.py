@@ -22,8 +22,6 @@ from swarm_plugins.checkpoint.files import Piece, read_pieces
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["fingerprint", "tensors_fingerprint"]
-
 _FORMAT = b"swarm_plugins fingerprint 1\n"
 _VOLATILE = {"_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"}
 _WHOLE_BYTES = 64 << 10

@@ -15,8 +15,6 @@ import torch
 
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["LENGTH_BYTES", "MAX_HEADER_BYTES", "TensorInfo", "header_bytes", "parse_header"]
-
 LENGTH_BYTES = 8
 """Size of the length that a file starts with."""
 MAX_HEADER_BYTES = 100_000_000

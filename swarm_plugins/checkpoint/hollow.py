@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from swarm_plugins.errors import UnsupportedError
 
-__all__ = ["HollowModule", "HollowWeight", "hollow_tensor", "is_hollow"]
-
 _METADATA = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "is_floating_point",
     "is_complex", "is_signed", "is_contiguous", "is_shared", "is_pinned", "get_device", "data_ptr", "untyped_storage",

@@ -19,8 +19,6 @@ from swarm_plugins.errors import CheckpointError, ConfigError, HubError
 from swarm_plugins.hub_errors import repo_id_fault, translated_hub_errors
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["HubFiles"]
-
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0

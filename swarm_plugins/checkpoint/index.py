@@ -12,8 +12,6 @@ from swarm_plugins.checkpoint.files import CheckpointFiles
 from swarm_plugins.checkpoint.headers import LENGTH_BYTES, TensorInfo, header_bytes, parse_header
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["INDEX_FILE", "OWN_INDEX_FILE", "SINGLE_FILE", "TensorIndex"]
-
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 OWN_INDEX_FILE = "swarm.safetensors.index.json"

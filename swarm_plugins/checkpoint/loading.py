@@ -18,8 +18,6 @@ from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 from swarm_plugins.noise import quiet_transformers
 
-__all__ = ["empty_modules", "leave_out", "model_classes", "model_from_tensors", "take_generation_config"]
-
 
 def model_from_tensors(
     model_class: type[PreTrainedModel],

@@ -17,8 +17,6 @@ from swarm_plugins.checkpoint.fingerprint import tensors_fingerprint
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 
-__all__ = ["block_fingerprints", "block_tensors", "client_tensors", "find_layers", "layer_list_name", "layer_prefix"]
-
 
 def layer_list_name(model: nn.Module) -> str:
     """Returns the dotted path of the list of decoder layers, such as ``model.layers``.

@@ -15,8 +15,6 @@ from pathlib import Path
 from swarm_plugins.checkpoint.files import Piece, read_pieces
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["RangeCache", "default_cache"]
-
 log = logging.getLogger(__name__)
 
 # Left free for everything else.

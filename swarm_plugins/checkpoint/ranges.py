@@ -19,8 +19,6 @@ from swarm_plugins.checkpoint.files import Piece
 from swarm_plugins.errors import CheckpointError, HubError, one_line
 from swarm_plugins.hub_errors import translated_hub_errors
 
-__all__ = ["coalesce", "fetch_range", "scatter"]
-
 # Most bytes between two pieces that are fetched along instead of starting another request.
 _GAP_BYTES = 16 << 10
 # One request's share of a long range: enough to reach full speed, small enough to run several at once.

@@ -18,8 +18,6 @@ from swarm_plugins.checkpoint.index import TensorIndex
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["Checkpoint"]
-
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
 # Smaller reads are over before a bar is worth looking at.

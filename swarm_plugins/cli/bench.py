@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from swarm_plugins.bench.figures import Report
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="bench",
     help="Measure a swarm, or offloading, on this machine against the same model run locally, one thread a side.",

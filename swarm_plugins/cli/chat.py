@@ -19,8 +19,6 @@ from swarm_plugins.cli.support.arguments import (
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.noise import quiet_command
 
-__all__ = ["chat", "run"]
-
 
 def chat(
     model: Model,

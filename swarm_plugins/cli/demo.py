@@ -14,8 +14,6 @@ import typer
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_command
 
-__all__ = ["demo", "demo_model"]
-
 
 class Method(StrEnum):
     """Kind of adapter."""

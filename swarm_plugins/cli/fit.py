@@ -10,8 +10,6 @@ import typer
 from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_recipe
 
-__all__ = ["fit"]
-
 
 def fit(
     context: typer.Context,

@@ -11,8 +11,6 @@ import typer
 
 from swarm_plugins.cli.support.output import one_sentence_errors
 
-__all__ = ["hub", "push"]
-
 
 def hub(
     folder: Annotated[Path, typer.Option("--dir", help="Folder that keeps what is pushed; made if needed.")],

@@ -16,8 +16,6 @@ from swarm_plugins.cli.plan import plan, quantize
 from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.status import status
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="swarm",
     help="Fine-tune and use language models that do not fit your machine.",

@@ -13,8 +13,6 @@ from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.noise import quiet_command
 
-__all__ = ["plan", "quantize"]
-
 
 def plan(
     model: Model,

@@ -14,8 +14,6 @@ from swarm_plugins.cli.support.output import SERVE_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.sizes import parse_bytes
 
-__all__ = ["serve"]
-
 _LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -11,8 +11,6 @@ from swarm_plugins.cli.support.arguments import Peers, require_addresses
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import MissingBlocksError
 
-__all__ = ["status"]
-
 _PIPE_CHARS = 200
 
 

@@ -21,17 +21,6 @@ from swarm_plugins.errors import (
 from swarm_plugins.transport.codec import has_non_finite
 from swarm_plugins.transport.messages import Failure, Message
 
-__all__ = [
-    "RefusedError",
-    "StreamLostError",
-    "TicketLostError",
-    "check_answer",
-    "check_outputs",
-    "check_same_routers",
-    "check_tensor",
-    "failure_error",
-]
-
 M = TypeVar("M", bound=Message)
 _MAX_MESSAGE_CHARS = 1000
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from swarm_plugins.client.chain_call import ChainCall
     from swarm_plugins.client.loop import LoopThread
 
-__all__ = ["run_chain"]
-
 
 def run_chain(loop: LoopThread, call: ChainCall) -> SpanOutputs:
     """Runs a call; differentiable to hidden states, adapter tensors and prefix if it keeps what a backward needs."""

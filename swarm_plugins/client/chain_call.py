@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from swarm_plugins.client.digests import AdapterPart
     from swarm_plugins.client.view import Servers
 
-__all__ = ["ChainCall"]
-
 M = TypeVar("M", bound=Message)
 
 

@@ -7,8 +7,6 @@ from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["SwarmConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmConfig:

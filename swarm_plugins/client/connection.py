@@ -25,10 +25,9 @@ from swarm_plugins.client.splitting import cut_rows, tokens_per_message
 from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
-from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.versions import ModelVersion
-
-__all__ = ["RemoteBlocks", "SwarmConnection", "connect"]
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Deadlines"]
-
 _SLACK_S = 2.5
 """Added to every deadline: a long request of another client may be running."""
 _FACTOR = 10.0

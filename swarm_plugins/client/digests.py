@@ -13,8 +13,6 @@ from torch import Tensor
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
 
-__all__ = ["AdapterPart", "DigestCache"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, SpanInputs
 
-__all__ = ["History"]
-
 
 class History:
     """The record of one span's session."""

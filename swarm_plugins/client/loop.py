@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from swarm_plugins.errors import SwarmError, TransportError
 
-__all__ = ["LoopThread"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

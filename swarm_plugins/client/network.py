@@ -12,8 +12,6 @@ from swarm_plugins.errors import SwarmError
 from swarm_plugins.transport.channel import Channel, Directory, Transport
 from swarm_plugins.transport.messages import ServerInfo
 
-__all__ = ["LastingNetwork", "Network", "Node"]
-
 log = logging.getLogger(__name__)
 
 

@@ -35,8 +35,6 @@ from swarm_plugins.transport.messages import (
     SessionStep,
 )
 
-__all__ = ["Peers"]
-
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 _MAX_IDLE_CHANNELS = 4

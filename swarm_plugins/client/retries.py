@@ -13,8 +13,6 @@ from swarm_plugins.routing import Demand, SpanChoice
 if TYPE_CHECKING:
     from swarm_plugins.client.view import SwarmView
 
-__all__ = ["Retries"]
-
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.25

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from swarm_plugins.client.view import Servers
     from swarm_plugins.transport.channel import Channel
 
-__all__ = ["ClientSession"]
-
 M = TypeVar("M", bound=Message)
 
 

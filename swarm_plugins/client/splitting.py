@@ -5,8 +5,6 @@ from __future__ import annotations
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
-__all__ = ["cut_rows", "tokens_per_message"]
-
 
 def tokens_per_message(inputs: SpanInputs) -> int:
     """Returns how many tokens of an input may go at once, so that no answer is larger than a message may be."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from swarm_plugins.client.config import SwarmConfig
     from swarm_plugins.client.peers import Peers
 
-__all__ = ["Servers", "SwarmView", "serve_command"]
-
 log = logging.getLogger(__name__)
 
 _MAX_PROBES = 64

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["load_entropy", "router_of", "uses"]
-
 _ROUNDS = 20
 _SINKHORN_ROUNDS = 5
 _SHARPNESS = 20.0

@@ -27,8 +27,6 @@ from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.errors import CheckpointError, HubError, MissingExtraError
 from swarm_plugins.hub_errors import translated_hub_errors
 
-__all__ = ["smollm2"]
-
 log = logging.getLogger(__name__)
 
 _REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"

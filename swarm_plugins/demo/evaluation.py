@@ -12,8 +12,6 @@ from torch.nn import functional
 
 from swarm_plugins.demo.progress import Progress
 
-__all__ = ["Figure", "change", "losses_of"]
-
 _ROWS_AT_ONCE = 4
 
 

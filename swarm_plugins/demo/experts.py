@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["GatedMLP", "cut_expert", "moments"]
-
 _RIDGE = 0.3
 _TINY = 1e-10
 

@@ -23,8 +23,6 @@ from swarm_plugins.demo.writing import new_folder
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.noise import quiet_loading
 
-__all__ = ["VARIANTS", "BuiltModel", "default_folder", "demo_model", "find_variant"]
-
 VARIANTS = {one.name: one for one in (Variant(num_experts=4, neurons=1536), Variant(num_experts=8, neurons=1152))}
 """Variants by name: 4x1536 computes exactly what the dense model does; the experts of 8x1152 really differ."""
 _ABOUT_FILE = "demo_model.json"

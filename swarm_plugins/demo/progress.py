@@ -8,8 +8,6 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-__all__ = ["Progress"]
-
 _LINE_EVERY_S = 10.0
 
 

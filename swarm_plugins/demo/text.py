@@ -12,8 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.rows import load_rows, split_by_document
 
-__all__ = ["Pieces", "demo_pieces", "pieces_of"]
-
 _NUM_DOCUMENTS = 128
 """Documents to take of some 235, evenly spread over two centuries; every eighth, 16 in all, is held out."""
 _PIECES_PER_DOCUMENT = 4

@@ -30,8 +30,6 @@ from swarm_plugins.talk.turns import WordStreamer
 if TYPE_CHECKING:
     from swarm_plugins.demo.tuning import DemoTuner
 
-__all__ = ["SHORT", "Tour", "TourSettings"]
-
 _NUM_SERVERS = 3
 _REPO = "me/sotu-adapter"
 # A Hub of one's own takes any token, but the libraries do not push without one.

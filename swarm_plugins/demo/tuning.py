@@ -18,8 +18,6 @@ from swarm_plugins.demo.text import Pieces
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.recipes.language import AdapterTuner
 
-__all__ = ["METHODS", "DemoTuner", "tune"]
-
 PROMPT_TEXT = "An address of the President of the United States to both houses of Congress:"
 METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "lora": (

@@ -20,8 +20,6 @@ from swarm_plugins.demo.experts import GatedMLP, cut_expert, moments
 from swarm_plugins.demo.progress import Progress
 from swarm_plugins.demo.writing import Shards
 
-__all__ = ["TOP_K", "Seen", "Variant", "calibrate", "cut_experts", "mixtral_config", "write_weights"]
-
 TOP_K = 2
 """Experts of a token."""
 _OF_ALL = 0.2

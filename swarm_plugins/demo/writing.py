@@ -14,8 +14,6 @@ from torch import Tensor
 
 from swarm_plugins.errors import CheckpointError
 
-__all__ = ["Shards", "new_folder"]
-
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, needed_bytes: int, cure: str) -> Iterator[Path]:

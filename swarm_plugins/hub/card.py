@@ -10,8 +10,6 @@ from huggingface_hub import EvalResult, ModelCardData
 from swarm_plugins.hub.manifest import Manifest
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["AdapterFacts", "base_tag", "card_text"]
-
 _CLASSES = {
     "text-generation": "AutoModelForCausalLM",
     "text-classification": "AutoModelForSequenceClassification",

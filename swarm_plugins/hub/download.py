@@ -17,8 +17,6 @@ from swarm_plugins.hub.names import check_repo_id, newest_tag, sorted_tags
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["AdapterFolder", "fetch_adapter", "fetch_file", "open_adapter"]
-
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 20.0

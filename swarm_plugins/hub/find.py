@@ -17,8 +17,6 @@ from swarm_plugins.hub.names import check_repo_id, sorted_tags
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["FoundAdapter", "find_adapters"]
-
 log = logging.getLogger(__name__)
 
 _MAX_TAGS = 20

@@ -10,17 +10,6 @@ from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.hub.manifest import MANIFEST_FILE
 from swarm_plugins.hub.names import check_repo_id, check_tag
 
-__all__ = [
-    "ADAPTER_FILES",
-    "CARD_FILE",
-    "CONFIG_FILE",
-    "WEIGHTS_FILE",
-    "PushTarget",
-    "files_to_push",
-    "move_to_free_name",
-    "push_command",
-]
-
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CARD_FILE = "README.md"

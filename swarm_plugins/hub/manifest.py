@@ -16,8 +16,6 @@ from swarm_plugins import __version__
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["MANIFEST_FILE", "MAX_JSON_BYTES", "Manifest", "PeftFacts", "ServedSpan"]
-
 log = logging.getLogger(__name__)
 
 MANIFEST_FILE = "swarm.json"

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub_errors import repo_id_fault
 
-__all__ = ["check_repo_id", "check_tag", "newest_tag", "next_tag", "sorted_tags"]
-
 _NUMBERED = re.compile(r"v(\d{1,9})")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 

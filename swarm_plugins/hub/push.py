@@ -24,8 +24,6 @@ from swarm_plugins.hub.names import next_tag
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.noise import without_http_advice
 
-__all__ = ["PushedVersion", "RetryPlan", "push_folder"]
-
 log = logging.getLogger(__name__)
 
 _TAG_ATTEMPTS = 10

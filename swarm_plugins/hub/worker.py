@@ -13,8 +13,6 @@ from swarm_plugins.errors import ConfigError, SwarmError, one_line
 from swarm_plugins.hub.folder import PushTarget, push_command
 from swarm_plugins.hub.push import PushedVersion, RetryPlan, push_folder
 
-__all__ = ["PushWorker"]
-
 log = logging.getLogger(__name__)
 
 

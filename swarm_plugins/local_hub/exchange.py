@@ -14,8 +14,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from swarm_plugins.local_hub.repositories import Commit, HubStore, Repo
 
-__all__ = ["Exchange", "HubFaults", "HubRequest", "Route", "route"]
-
 _IDLE_S = 30.0
 _MAX_BODY_BYTES = 4 << 30
 _ID = r"(?P<repo>[^/]+/[^/]+|[^/]+)"

@@ -30,8 +30,6 @@ from swarm_plugins.local_hub.read_routes import READ_ROUTES
 from swarm_plugins.local_hub.repositories import Blob, HubStore
 from swarm_plugins.local_hub.write_routes import WRITE_ROUTES
 
-__all__ = ["LocalHub"]
-
 _ANYBODY = "user"
 _CLOSE_S = 5.0
 

@@ -16,8 +16,6 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # comes with hugging
 from swarm_plugins.local_hub.exchange import Exchange, route
 from swarm_plugins.local_hub.repositories import Blob, Commit, HubStore, Repo
 
-__all__ = ["READ_ROUTES"]
-
 _CHUNK_BYTES = 64 << 10
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 _MAX_LISTED = 1000

@@ -20,8 +20,6 @@ from urllib.parse import quote
 
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 
-__all__ = ["Blob", "Commit", "HubConflictError", "HubStore", "Repo"]
-
 _BRANCH = "main"
 # The Hub keeps small text in git and everything else in its large-file store.
 _LARGE_BYTES = 10 << 20

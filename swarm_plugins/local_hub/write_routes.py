@@ -20,8 +20,6 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # comes with hugging
 from swarm_plugins.local_hub.exchange import Exchange, route
 from swarm_plugins.local_hub.repositories import Blob, HubConflictError, HubStore, Repo
 
-__all__ = ["WRITE_ROUTES"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _MAX_REF_CHARS = 200
 # What a repository on the Hub starts with.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from swarm_plugins.moe.routing import Routing
 
-__all__ = ["EXPERT_PARAMETERS", "Product", "combine", "expert_mlp", "is_fused_experts"]
-
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of fused experts; with biases, also these names with ``_bias``."""
 Product = Callable[[str, Tensor], Tensor]

@@ -16,8 +16,6 @@ from torch.nn import functional
 
 from swarm_plugins.moe.routing import Routing, rows_of_tokens
 
-__all__ = ["ExpertDelta", "LowRank", "adapters_of"]
-
 
 @dataclass(frozen=True)
 class ExpertDelta:

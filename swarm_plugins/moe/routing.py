@@ -11,8 +11,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["Routing", "rows_of_tokens"]
-
 
 def rows_of_tokens(wanted: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
     """Returns which rows belong to wanted tokens, as bools ``[N]``.

@@ -8,8 +8,6 @@ from typing import Literal
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
 
-__all__ = ["OffloadConfig"]
-
 # No machine has as much: a larger number is a mistaken unit, or an attack.
 _MAX_BYTES = 1 << 50
 _MAX_READERS = 16

@@ -20,17 +20,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BufferLayout",
-    "ExpertCache",
-    "ExpertFormat",
-    "ExpertKey",
-    "ExpertStore",
-    "FileIdentity",
-    "FileRange",
-    "TensorSpec",
-]
-
 # A cache line, enough for every vector instruction.
 _ALIGNMENT = 64
 

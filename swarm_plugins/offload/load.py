@@ -18,8 +18,6 @@ from swarm_plugins.offload.model.attach import attach_experts, check_budget, for
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.saving import refuse_saving
 
-__all__ = ["load_offloaded"]
-
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPES: dict[str, torch.dtype | None] = {"auto": None} | {str(one).removeprefix("torch."): one for one in _FLOATS}
 

@@ -34,8 +34,6 @@ from swarm_plugins.offload.store.manifest import (
 from swarm_plugins.offload.store.writing import check_space, padded_bytes, work_directory, write_buffers, write_json
 from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width, check_width
 
-__all__ = ["QuantizedSize", "other_tensors", "quantize_checkpoint"]
-
 _CPU = torch.device("cpu")
 _OTHERS_FILE = "others.safetensors"
 # Tokenizer, chat template, generation defaults: small files without weights.

@@ -7,18 +7,6 @@ from typing import Literal, TypeAlias
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = [
-    "EXPERT_BITS",
-    "GROUP_SIZES",
-    "NF4",
-    "OTHER_BITS",
-    "Width",
-    "check_width",
-    "num_bits",
-    "sort_key",
-    "width_text",
-]
-
 Width: TypeAlias = int | Literal["nf4"]
 """A number of bits, or the name of a foreign format."""
 

@@ -18,8 +18,6 @@ from swarm_plugins.backbone.refusals import WHAT_WORKS
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub.folder import move_to_free_name
 
-__all__ = ["adapter_config", "put_on", "save_adapter"]
-
 log = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.adapter import adapter_config, put_on
 from swarm_plugins.recipes.language import AdapterTuner
 
-__all__ = ["PromptClassifier"]
-
 
 class PromptClassifier(AdapterTuner):
     """Trains a classifier: an adapter (soft prompts by default) and a head over a model on the swarm.

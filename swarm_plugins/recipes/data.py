@@ -15,8 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.recipes.rows import load_rows, split_by_document
 
-__all__ = ["LabelledData", "TextData"]
-
 
 class _RecipeData(pl.LightningDataModule):
     """What the two share: a tokenizer, and the split by documents."""

@@ -17,8 +17,6 @@ from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.recipes.reading import read_recipe
 
-__all__ = ["KeepTrained", "run_recipe"]
-
 
 class KeepTrained(Callback):
     """Writes a checkpoint when a run fails or is interrupted: Lightning's own come at the end of an epoch."""

@@ -13,8 +13,6 @@ from torch import Tensor
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.recipes.adapter import adapter_config, put_on, save_adapter
 
-__all__ = ["AdapterTuner"]
-
 
 class AdapterTuner(pl.LightningModule):
     """Trains an adapter of a causal language model whose blocks run on a swarm.

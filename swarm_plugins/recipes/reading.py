@@ -15,8 +15,6 @@ from lightning.pytorch.cli import LightningCLI
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.noise import without_cli_remark
 
-__all__ = ["read_recipe"]
-
 _IN_CLASS = re.compile(
     r"Problem with given class_path '([\w.]+)': (.*?)(?= Expected a <class 'NoneType'>| Not a valid subclass |$)"
 )

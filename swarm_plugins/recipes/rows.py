@@ -9,8 +9,6 @@ from datasets import Dataset, load_dataset, load_from_disk
 
 from swarm_plugins.errors import ConfigError, MissingExtraError, one_line
 
-__all__ = ["Split", "load_rows", "split_by_document"]
-
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 _ERAS = ((1850, "before 1850"), (1910, "1850 to 1909"), (1970, "1910 to 1969"), (10_000, "1970 and later"))
 _MIN_CHARS = 200

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["BanList"]
-
 
 class BanList:
     """Remembers failures of peers.

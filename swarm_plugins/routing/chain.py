@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Demand", "ServerEntry", "SpanChoice", "missing_blocks", "plan"]
-
-
 _LONGEST_S = 1e6
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["block_coverage", "choose_span", "spread_sample"]
-
 
 def block_coverage(num_blocks: int, servers: Sequence[tuple[int, int, float]]) -> list[float]:
     """Returns the announced throughput of each block.

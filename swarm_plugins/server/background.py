@@ -12,8 +12,6 @@ from typing import TypeVar
 
 from swarm_plugins.server.service import Service
 
-__all__ = ["drain", "in_thread", "sweep"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -17,8 +17,6 @@ from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.server.config import ServeConfig
 
-__all__ = ["Speed", "blocks_that_fit", "measure"]
-
 _MEASURE_S = 1.0
 _MAX_ROUNDS = 5
 _FORWARD_TOKENS = 64

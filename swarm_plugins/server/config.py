@@ -10,8 +10,6 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
-__all__ = ["DEFAULT_HOST_MADDRS", "DTYPES", "QUANTIZATIONS", "ServeConfig", "ServiceLimits"]
-
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_HOST_MADDRS = ("/ip4/127.0.0.1/tcp/0",)
 """Reachable from this machine only, by default."""

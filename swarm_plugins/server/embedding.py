@@ -17,8 +17,6 @@ import time
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["Embedding"]
-
 _POLL_S = 0.5
 _LAST_RESORT_S = 15.0
 

@@ -11,8 +11,6 @@ import logging
 from swarm_plugins.errors import CapacityError, CheckpointError, ProtocolError
 from swarm_plugins.transport.messages import Failure, FailureKind
 
-__all__ = ["BadRequestError", "RequestError", "failure_of"]
-
 log = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 1000

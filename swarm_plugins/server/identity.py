@@ -14,8 +14,6 @@ from swarm_plugins.offload.widths import Width
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["Identity", "identity_of"]
-
 log = logging.getLogger(__name__)
 
 

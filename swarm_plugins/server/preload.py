@@ -25,8 +25,6 @@ from swarm_plugins.hub import fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE, WEIGHTS_FILE
 from swarm_plugins.transport.codec import has_non_finite
 
-__all__ = ["preload_adapter"]
-
 _MAX_KEY_CHARS = 512
 # The first number in a name is the block's; later ones are experts'.
 _NAME = re.compile(r"(?:.+?\.)?\w+\.(?P<block>\d{1,6})\.(?P<module>.+)\.(?P<part>lora_A|lora_B|ia3_l)(?:\.weight)?")

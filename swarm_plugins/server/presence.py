@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 
 from swarm_plugins.errors import SwarmError, TransportError
 from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
-from swarm_plugins.transport.node import NodeConfig, SwarmNode
-
-__all__ = ["Presence"]
+from swarm_plugins.transport.node import SwarmNode
 
 log = logging.getLogger(__name__)
 

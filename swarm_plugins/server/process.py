@@ -21,8 +21,6 @@ from swarm_plugins.server.embedding import Embedding
 if TYPE_CHECKING:
     from swarm_plugins.server.server import SwarmServer
 
-__all__ = ["prepare_process", "run_server"]
-
 _M_ARENA_MAX = -8
 _LAST_RESORT_S = 40.0
 """Time from a signal to the end of the process at the latest: each part of leaving has a shorter deadline."""

@@ -37,10 +37,8 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
-from swarm_plugins.transport.node import NodeConfig
-
-__all__ = ["SwarmServer", "service_handlers"]
 
 log = logging.getLogger(__name__)
 

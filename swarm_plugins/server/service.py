@@ -18,9 +18,6 @@ from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.messages import ServerInfo
 
-__all__ = ["AdapterCheck", "Service"]
-
-
 AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...]], LoadedAdapter]
 """Checks digest, structure and tensors of an upload against the span before anything is kept."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["FabricStrategy"]
-
 
 class FabricStrategy(SwarmMember, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""

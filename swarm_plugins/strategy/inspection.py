@@ -11,8 +11,6 @@ from swarm_plugins.backbone.standin import StandIn
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["base_versions", "check_remote", "check_trainable", "has_remote_blocks", "remote_models"]
-
 
 def remote_models(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the innermost modules that hold a list of remote blocks, by name (HF's ``LlamaModel``, say)."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from swarm_plugins.backbone.context import SwarmConfig, SwarmSettings, active_swarm, find_settings
+from swarm_plugins.backbone.context import SwarmSettings, active_swarm, find_settings
+from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import ConfigError, UnsupportedError
-
-__all__ = ["SwarmMember"]
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 

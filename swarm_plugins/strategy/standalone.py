@@ -6,8 +6,6 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from swarm_plugins.strategy.trainer import TrainerStrategy
 
-__all__ = ["SwarmStrategy"]
-
 
 class SwarmStrategy(TrainerStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # typed for the other package
     """As `swarm_plugins.SwarmStrategy`, for a Trainer of ``pytorch_lightning``."""

@@ -6,8 +6,6 @@ from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 
 from swarm_plugins.strategy.fabric import FabricStrategy
 
-__all__ = ["FabricSwarmStrategy"]
-
 
 class FabricSwarmStrategy(FabricStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # typed for the other package
     """As `swarm_plugins.FabricSwarmStrategy`, for ``lightning_fabric.Fabric``."""

@@ -15,8 +15,6 @@ from swarm_plugins.errors import CheckpointError, SwarmError, one_line
 from swarm_plugins.strategy.inspection import base_versions, remote_models
 from swarm_plugins.versions import ModelVersion
 
-__all__ = ["KEY", "check_base", "describe_base", "load_trained", "readable", "trained_state"]
-
 log = logging.getLogger(__name__)
 
 KEY = "swarm_plugins"

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-__all__ = ["TrainerStrategy"]
-
 
 class TrainerStrategy(SwarmMember, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""

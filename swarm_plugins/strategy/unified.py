@@ -8,8 +8,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy as _TrainerDevice
 from swarm_plugins.strategy.fabric import FabricStrategy
 from swarm_plugins.strategy.trainer import TrainerStrategy
 
-__all__ = ["FabricSwarmStrategy", "SwarmStrategy"]
-
 
 class SwarmStrategy(TrainerStrategy, _TrainerDevice):
     """Trains a module whose blocks run on a swarm: one client, one device, checkpoints of what is trained.

@@ -15,8 +15,6 @@ from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.talk.turns import load_tokenizer
 
-__all__ = ["LoadedModel", "load_for_chat", "load_for_run", "split_tag"]
-
 
 class LoadedModel(NamedTuple):
     """A model ready to talk with."""

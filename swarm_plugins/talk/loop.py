@@ -12,8 +12,6 @@ from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.sizes import format_bytes
 from swarm_plugins.talk.turns import Conversation
 
-__all__ = ["answer_all", "describe", "talk"]
-
 
 def talk(conversation: Conversation, command: str = "chat") -> None:
     """Talks until /exit, the end of the input, or Ctrl-C between answers; faults name the command."""

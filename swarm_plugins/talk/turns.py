@@ -13,8 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, one_line
 
-__all__ = ["Conversation", "WordStreamer", "load_tokenizer"]
-
 _DEFAULT_CONTEXT_TOKENS = 2048
 
 

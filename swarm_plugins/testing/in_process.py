@@ -23,8 +23,6 @@ from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import ServerInfo
 
-__all__ = ["InProcessSwarm"]
-
 _STORE_BYTES = 1 << 28
 
 

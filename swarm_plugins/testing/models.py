@@ -19,8 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["FAMILIES", "VOCAB_SIZE", "save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"]
-
 VOCAB_SIZE = 128
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 

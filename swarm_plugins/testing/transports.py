@@ -18,8 +18,6 @@ from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Codec, Failure, InfoRequest, Message, ServerInfo
 from swarm_plugins.transport.wire import decode, encode
 
-__all__ = ["Faults", "FaultyTransport", "LocalTransport"]
-
 log = logging.getLogger(__name__)
 
 

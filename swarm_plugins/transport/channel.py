@@ -11,8 +11,6 @@ from typing import Protocol
 
 from swarm_plugins.transport.messages import Codec, Message, ServerInfo
 
-__all__ = ["RPC_NAMES", "Channel", "Directory", "Handler", "Transport"]
-
 RPC_NAMES = ("rpc_info", "rpc_forward", "rpc_backward", "rpc_session", "rpc_adapter", "rpc_push")
 
 

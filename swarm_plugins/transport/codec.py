@@ -15,8 +15,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from swarm_plugins.transport.messages import Codec
 
-__all__ = ["BLOCK_ELEMENTS", "MIN_PACKED_ELEMENTS", "has_non_finite", "is_packable", "pack", "packed_bytes", "unpack"]
-
 BLOCK_ELEMENTS = 256
 """Elements that share one scale in the ``int8`` codec."""
 

@@ -9,8 +9,6 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["NodeConfig", "peer_id_in"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:

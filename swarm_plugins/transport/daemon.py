@@ -23,8 +23,6 @@ from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportErro
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.identity import IdentityFile
 
-__all__ = ["Daemon", "start_daemon"]
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

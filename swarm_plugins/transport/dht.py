@@ -33,8 +33,6 @@ from swarm_plugins.transport.records import (
     sign_record,
 )
 
-__all__ = ["ModelInfo", "SwarmDHT", "majority"]
-
 log = logging.getLogger(__name__)
 
 _BOOTSTRAP_TIMEOUT_S = 30.0

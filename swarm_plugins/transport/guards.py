@@ -18,8 +18,6 @@ from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import HeapEntry, TimedStorage, ValueWithExpiration, get_dht_time
 
-__all__ = ["BoundedStorage", "install_guards"]
-
 MAX_NESTING = 8
 """Depth of nested extension types that hivemind's msgpack may decode; honest values need 2."""
 

@@ -23,8 +23,6 @@ from hivemind.proto import crypto_pb2
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["Identity", "IdentityFile", "create_identity_file", "is_signed_by", "load_identity", "peer_id_of"]
-
 _MAX_INLINE_KEY_BYTES = 42
 _RSA_BITS = range(2048, 8193)
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["DEFAULT_LIMITS", "WireLimits"]
-
 _MIB = 1 << 20
 
 

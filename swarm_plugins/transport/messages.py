@@ -16,25 +16,6 @@ from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
 
-__all__ = [
-    "AdapterStored",
-    "AdapterUpload",
-    "BackwardRequest",
-    "BackwardResponse",
-    "Codec",
-    "Failure",
-    "FailureKind",
-    "ForwardRequest",
-    "ForwardResponse",
-    "InfoRequest",
-    "Message",
-    "ServerInfo",
-    "SessionOpen",
-    "SessionOpened",
-    "SessionStep",
-    "SessionStepResponse",
-]
-
 Codec = Literal["none", "float16", "int8"]
 """How floating tensors are packed on the wire: as they are, as half precision, or blockwise 8-bit."""
 

@@ -20,8 +20,6 @@ from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, protocol_name
 from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
 
-__all__ = ["ModelInfo", "NodeConfig", "SwarmNode"]
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

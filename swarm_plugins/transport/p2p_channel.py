@@ -21,8 +21,6 @@ from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
 
-__all__ = ["Acceptor", "open_channel", "protocol_name"]
-
 log = logging.getLogger(__name__)
 
 # Raise it when old and new peers could not understand each other: they then refuse each other's streams by name.

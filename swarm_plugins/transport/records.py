@@ -29,24 +29,6 @@ from swarm_plugins.errors import ConfigError, ProtocolError
 from swarm_plugins.transport.identity import Identity, is_signed_by, peer_id_of
 from swarm_plugins.transport.messages import ServerInfo
 
-__all__ = [
-    "MAX_RECORD_BYTES",
-    "MAX_TTL_S",
-    "GoneRecord",
-    "ModelRecord",
-    "OwnedRecordValidator",
-    "Record",
-    "ServerRecord",
-    "check_server_info",
-    "key_id",
-    "model_keys",
-    "open_record",
-    "own_model_key",
-    "own_server_key",
-    "server_keys",
-    "sign_record",
-]
-
 MAX_RECORD_BYTES = 4096
 """Largest signed record."""
 

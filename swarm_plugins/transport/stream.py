@@ -19,8 +19,6 @@ from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decode_body, encode, parse_header
 
-__all__ = ["Frame", "FrameStream", "ReceiveBudget"]
-
 _STAGING_BYTES = 64 * 1024
 _SLICE_BYTES = 256 * 1024
 _JOIN_BYTES = 64 * 1024

@@ -27,8 +27,6 @@ from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpac
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Codec, Message
 
-__all__ = ["END_FRAME", "HEADER_BYTES", "FrameHeader", "decode", "decode_body", "encode", "parse_header"]
-
 HEADER_BYTES = 16
 _HEADER = struct.Struct("<2sBBIQ")
 _MAGIC = b"SW"

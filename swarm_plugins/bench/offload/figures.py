@@ -15,8 +15,6 @@ from swarm_plugins.sizes import format_bytes
 if TYPE_CHECKING:
     from swarm_plugins.offload.plan.forecast import Forecast, Speeds
 
-__all__ = ["ArmFigures", "ArmName", "Goal", "OffloadReport", "add_goals"]
-
 # Of the all-resident speed, by the share of experts in memory.
 _RESIDENT_GOALS = {1.0: 0.97, 0.75: 0.80, 0.5: 0.45}
 _ACCELERATE_GOAL = 8.0

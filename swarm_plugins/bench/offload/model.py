@@ -19,8 +19,6 @@ from swarm_plugins.demo.writing import Shards, new_folder
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.outline import experts_modules, meta_model
 
-__all__ = ["default_folder", "olmoe_config", "write_random_moe"]
-
 _ABOUT_FILE = "random_model.json"
 _FORMAT = 1
 _SHARD_BYTES = 500_000_000

@@ -14,8 +14,6 @@ from transformers import PreTrainedModel
 from swarm_plugins.errors import ConfigError, MissingExtraError
 from swarm_plugins.offload.model.outline import experts_modules
 
-__all__ = ["ExpertUse", "draw_expert_use", "recorded_use", "shown_layers"]
-
 ExpertUse = Mapping[int, Sequence[Tensor]]
 """``[T, experts_per_token]`` for each pass, by layer; tokens in their order."""
 

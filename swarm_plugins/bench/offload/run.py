@@ -25,8 +25,6 @@ from swarm_plugins.offload.plan.plan import measured_disk
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
 from swarm_plugins.sizes import format_bytes
 
-__all__ = ["bench_offload", "parse_share"]
-
 PROMPT_TOKENS = 48
 NUM_READERS = 2
 # Thread stacks and fragments of the heap.

@@ -34,8 +34,6 @@ from swarm_plugins.offload.model.outline import meta_model, stored_dtype
 from swarm_plugins.offload.stats import OffloadStats
 from swarm_plugins.sizes import format_bytes
 
-__all__ = ["ArmProcess", "Job", "LoadedArm", "Ready", "Round", "load_arm", "main"]
-
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What a process is told to load."""

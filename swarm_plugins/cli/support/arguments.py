@@ -9,18 +9,6 @@ import typer
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = [
-    "Adapter",
-    "Model",
-    "NewTokens",
-    "Peers",
-    "Revision",
-    "System",
-    "Temperature",
-    "require_addresses",
-    "split_addresses",
-]
-
 Model = Annotated[str, typer.Argument(help="Model: a directory, or its id on the Hub.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")]
 Peers = Annotated[

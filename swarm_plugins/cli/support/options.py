@@ -11,8 +11,6 @@ from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, Width
 from swarm_plugins.sizes import parse_bytes
 
-__all__ = ["format_offload", "parse_offload", "parse_width"]
-
 T = TypeVar("T")
 
 _PREFETCH: Mapping[str, bool | str] = {"on": True, "off": False, "auto": "auto"}

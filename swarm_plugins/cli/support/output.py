@@ -15,8 +15,6 @@ from swarm_plugins.errors import SwarmError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["OFFLOAD_WORDS", "SERVE_WORDS", "in_options", "one_sentence_errors", "wide_console"]
-
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 OFFLOAD_WORDS = {

@@ -14,8 +14,6 @@ from swarm_plugins.sizes import format_bytes
 if TYPE_CHECKING:
     from swarm_plugins.offload.plan.plan import Planned
 
-__all__ = ["as_dict", "print_plan"]
-
 
 def print_plan(console: Console, planned: Planned) -> None:
     """Prints the memory layout, the expected speed, and the command to use."""

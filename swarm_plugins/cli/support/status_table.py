@@ -13,8 +13,6 @@ from rich.table import Table
 from swarm_plugins.client.view import serve_command
 from swarm_plugins.survey import ModelStatus, ServerStatus, runs
 
-__all__ = ["print_tables"]
-
 _NUMBERS = ("load", "free KV tokens", "tokens/s a block")
 _NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")
 _COLUMNS = (*_NARROW, "tokens/s a block")

@@ -15,8 +15,6 @@ import torch
 from swarm_plugins.offload.ahead.trial import PayTrial
 from swarm_plugins.offload.interfaces import ExpertCache
 
-__all__ = ["ReadingAhead"]
-
 _NO_BACKWARD_PASS = -1
 
 

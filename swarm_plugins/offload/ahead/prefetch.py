@@ -24,8 +24,6 @@ from swarm_plugins.offload.ahead.trial import PayTrial
 if TYPE_CHECKING:
     from swarm_plugins.offload.cache.cache import BoundedCache
 
-__all__ = ["LOOK_AHEAD", "MAX_ROWS", "install_prefetch"]
-
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 4

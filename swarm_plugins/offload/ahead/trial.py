@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 
-__all__ = ["PayTrial"]
-
 # Passes of a kind in a row, as a guess of the last pass still helps or hurts the next one.
 _BLOCK = 4
 # In a trial, one block of so many, in the middle, does the opposite: usually the slower kind, so just one.

@@ -12,8 +12,6 @@ import torch
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.offload.config import OffloadConfig
 
-__all__ = ["choose_device", "choose_fast_bytes", "choose_ram_bytes", "free_host_bytes", "least_bytes"]
-
 # Kept for activations, KV caches and the rest of the machine.
 _RESERVE_BYTES = 512 << 20
 _RESERVE_SHARE = 0.15

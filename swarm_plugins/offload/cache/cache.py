@@ -28,8 +28,6 @@ from swarm_plugins.offload.disk.read_queue import ReadQueue
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 from swarm_plugins.offload.stats import OffloadStats
 
-__all__ = ["BoundedCache", "make_cache"]
-
 _alive: weakref.WeakSet[BoundedCache] = weakref.WeakSet()
 
 

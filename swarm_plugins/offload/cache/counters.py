@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from swarm_plugins.offload.stats import OffloadStats
 
-__all__ = ["Counters"]
-
 
 class Counters:
     """Running counts, named as in `OffloadStats`; its owner locks."""

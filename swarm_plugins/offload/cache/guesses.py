@@ -10,8 +10,6 @@ from swarm_plugins.offload.cache.counters import Counters
 from swarm_plugins.offload.cache.slots import Slot, Slots
 from swarm_plugins.offload.interfaces import ExpertKey
 
-__all__ = ["Guesses"]
-
 
 @dataclass(slots=True)
 class _Guess:

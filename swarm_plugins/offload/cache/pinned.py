@@ -16,8 +16,6 @@ from swarm_plugins.offload.disk.loaders import ExpertReader
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
-__all__ = ["PinnedLoader"]
-
 
 class _Kept(NamedTuple):
     buffer: Tensor

@@ -17,8 +17,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from swarm_plugins.offload.interfaces import ExpertKey
 
-__all__ = ["LayerNeed", "Residency", "busiest", "share_budget"]
-
 # Layers used between two reviews of the quotas: first soon, then rarely.
 _FIRST_REVIEW = 16
 _LAST_REVIEW = 512

@@ -23,8 +23,6 @@ from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.disk.reader import ReadCancelled
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertKey
 
-__all__ = ["Slot", "Slots"]
-
 
 @dataclass(slots=True, eq=False)
 class Slot:

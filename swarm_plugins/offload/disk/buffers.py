@@ -22,8 +22,6 @@ from swarm_plugins.errors import CapacityError
 from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES
 from swarm_plugins.offload.interfaces import FileRange
 
-__all__ = ["MIN_MAPPED_BYTES", "BufferPool", "device_buffer", "fitted", "host_buffer"]
-
 _WIPE_ON_FORK = 18
 MIN_MAPPED_BYTES = 1 << 16
 """Smaller buffers do not get a mapping of their own, which would cost at least a page."""

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from swarm_plugins.offload.disk.buffers import MIN_MAPPED_BYTES, host_buffer
 
-__all__ = ["CudaCopies", "CudaCopy"]
-
 
 @dataclass(frozen=True, slots=True)
 class CudaCopy:

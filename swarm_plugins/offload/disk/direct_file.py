@@ -16,8 +16,6 @@ from pathlib import Path
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.offload.interfaces import FileIdentity
 
-__all__ = ["BLOCK_BYTES", "DirectFile", "file_identity"]
-
 BLOCK_BYTES = 4096
 """Addresses and offsets are multiples of this: block devices ask for their logical block (512 or 4096), file systems
 for at most a page."""

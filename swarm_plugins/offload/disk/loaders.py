@@ -15,8 +15,6 @@ from swarm_plugins.offload.disk.reader import RangeReader
 from swarm_plugins.offload.formats.experts import check_scales
 from swarm_plugins.offload.interfaces import ExpertFormat, ExpertKey, ExpertStore
 
-__all__ = ["DiskLoader", "ExpertReader", "Loader"]
-
 
 class Loader(Protocol):
     """Fills a buffer of fast memory."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from swarm_plugins.errors import CapacityError
 
-__all__ = ["Job", "ReadQueue"]
-
 log = logging.getLogger(__name__)
 
 # A reader without work ends by itself, so that neither users nor the interpreter at its exit have to stop it.

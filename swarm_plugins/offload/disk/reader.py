@@ -18,8 +18,6 @@ from swarm_plugins.offload.disk.direct_file import BLOCK_BYTES, DirectFile
 from swarm_plugins.offload.disk.read_queue import Job, ReadQueue
 from swarm_plugins.offload.interfaces import FileRange
 
-__all__ = ["CHUNK_BYTES", "RangeReader", "ReadCancelled", "Target", "targets_of"]
-
 Bytes = npt.NDArray[np.uint8]
 
 CHUNK_BYTES = 4 << 20

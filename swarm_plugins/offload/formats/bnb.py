@@ -16,8 +16,6 @@ from swarm_plugins.noise import without_kernel_remark
 from swarm_plugins.offload.formats.matrices import MatrixFormat, Part
 from swarm_plugins.offload.widths import GROUP_SIZES, NF4
 
-__all__ = ["Int8Matrix", "Nf4Matrix", "has_int8_product", "int8_product"]
-
 _LEVELS = 127
 # The second half of an activation is its rounding error in steps this fine.
 _FINE = 254

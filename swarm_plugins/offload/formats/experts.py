@@ -16,20 +16,6 @@ from swarm_plugins.offload.formats.matrices import MatrixFormat, Part, multiply
 from swarm_plugins.offload.interfaces import BufferLayout, ExpertFormat, ExpertKey
 from swarm_plugins.offload.widths import NF4, Width
 
-__all__ = [
-    "PlainFormat",
-    "QuantizedFormat",
-    "QuantizingFormat",
-    "are_finite",
-    "check_scales",
-    "expert_format",
-    "half_type",
-    "matrix_format",
-    "turn",
-    "turned",
-    "width_on",
-]
-
 # Without its sign, a number from here on is infinite or NaN.
 _LIMITS = {torch.bfloat16: (torch.int16, np.uint16, 0xFF00), torch.float32: (torch.int32, np.uint32, 0xFF000000)}
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["codes_of", "fit", "round_to_nearest"]
-
 _STEPS = 5
 _NARROWED = (1.0, 0.75)
 

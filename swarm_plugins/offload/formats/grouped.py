@@ -29,8 +29,6 @@ from swarm_plugins.offload.formats.fitting import codes_of, fit, round_to_neares
 from swarm_plugins.offload.formats.matrices import MatrixFormat, Part
 from swarm_plugins.offload.widths import GROUP_SIZES
 
-__all__ = ["GroupedMatrix", "fold", "from_tiles", "is_native_order", "to_tiles", "unfold"]
-
 _TILE_ROWS = 64
 _HALF = _TILE_ROWS // 2
 # Of every half byte, eight bytes at a time. A shift drags in bits of the neighbour: they are masked away.

@@ -15,8 +15,6 @@ from swarm_plugins.offload.formats.experts import matrix_format
 from swarm_plugins.offload.formats.matrices import multiply
 from swarm_plugins.offload.widths import Width
 
-__all__ = ["PARTS", "QuantizedLinear", "quantizable_linears", "quantize_linears"]
-
 # A layer with fewer features on a side, such as the gate of a shared expert, saves nothing and would lose the most.
 _MIN_FEATURES = 32
 PARTS = {"codes": "weight", "scales": "weight_scales"}

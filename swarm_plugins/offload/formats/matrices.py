@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["MatrixFormat", "Part", "multiply"]
-
 
 class Part(NamedTuple):
     """One tensor of a weight: its codes, or its scales."""

@@ -22,8 +22,6 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.peft_wrappers import AdapterWatch
 from swarm_plugins.offload.widths import width_text
 
-__all__ = ["attach_experts", "check_budget", "formats_of"]
-
 
 def formats_of(moe: MoeCheckpoint, settings: OffloadConfig, device: torch.device) -> dict[int, ExpertFormat]:
     """Returns how to multiply with the experts of each layer.

@@ -19,16 +19,6 @@ from swarm_plugins.moe.low_rank import adapters_of
 from swarm_plugins.offload.model.gradients import out_of_autocast, run_sorted, run_with_gradients
 from swarm_plugins.offload.model.loans import ExpertLoans
 
-__all__ = [
-    "IMPLEMENTATION",
-    "OffloadedExperts",
-    "OffloadedWeight",
-    "adapted",
-    "run_adapted",
-    "run_offloaded",
-    "turn_into_offloaded",
-]
-
 IMPLEMENTATION = "swarm_offload"
 """Name in transformers' registry of experts implementations."""
 # Not on the experts, which threads share: one's adapters would be seen, and left behind, by another's calls.

@@ -19,8 +19,6 @@ from swarm_plugins.moe import ExpertDelta, Routing
 from swarm_plugins.moe.low_rank import adapters_of
 from swarm_plugins.offload.model.loans import ExpertLoans
 
-__all__ = ["out_of_autocast", "run_sorted", "run_with_gradients"]
-
 
 def out_of_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Returns a context in which products are formed in the weights' type, as in transformers' grouped implementation.

@@ -19,8 +19,6 @@ from swarm_plugins.moe.low_rank import LowRank
 from swarm_plugins.offload.ahead.announce import ReadingAhead
 from swarm_plugins.offload.interfaces import ExpertCache, ExpertFormat
 
-__all__ = ["ExpertLoans", "refuse_pickling"]
-
 
 def refuse_pickling() -> NoReturn:
     """Raises the error for a model with offloaded experts that is pickled.

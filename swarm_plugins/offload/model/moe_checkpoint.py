@@ -31,8 +31,6 @@ from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, is_quantized_store, open_quantized
 from swarm_plugins.offload.widths import Width
 
-__all__ = ["MoeCheckpoint"]
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

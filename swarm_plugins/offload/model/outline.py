@@ -15,8 +15,6 @@ from swarm_plugins.checkpoint.loading import model_classes
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 
-__all__ = ["build_outline", "check_picks", "experts_modules", "meta_model", "refuse_quantized", "stored_dtype"]
-
 
 def build_outline(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, name: str

@@ -19,8 +19,6 @@ from swarm_plugins.moe import EXPERT_PARAMETERS, ExpertDelta
 from swarm_plugins.offload.model.experts import OffloadedExperts, adapted
 from swarm_plugins.offload.model.loans import refuse_pickling
 
-__all__ = ["AdapterWatch"]
-
 
 class AdapterWatch:
     """A forward pre-hook of a block that takes over wrappers around its experts."""

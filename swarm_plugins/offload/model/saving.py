@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.model.experts import OffloadedExperts
 
-__all__ = ["refuse_saving"]
-
 log = logging.getLogger(__name__)
 
 _CURE = (

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from swarm_plugins.offload.plan.sizes import ModelSizes
 
-__all__ = ["MEASURED_HITS", "Forecast", "Speeds", "forecast", "hit_ratio"]
-
 MEASURED_HITS: Sequence[tuple[float, float]] = ((0.0, 0.0), (0.25, 0.38), (0.5, 0.66), (0.75, 0.87), (1.0, 1.0))
 """Share of a layer's experts in memory, and share of requests that find theirs there: two of eight experts picked,
 decoding answers to real text. With two of four picked, no more were found than an even use of the experts gives (.24,

@@ -28,8 +28,6 @@ from swarm_plugins.offload.disk.reader import RangeReader
 from swarm_plugins.offload.interfaces import FileRange
 from swarm_plugins.offload.model.outline import experts_modules
 
-__all__ = ["disk_rate", "expert_rate", "link_rate", "step_seconds"]
-
 # Of each shape, beyond every last-level cache: weights are really fetched from memory, as in a whole model.
 _POOL_BYTES = 64 << 20
 _MOST_COPIES = 64

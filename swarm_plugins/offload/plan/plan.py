@@ -17,17 +17,6 @@ from swarm_plugins.offload.plan.measure import disk_rate, expert_rate, link_rate
 from swarm_plugins.offload.plan.sizes import ModelSizes, model_sizes
 from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, Width, num_bits
 
-__all__ = [
-    "RUNTIME_BYTES",
-    "Alternative",
-    "OffloadPlan",
-    "Planned",
-    "make_plan",
-    "measured_disk",
-    "plan_model",
-    "stored_bits_ratio",
-]
-
 RUNTIME_BYTES = 450_000_000
 """What Python, torch and transformers take before any model."""
 # For each group a scale and an offset of 16 bits each, or a scale of 32.

@@ -22,8 +22,6 @@ from swarm_plugins.offload.store.locate import locate_experts
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 from swarm_plugins.offload.widths import Width
 
-__all__ = ["ExpertLayer", "ModelSizes", "model_sizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from swarm_plugins.checkpoint import TensorInfo
     from swarm_plugins.offload.store.locate import ExpertTensor
 
-__all__ = ["CheckpointStore", "FetchedFiles"]
-
 
 class FetchedFiles:
     """The files of a store, downloaded if need be; a file that changes afterwards is not read."""

@@ -31,8 +31,6 @@ from transformers.core_model_loading import (
 from swarm_plugins.checkpoint import TensorInfo, find_layers, layer_list_name
 from swarm_plugins.errors import CheckpointError, UnsupportedError
 
-__all__ = ["ExpertTensor", "Located", "locate_experts"]
-
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -16,18 +16,6 @@ from swarm_plugins.offload.interfaces import BufferLayout
 from swarm_plugins.offload.widths import EXPERT_BITS, GROUP_SIZES, NF4, OTHER_BITS, Width, width_text
 from swarm_plugins.versions import ModelVersion
 
-__all__ = [
-    "CONFIG_FILE",
-    "MANIFEST_FILE",
-    "QUANT_METHOD",
-    "Layer",
-    "Manifest",
-    "TensorShape",
-    "config_hash",
-    "expert_tensor",
-    "read_manifest",
-]
-
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "swarm_quantized.json"
 """Its presence makes a directory a quantized store."""

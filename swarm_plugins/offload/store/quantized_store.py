@@ -29,8 +29,6 @@ from swarm_plugins.offload.store.manifest import (
 from swarm_plugins.offload.store.writing import padded_bytes
 from swarm_plugins.offload.widths import Width
 
-__all__ = ["QuantizedStore", "is_quantized_store", "open_quantized"]
-
 _CPU = torch.device("cpu")
 _HALF = ("float16", "bfloat16")
 _MAX_CHARS = 500

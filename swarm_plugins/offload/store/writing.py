@@ -15,8 +15,6 @@ from torch import Tensor
 
 from swarm_plugins.errors import CheckpointError, ConfigError
 
-__all__ = ["PAGE_BYTES", "check_space", "padded_bytes", "work_directory", "write_buffers", "write_json"]
-
 PAGE_BYTES = 4096
 """Every buffer starts at a multiple of this in its file, so that it can be read alone past the page cache."""
 

@@ -13,8 +13,6 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 
-__all__ = ["BusyMeter", "Rhythm"]
-
 _MAX_SESSIONS = 1024
 _MAX_GAP_S = 1.0
 """Sessions that take longer to come back are not waited for."""

@@ -29,8 +29,6 @@ from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
 from swarm_plugins.server.compute.work import Call, Step, Turns, Work, choose_pack
 from swarm_plugins.server.failures import RequestError
 
-__all__ = ["Scheduler", "SchedulerConfig", "SchedulerRunner"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

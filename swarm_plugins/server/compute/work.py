@@ -13,8 +13,6 @@ from swarm_plugins.block_io import SpanOutputs, join_outputs
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.server.failures import RequestError
 
-__all__ = ["Call", "Step", "Turns", "Work", "choose_pack"]
-
 log = logging.getLogger(__name__)
 
 _MAX_PEERS = 1024

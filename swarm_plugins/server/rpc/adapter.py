@@ -15,8 +15,6 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import AdapterStored, AdapterUpload
 
-__all__ = ["adapter_handler"]
-
 _INLINE_BYTES = 1 << 20
 """Up to this size hashing takes about a millisecond: not worth another thread."""
 

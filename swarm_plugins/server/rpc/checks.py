@@ -19,17 +19,6 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.transport.codec import has_non_finite
 from swarm_plugins.transport.messages import ForwardRequest, SessionStep
 
-__all__ = [
-    "check_batch",
-    "check_blocks",
-    "check_finite",
-    "check_hidden",
-    "check_prefix",
-    "check_tensors",
-    "checked_output",
-    "checked_outputs",
-]
-
 _MAX_SEED = 2**63 - 1
 
 

@@ -12,8 +12,6 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, InfoRequest, Message
 
-__all__ = ["Answer", "answer_requests", "info_handler", "push_handler", "send_failure"]
-
 log = logging.getLogger(__name__)
 
 Answer = tuple[Message, Codec]

@@ -25,8 +25,6 @@ from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 
-__all__ = ["session_handler"]
-
 
 async def session_handler(service: Service, channel: Channel) -> None:
     """Opens a session, answers its steps and closes it with the stream."""

@@ -27,8 +27,6 @@ from swarm_plugins.server.state.gradients import Gradients, KeptForward, forward
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
 
-__all__ = ["backward_handler", "forward_handler"]
-
 
 async def forward_handler(service: Service, channel: Channel) -> None:
     """Answers forward requests."""

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from swarm_plugins.errors import ConfigError
 
-__all__ = ["ActivationStore", "GraphMeter"]
-
 T = TypeVar("T")
 
 

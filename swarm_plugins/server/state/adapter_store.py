@@ -11,8 +11,6 @@ from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.failures import BadRequestError, RequestError
 
-__all__ = ["MAX_ADAPTERS", "MIN_HELD_BYTES", "AdapterStore"]
-
 MAX_ADAPTERS = 256
 """Most adapters in one request."""
 

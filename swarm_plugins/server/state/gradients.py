@@ -22,8 +22,6 @@ from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.state.activations import GraphMeter
 
-__all__ = ["Gradients", "KeptForward", "forward_keeping", "forward_only", "gradients"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class KeptForward:

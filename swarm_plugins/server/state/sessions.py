@@ -10,8 +10,6 @@ from swarm_plugins.block_io import CacheOp
 from swarm_plugins.blocks.runner import SessionCache
 from swarm_plugins.server.failures import BadRequestError, RequestError
 
-__all__ = ["MAX_OPS", "Session", "SessionTable", "apply_ops", "shape_after"]
-
 MAX_OPS = 256
 """Most cache operations in one step; clients send a few, a message could hold ten thousands."""
 
