@@ -19,20 +19,19 @@ from swarm_plugins.local_swarm import LocalSwarm
 
 GOALS = {1: 0.95, 3: 0.90}
 MEMORY_GOAL_GB = 0.6
-PREFIX_TOKENS = 128
 
 
 def bench_decode(
-    directory: Path, *, servers: Sequence[int], new_tokens: int, rounds: int, progress: Progress
+    directory: Path, *, servers: Sequence[int], prefix_tokens: int, new_tokens: int, rounds: int, progress: Progress
 ) -> SwarmReport:
-    """Compares greedy decoding of one sequence, after a prefix of 128 tokens.
+    """Compares greedy decoding of one sequence after a prefix.
 
     Raises:
         SwarmError: If the swarm's tokens differ from the local model's.
     """
     report = SwarmReport(command="swarm bench decode", model=directory.resolve().name)
     local = local_model(directory)
-    prompt = prompt_tokens(directory, length=PREFIX_TOKENS, vocab_size=local.config.vocab_size)
+    prompt = prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size)
     expected = decode(local, prompt, new_tokens).tokens
     here = _round(local, prompt, new_tokens, expected)
     for count in servers:
@@ -44,7 +43,7 @@ def bench_decode(
             arms = Arm(here, (os.getpid(),)), Arm(there, (os.getpid(), *(server.pid for server in swarm.servers)))
             goal = GOALS.get(count)
             report.figures.append(compare(name, "ms/token", *arms, goal=goal, rounds=rounds, progress=progress))
-    report.notes.append(f"prefix {PREFIX_TOKENS} tokens, {new_tokens} new ones; all tokens equal to the local model's")
+    report.notes.append(f"prefix {prefix_tokens} tokens, {new_tokens} new ones; all tokens equal to the local model's")
     return report
 
 

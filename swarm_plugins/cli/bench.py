@@ -39,16 +39,24 @@ NewTokens = Annotated[int, typer.Option(help="Tokens decoded in each round.", mi
 def decode(
     model: Model,
     servers: Annotated[list[int] | None, typer.Option(help="Servers in the chain; repeatable.")] = None,
+    prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
     new_tokens: NewTokens = 32,
     rounds: Rounds = 7,
     json: Json = None,
 ) -> None:
-    """Measure the time per token of one sequence after a prefix of 128 tokens, through chains of 1 and 3 servers."""
+    """Measure the time per token of one sequence after a prefix, through chains of 1 and 3 servers."""
 
     def run(progress: Progress) -> Report:
         from swarm_plugins.bench.decode import bench_decode
 
-        return bench_decode(model, servers=servers or [1, 3], new_tokens=new_tokens, rounds=rounds, progress=progress)
+        return bench_decode(
+            model,
+            servers=servers or [1, 3],
+            prefix_tokens=prefix,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+        )
 
     _measure("decode", run, json)
 
