@@ -55,13 +55,6 @@ def check_adapter(
 ) -> LoadedAdapter:
     """Checks an adapter and moves it to the span's device.
 
-    Args:
-        spec: Its structure.
-        tensors: Its tensors, in the order of ``spec.tensor_shapes()``.
-        span: The blocks it is for.
-        limits: What the server accepts. None: the defaults.
-        digest: Its content hash. None: computed here.
-
     Raises:
         ConfigError: If the adapter does not fit the span or exceeds a limit.
     """
@@ -134,18 +127,19 @@ def _check_ia3(entry: AdapterModule, linear: nn.Linear) -> None:
 
 
 def _check_parameter(entry: AdapterModule, module: nn.Module, limits: AdapterLimits) -> None:
-    parameter = getattr(module, entry.parameter or "", None)
     shape = _shape_of(module, entry.parameter or "")
-    if shape is None or parameter is None:
+    if shape is None:
         raise ConfigError(f"the adapter names the parameter {entry.parameter!r} of {_where(entry)}: there is none")
     if entry.dropout:
         raise ConfigError(f"{_where(entry)} has dropout {entry.dropout}: LoRA on a bare parameter supports none")
-    if len(shape) == 3 and (not is_fused_experts(module) or entry.parameter not in EXPERT_PARAMETERS):
+    is_experts = is_fused_experts(module)
+    # Experts' biases are two-dimensional: a product of one expert must not run among those of all.
+    if (is_experts and entry.parameter not in EXPERT_PARAMETERS) or (len(shape) == 3 and not is_experts):
         raise ConfigError(
             f"{_where(entry)} is a {type(module).__name__}: LoRA on its {entry.parameter!r} is not supported; "
             f"supported are {', '.join(EXPERT_PARAMETERS)} of fused experts"
         )
-    if len(shape) == 3:
+    if is_experts and len(shape) == 3:
         experts, rows, columns = shape
         is_transposed = bool(module.is_transposed)
         if entry.num_experts != experts or entry.transposed != is_transposed:

@@ -34,11 +34,6 @@ class TokenRows:
     Most modules see the new tokens, ``[B, S, D]`` or flat; a family that expands cached latents (MLA) runs a module
     over cached and new tokens together. Both are laid out row after row, in the order of the call's rows, so that the
     number of tokens tells which it is.
-
-    Args:
-        new: New tokens of each row.
-        total: Cached and new tokens of each row.
-        device: Device of the indices.
     """
 
     def __init__(self, new: Sequence[int], total: Sequence[int], device: torch.device) -> None:
@@ -88,14 +83,7 @@ def adapter_patches(
     module_of: Callable[[int, str], nn.Module],
     tokens: TokenRows,
 ) -> dict[nn.Module, Forward]:
-    """Returns the modules that adapters change in a call, with their new forward.
-
-    Args:
-        uses: The adapters and the number of rows of each session in the call.
-        blocks: The blocks that run.
-        module_of: Finds a module by block and path.
-        tokens: The tokens of the call's rows.
-    """
+    """Returns the modules that adapters change in a call, with their new forward; ``uses`` names rows per session."""
     applied: dict[nn.Module, list[_Applied]] = {}
     for adapter, rows, dropout in _by_adapter(uses):
         position = 0
@@ -176,13 +164,6 @@ def adapter_dropout_mask(seed: int, block: int, module: str, adapter_index: int,
 
     An element is kept where its number is at least the dropout's probability. The same arguments give the same
     numbers on every machine, so a recomputation sees the same mask.
-
-    Args:
-        seed: The request's seed.
-        block: Global index of the block.
-        module: Path of the adapted module inside the block.
-        adapter_index: Index of the adapter in the request.
-        shape: Shape of the module's input.
     """
     name = hashlib.blake2b(f"{seed}/{block}/{module}/{adapter_index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(name, "big") >> 1)

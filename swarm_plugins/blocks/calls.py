@@ -42,11 +42,7 @@ class BlockList(nn.ModuleList):
 
 
 class Passing(nn.Module):
-    """Replaces a block that this span does not hold.
-
-    Args:
-        original: The block; its plain attributes are kept, since some models read them (an attention type).
-    """
+    """Replaces a block outside the span; keeps its plain attributes, which some models read (an attention type)."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -60,12 +56,7 @@ class Passing(nn.Module):
 
 
 class SkippedBlock:
-    """Replaces a block in one call: passes the hidden states on in the form that the model's layers return.
-
-    Args:
-        original: The block or its replacement; its attributes are forwarded.
-        in_tuple: Whether the model's layers return a tuple.
-    """
+    """Replaces a block in one call: passes the hidden states on in the form that the model's layers return."""
 
     def __init__(self, original: nn.Module, in_tuple: bool) -> None:
         self._original = original
@@ -80,13 +71,7 @@ class SkippedBlock:
 
 
 class Watched:
-    """A block whose output is observed.
-
-    Args:
-        layer: The block.
-        block: Its global index.
-        seen: Called with the index and the output.
-    """
+    """A block that reports its index and output to ``seen``."""
 
     def __init__(self, layer: nn.Module, block: int, seen: Callable[[int, Tensor], None]) -> None:
         self._layer = layer
@@ -130,12 +115,7 @@ class Call:
 
 
 class CallStack:
-    """Enters calls, one inside another.
-
-    Args:
-        layers: The model's layer list.
-        config: The config that its modules read the attention implementation from.
-    """
+    """Enters calls, one inside another."""
 
     def __init__(self, layers: BlockList, config: PreTrainedConfig) -> None:
         self._layers = layers

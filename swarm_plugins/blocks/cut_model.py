@@ -35,14 +35,7 @@ class _Use(NamedTuple):
 
 
 class CutModel:
-    """Runs any part of the blocks of a cut-down model.
-
-    Args:
-        model: HF's base model, cut down.
-        layer_path: Path of its layer list.
-        blocks: Global indices of the blocks it holds.
-        dtype: Type to compute in. None: the type of the weights.
-    """
+    """Runs any part of the blocks of a cut-down model."""
 
     passes_tuples = False
     """Whether layers return tuples; see `probe`."""

@@ -39,11 +39,7 @@ class BlockKV(NamedTuple):
 
 
 class KVPool:
-    """Counts the bytes of all sessions against a budget.
-
-    Args:
-        budget_bytes: Upper bound for the keys and values of all sessions together.
-    """
+    """Counts the bytes of all sessions against a budget."""
 
     def __init__(self, budget_bytes: int) -> None:
         if budget_bytes < 1:
@@ -84,13 +80,6 @@ class KVPool:
 
 class KVCache:
     """Keys and values of one session; fulfils `SessionCache`.
-
-    Args:
-        pool: The budget.
-        layouts: What each block caches; blocks without an entry cache nothing.
-        blocks: Global indices of the session's blocks.
-        batch_size: Rows.
-        device: Device of the buffers.
 
     Raises:
         CapacityError: If the budget has no room for a first page.

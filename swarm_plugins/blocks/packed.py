@@ -36,13 +36,7 @@ _PAST: ContextVar[PackedPast | None] = ContextVar("swarm_packed_past", default=N
 
 
 class PackedRows:
-    """The tokens of one session in a packed forward.
-
-    Args:
-        step: Its step.
-        cache: Its cache.
-        start: Position of its first token in the packed sequence.
-    """
+    """The tokens of one session in a packed forward, from position ``start`` on."""
 
     def __init__(self, step: StepInputs, cache: KVCache, start: int) -> None:
         self.step = step

@@ -35,13 +35,7 @@ def check_quantization(kind: str) -> None:
 
 
 def quantize_block(block: nn.Module, kind: str, dtype: torch.dtype) -> None:
-    """Replaces the weights of a block's linear layers and fused experts.
-
-    Args:
-        block: The block; changed in place.
-        kind: ``int8`` or ``nf4``.
-        dtype: Type to compute in.
-    """
+    """Replaces the weights of a block's linear layers and fused experts."""
     for parent in list(block.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and min(child.in_features, child.out_features) >= _MIN_FEATURES:

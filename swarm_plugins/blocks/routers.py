@@ -16,14 +16,7 @@ class _NoModule(nn.Module):
 
 
 class Routers:
-    """Watches the routers of a span's blocks.
-
-    Args:
-        model: HF's base model; its ``_can_record_outputs`` defines its routers.
-        layers: Its layer list.
-        blocks: Global indices of the blocks to watch.
-        current: Returns the running call.
-    """
+    """Watches the routers of a span's blocks."""
 
     def __init__(
         self, model: Any, layers: Sequence[nn.Module], blocks: range, current: Callable[[], Call | None]

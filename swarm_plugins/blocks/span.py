@@ -25,12 +25,6 @@ class Span:
     """Consecutive blocks of a model, ready to run; fulfils `SpanRunner`. All calls come from one thread.
 
     Checks cheap invariants only: inputs from peers must be checked against ``spec`` first.
-
-    Args:
-        cut: The model, cut down to the span.
-        traits: What a probe found out about it.
-        pool: Budget of the sessions' keys and values.
-        experts: Lends the experts, if they are offloaded.
     """
 
     on_block_boundary: Callable[[], None] | None = None

@@ -43,11 +43,6 @@ def fingerprint(directory: Path, tensors: Mapping[str, TensorInfo]) -> str:
 def tensors_fingerprint(directory: Path, tensors: Mapping[str, TensorInfo], *, config: bytes = b"") -> str:
     """Returns 40 hexadecimal digits that identify some tensors under given names.
 
-    Args:
-        directory: Where their files lie.
-        tensors: Where each of them lies in there.
-        config: Further content to identify.
-
     Raises:
         CheckpointError: If a file cannot be read.
     """

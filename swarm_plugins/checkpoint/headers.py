@@ -70,11 +70,6 @@ class _Entry(msgspec.Struct, frozen=True):
 def header_bytes(prefix: bytes, file: str, file_bytes: int | None) -> int:
     """Returns the length of the header, from the first 8 bytes of a file.
 
-    Args:
-        prefix: The beginning of the file.
-        file: Name for messages.
-        file_bytes: Size of the file, if known.
-
     Raises:
         CheckpointError: If there are fewer than 8 bytes, or the length is absurd.
     """
@@ -101,12 +96,6 @@ def parse_header(
     header: bytes, file: str, file_bytes: int | None, *, label: str | None = None
 ) -> dict[str, TensorInfo]:
     """Returns the tensors that a header lists.
-
-    Args:
-        header: The header without the length before it.
-        file: Name of the file, for the result.
-        file_bytes: Size of the file, if known: every tensor must end within.
-        label: Name of the file for messages, if another.
 
     Raises:
         CheckpointError: If the header is malformed, or a tensor lies beyond the end of the file.

@@ -27,16 +27,7 @@ _CONFIG_FILE = "config.json"
 
 
 class HubFiles:
-    """The files of one commit of a repository. Made by `resolve`.
-
-    Args:
-        version: The repository and the commit.
-        asked: The revision that was asked for.
-        names: Names of its files.
-        token: Access token, None for the stored one, False for none.
-        cache_dir: Cache of whole files; None for huggingface_hub's.
-        endpoint: Address of the Hub; None for huggingface_hub's.
-    """
+    """The files of one commit of a repository. Made by `resolve`."""
 
     def __init__(
         self,

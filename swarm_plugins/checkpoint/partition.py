@@ -21,9 +21,6 @@ from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
 def layer_list_name(model: nn.Module) -> str:
     """Returns the dotted path of the list of decoder layers, such as ``model.layers``.
 
-    Args:
-        model: An HF model; one on the meta device will do.
-
     Raises:
         UnsupportedError: If the model has no such list, or several.
     """
@@ -62,10 +59,6 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
 def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
     """Returns what precedes a block's index in the checkpoint's names, such as ``model.layers.``.
 
-    Args:
-        checkpoint: The checkpoint.
-        layer_path: Path of the layer list in the model, from `layer_list_name`.
-
     Raises:
         CheckpointError: If no tensor matches the layer list, or tensors under several paths do.
     """
@@ -88,11 +81,6 @@ def layer_prefix(checkpoint: Checkpoint, layer_path: str) -> str:
 
 def block_tensors(checkpoint: Checkpoint, layer_path: str, blocks: range) -> list[str]:
     """Returns the names of the tensors of some blocks, in the checkpoint's spelling and order.
-
-    Args:
-        checkpoint: The checkpoint.
-        layer_path: Path of the layer list in the model, from `layer_list_name`.
-        blocks: Indices of the blocks.
 
     Raises:
         ConfigError: If the model does not have these blocks.
@@ -130,10 +118,6 @@ def block_fingerprints(checkpoint: Checkpoint, layer_path: str) -> tuple[str, ..
     """Returns the identity of each block of a directory: 40 hexadecimal digits, from a sample of its tensors' bytes.
 
     Tells which blocks of two fine-tunes differ. Empty for a checkpoint on the Hub, whose commit covers every byte.
-
-    Args:
-        checkpoint: The checkpoint.
-        layer_path: Path of the layer list in the model, from `layer_list_name`.
 
     Raises:
         CheckpointError: If a block has no tensor, or a file cannot be read.

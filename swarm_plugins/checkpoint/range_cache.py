@@ -27,11 +27,7 @@ def default_cache() -> Path:
 
 
 class RangeCache:
-    """Ranges of the files of one commit.
-
-    Args:
-        folder: Where they lie; made with the first range.
-    """
+    """Ranges of the files of one commit."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -146,9 +146,6 @@ class Checkpoint:
     def file_path(self, file: str) -> Path:
         """Returns the local path of a file, after downloading all of it to the Hub's cache if needed.
 
-        Args:
-            file: Its name, relative to the root of the checkpoint.
-
         Raises:
             CheckpointError: If it cannot be fetched.
         """

@@ -38,12 +38,7 @@ class ExpertDelta:
         return factor_a, factor_b
 
     def rows_of(self, tokens: Tensor, num_tokens: int) -> Tensor | None:
-        """Returns which rows it applies to, as bools; None: to all.
-
-        Args:
-            tokens: The token of each row, ``[N]``.
-            num_tokens: Number of tokens of the call.
-        """
+        """Returns which rows it applies to, as bools; None: to all."""
         index = self.index(num_tokens)
         return None if index is None else rows_of_tokens(index, tokens, num_tokens)
 

@@ -13,13 +13,7 @@ from torch import Tensor
 
 
 def rows_of_tokens(wanted: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
-    """Returns which rows belong to wanted tokens, as bools ``[N]``.
-
-    Args:
-        wanted: Indices of tokens.
-        tokens: The token of each row, ``[N]``.
-        num_tokens: Number of tokens of the call.
-    """
+    """Returns which rows belong to wanted tokens, as bools ``[N]``."""
     is_wanted = torch.zeros(num_tokens, dtype=torch.bool, device=tokens.device)
     is_wanted[wanted] = True
     return is_wanted[tokens]

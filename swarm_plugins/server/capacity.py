@@ -34,11 +34,6 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
     A block counts as the whole checkpoint over the number of blocks; embeddings make that a little too large, which
     leaves a margin.
 
-    Args:
-        checkpoint: The model.
-        config: Device, dtype, quantization and budgets.
-        available_bytes: Free memory. None: asks the device.
-
     Raises:
         ConfigError: If not even one block fits.
     """

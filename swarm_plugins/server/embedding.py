@@ -22,12 +22,7 @@ _LAST_RESORT_S = 15.0
 
 
 class Embedding:
-    """The line to the parent.
-
-    Args:
-        events_fd: Where events are written.
-        parent: Process id of the parent.
-    """
+    """The line to the parent."""
 
     def __init__(self, events_fd: int, parent: int) -> None:
         self._events_fd = events_fd

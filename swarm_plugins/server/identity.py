@@ -32,10 +32,6 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
     Blocks of a quantized store are announced as blocks of the model it was made from, in few bits, just like blocks
     that are quantized while loading.
 
-    Args:
-        checkpoint: What is served.
-        config: The server's settings.
-
     Raises:
         CheckpointError: If a file cannot be read, or a store is damaged.
     """

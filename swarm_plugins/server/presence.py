@@ -22,13 +22,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class Presence:
-    """Keeps a server reachable and announced.
-
-    Args:
-        config: How to join.
-        every_s: Time between announcements.
-        ttl_s: Lifetime of an announcement.
-    """
+    """Keeps a server reachable and announced."""
 
     def __init__(self, config: NodeConfig, *, every_s: float, ttl_s: float) -> None:
         self._config = config

@@ -77,15 +77,7 @@ def attach_experts(
     cache: BoundedCache,
     device: torch.device,
 ) -> None:
-    """Makes the experts of a model borrow their weights.
-
-    Args:
-        model: A model of the checkpoint without experts, or its base model.
-        moe: Where the experts are.
-        formats: What their bytes mean, by layer.
-        cache: Lends them; closed when the model and its copies are gone.
-        device: Where they compute.
-    """
+    """Makes the experts of a model borrow their weights."""
     # Paths start at the whole model; a base model lies at its prefix there.
     prefix = f"{moe.outline.base_model_prefix}." if model.base_model is model else ""
     trial = PayTrial() if cache.config.prefetch == "auto" else None

@@ -75,14 +75,7 @@ def _offloaded_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def turn_into_offloaded(module: nn.Module, outline: nn.Module, device: torch.device, loans: ExpertLoans) -> None:
-    """Converts a family's experts, in place.
-
-    Args:
-        module: The experts, without their weights.
-        outline: The same with its weights, on the meta device.
-        device: Where they are computed.
-        loans: Where the weights come from.
-    """
+    """Converts a family's experts, in place."""
     for name, parameter in outline.named_parameters(recurse=False):
         module.register_parameter(name, OffloadedWeight.of(parameter.shape, parameter.dtype, device))
     module.__class__ = _offloaded_class(type(module))  # type: ignore[arg-type]  # classes are hashable

@@ -162,9 +162,6 @@ class MoeCheckpoint:
     def load_rest(self, device: torch.device) -> PreTrainedModel:
         """Loads everything but the experts.
 
-        Args:
-            device: Where to compute.
-
         Returns:
             HF's own class, its experts without weights, in evaluation mode.
 

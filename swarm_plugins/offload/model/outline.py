@@ -21,12 +21,6 @@ def build_outline(
 ) -> PreTrainedModel:
     """Returns a model on the meta device.
 
-    Args:
-        model_class: HF's class.
-        config: Its config, which is copied.
-        dtype: Floating type of the weights.
-        name: The checkpoint's, for messages.
-
     Raises:
         CheckpointError: If the config is wrong.
         UnsupportedError: If the model needs a package that is not installed.
@@ -110,11 +104,6 @@ def refuse_quantized(config: PreTrainedConfig, name: str) -> None:
 
 def check_picks(outline: PreTrainedModel, paths: Mapping[int, str], name: str) -> None:
     """Checks how many experts the routers pick: all families call it ``top_k``.
-
-    Args:
-        outline: The model.
-        paths: Of its fused experts, by index of the layer.
-        name: The checkpoint's, for messages.
 
     Raises:
         CheckpointError: If a router picks none, or more than there are.

@@ -90,12 +90,9 @@ class Rhythm:
 
 
 class BusyMeter:
-    """Averages busy (1) and idle (0) time exponentially, recent seconds more than old ones.
+    """Averages busy (1) and idle (0) time exponentially with a time constant of ``window_s``, recent seconds most.
 
     One thread calls ``begin`` and ``end``; any thread may read.
-
-    Args:
-        window_s: Time constant of the average.
     """
 
     def __init__(self, window_s: float = 10.0) -> None:

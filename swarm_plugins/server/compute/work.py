@@ -20,11 +20,7 @@ _MAX_PEERS = 1024
 
 
 class Work:
-    """Work whose result is awaited on an event loop.
-
-    Args:
-        peer: The client; empty for the server itself.
-    """
+    """Work whose result is awaited on an event loop; ``peer`` is empty for the server itself."""
 
     __slots__ = ("abandoned", "future", "loop", "peer")
 
@@ -67,13 +63,7 @@ class Call(Work):
 
 
 class Step(Work):
-    """New tokens of one session, which may run in several chunks.
-
-    Args:
-        inputs: The whole step.
-        prepare: Runs before the first chunk.
-        peer: The client.
-    """
+    """New tokens of one session, which may run in several chunks; ``prepare`` runs before the first."""
 
     __slots__ = ("_cached", "_num_done", "_outputs", "arrived", "inputs", "prepare")
 

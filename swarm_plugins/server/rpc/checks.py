@@ -83,14 +83,7 @@ def check_batch(service: Service, request: ForwardRequest, prefix_tokens: int) -
 
 
 def check_tensors(service: Service, request: ForwardRequest | SessionStep, blocks: range, before: int) -> None:
-    """Refuses what does not fit hidden states that have been checked.
-
-    Args:
-        service: The server.
-        request: The request.
-        blocks: Its blocks.
-        before: Tokens per row before the new ones: cached ones or a prefix.
-    """
+    """Refuses what does not fit checked hidden states; ``before`` counts cached or prefix tokens per row."""
     hidden = request.hidden
     num_states = len(blocks) if request.collect_hidden else 1
     if hidden.nbytes * num_states > service.limits.max_answer_bytes:

@@ -83,10 +83,6 @@ class ActivationStore(Generic[T]):
     """Keeps values by unguessable ticket; when it is full, the oldest of the peer that holds most goes first.
 
     A peer can thus push out only its own graphs, or graphs of peers that hold more. Safe to use from several threads.
-
-    Args:
-        budget_bytes: Bytes of all kept graphs; 0 keeps none.
-        ttl_s: Graphs that are not taken in this time are dropped.
     """
 
     def __init__(self, budget_bytes: int, *, ttl_s: float = 300.0) -> None:

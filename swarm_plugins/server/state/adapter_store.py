@@ -29,11 +29,6 @@ class AdapterStore:
     """Holds adapters; the least recently used go first, those in use or published stay.
 
     Used from the event loop only.
-
-    Args:
-        budget_bytes: Bytes of all uploaded adapters.
-        peer_bytes: Bytes of the adapters that one peer has uploaded; None: half of the budget.
-        min_held_bytes: Bytes an uploaded adapter counts for at least.
     """
 
     def __init__(

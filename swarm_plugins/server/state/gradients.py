@@ -53,12 +53,6 @@ def forward_keeping(
 ) -> tuple[SpanOutputs, KeptForward | None, int]:
     """Runs a forward and keeps its graph.
 
-    Args:
-        runner: The span.
-        inputs: Its inputs.
-        limit_bytes: A larger graph is given up.
-        weights: Addresses of the span's own storages, which do not count.
-
     Returns:
         The outputs without graph, the kept forward (None if it is too large) and the bytes it holds.
     """

@@ -31,11 +31,7 @@ class Session:
 
 
 class SessionTable:
-    """All open sessions, by name.
-
-    Args:
-        max_per_peer: Sessions that one peer may hold open.
-    """
+    """All open sessions, by name."""
 
     def __init__(self, max_per_peer: int) -> None:
         self.max_per_peer = max_per_peer
@@ -95,13 +91,7 @@ class SessionTable:
 
 
 def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_rows: int) -> tuple[int, int]:
-    """Returns batch size and length that a cache will have after ``ops``.
-
-    Args:
-        ops: The operations.
-        batch_size: Rows before them.
-        length: Tokens per row before them.
-        max_rows: Most rows after any of them, even if a later one removes rows again.
+    """Returns batch size and length after ``ops``; ``max_rows`` holds after each, even if a later one removes rows.
 
     Raises:
         RequestError: ``bad_request`` if an operation cannot be applied.

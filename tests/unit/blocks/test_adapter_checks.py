@@ -95,6 +95,20 @@ def test_sizes_types_and_values_are_checked(llama: Pair) -> None:
         AdapterLimits(max_rank=0)
 
 
+def test_lora_on_the_biases_of_experts_is_refused(
+    pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two-dimensional, so they look like the weight of one expert.
+    span = pair_of("mixtral").span
+    experts = span.module(1, "mlp.experts")
+    monkeypatch.setitem(experts._parameters, "up_proj_bias", torch.nn.Parameter(torch.zeros(4, 32)))
+    bias = entry(**{**EXPERT, "parameter": "up_proj_bias", "num_experts": 1, "shapes": ((2, 32), (4, 2))})
+    weight = entry(**EXPERT)
+    spec = AdapterSpec(modules=(weight, bias))
+    with pytest.raises(ConfigError, match="LoRA on its 'up_proj_bias' is not supported; supported are gate_up_proj"):
+        check_adapter(spec, [torch.zeros(shape) for shape in spec.tensor_shapes()], span)
+
+
 def test_a_parameter_that_is_not_used_in_a_linear_product_is_refused(
     pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
