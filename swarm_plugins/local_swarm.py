@@ -1,4 +1,4 @@
-"""A swarm on this machine: real ``swarm serve`` processes on loopback, for notebooks, demos and tests."""
+"""A swarm of real ``swarm serve`` processes on this machine, for notebooks, demos and tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _POLL_S = 0.02
 
 
 class _Event(msgspec.Struct):
-    """What a server says on its standard output."""
+    """A line of a server's standard output."""
 
     event: str
     peer_id: str = ""
@@ -52,19 +52,12 @@ class _Event(msgspec.Struct):
 
 
 class LocalServer:
-    """One server process. Made by [`LocalSwarm`][swarm_plugins.LocalSwarm].
-
-    Args:
-        command: What to run.
-        environment: Of the process.
-        log_path: Where its standard error goes.
-    """
+    """One server process, started by [`LocalSwarm`][swarm_plugins.LocalSwarm]; its standard error goes to a file."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log_path: Path) -> None:
         self._log_path = log_path
         self._line = b""
-        self._joined: _Event | None = None
-        self._ready: _Event | None = None
+        self._events: dict[str, _Event] = {}
         with log_path.open("wb") as log:
             # A session of its own: Ctrl-C in a terminal reaches only the parent, which then ends its servers in order.
             self._process = subprocess.Popen(
@@ -87,46 +80,46 @@ class LocalServer:
     @property
     def span(self) -> tuple[int, int]:
         """First block served, and one past the last."""
-        if self._ready is None:
-            raise ConfigError("this server does not serve yet: start the swarm first")
-        return (self._ready.start, self._ready.end)
+        if "ready" not in self._events:
+            raise ConfigError("this server is not serving yet: start the swarm first")
+        return (self._events["ready"].start, self._events["ready"].end)
 
     @property
     def peer_id(self) -> str:
         """Base58 id of the peer."""
-        if self._joined is None:
+        if "joined" not in self._events:
             raise ConfigError("this server has not joined yet: start the swarm first")
-        return self._joined.peer_id
+        return self._events["joined"].peer_id
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses by which it is reached; none before it has joined."""
-        return self._joined.addresses if self._joined is not None else ()
+        """Addresses that reach it; none before it has joined."""
+        return self._events["joined"].addresses if "joined" in self._events else ()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     @property
     def log(self) -> str:
-        """What the server has written so far: warnings, errors, progress."""
+        """The server's warnings, errors and progress so far."""
         with contextlib.suppress(OSError):
             return self._log_path.read_text(errors="replace")
         return ""
 
     def kill(self) -> None:
-        """Ends the process at once, as a crash would: nothing is said to the swarm."""
+        """Ends the process at once, without telling the swarm, as a crash would."""
         self._process.kill()
         self._wait(_STOP_TIMEOUT_S)
 
     def terminate(self, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """Lets the process leave the swarm cleanly; kills it if that takes longer than ``timeout_s``."""
+        """Lets the process leave the swarm; kills it if that takes longer than ``timeout_s``."""
         self.ask_to_end()
         self._wait(timeout_s)
 
     def ask_to_end(self) -> None:
-        """Sends the signal to leave, without waiting."""
+        """Asks the process to leave the swarm, without waiting."""
         if self.is_alive:
             self._process.send_signal(signal.SIGTERM)
 
@@ -142,14 +135,14 @@ class LocalServer:
                     pipe.close()
 
     def tell_peers(self, addresses: Sequence[str]) -> None:
-        """Tells the process whom to join by; it waits for this."""
+        """Sends the addresses to join by, which the process waits for."""
         if self._process.stdin is not None:
-            # A process that has died already is noticed by the one who waits for its events.
+            # The caller waits for events next, and finds out there if the process has died.
             with contextlib.suppress(OSError):
                 self._process.stdin.write(msgspec.json.encode(list(addresses)) + b"\n")
 
     def listen(self) -> None:
-        """Reads the events that have come, without waiting."""
+        """Reads new events, without waiting."""
         pipe = self._process.stdout
         if pipe is None or pipe.closed:
             return
@@ -157,31 +150,22 @@ class LocalServer:
             *lines, self._line = (self._line + chunk).split(b"\n")
             for line in lines:
                 event = msgspec.json.decode(line, type=_Event)
-                if event.event == "joined":
-                    self._joined = event
-                elif event.event == "ready":
-                    self._ready = event
+                self._events[event.event] = event
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether others can join by its addresses."""
-        return self._joined is not None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it serves."""
-        return self._ready is not None
+    def has_reached(self, event: str) -> bool:
+        """Returns whether it has ``joined``, so that others can join by its addresses, or is ``ready`` to serve."""
+        return event in self._events
 
 
 class LocalSwarm:
-    """A swarm of servers in processes of their own on this machine, for as long as the ``with`` block runs.
+    """A swarm of server processes on this machine, for the length of a ``with`` block.
 
     The servers end with this process, however it ends.
 
     Args:
         model: Directory of a model, or its id on the Hub.
-        num_servers: Servers among which the blocks are divided evenly.
-        spans: ``(start, end)`` of each server instead.
+        num_servers: Servers that share the blocks evenly.
+        spans: ``(start, end)`` for each server, instead of even shares.
         replicas: Servers for each span.
         dtype: Compute dtype: ``float32``, ``bfloat16`` or ``float16``. None: the checkpoint's.
         threads: CPU threads of each server.
@@ -216,32 +200,30 @@ class LocalSwarm:
             raise ConfigError("spans is empty: give at least one (start, end)")
         self._replicas = replicas
         self._threads = threads
-        self._options = dict(serve_options)
-        if dtype is not None:
-            # torch.float32 prints as such; torch itself need not be loaded here.
-            self._options["dtype"] = str(dtype).removeprefix("torch.")
+        # str() of a torch.dtype, so that torch itself need not be loaded here.
+        self._options = serve_options | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
         self._start_timeout_s = start_timeout_s
         self._directory: Path | None = None
         self._servers: list[LocalServer] = []
 
     @property
     def servers(self) -> tuple[LocalServer, ...]:
-        """The servers, by span; the replicas of a span follow one another."""
+        """The servers in order of their spans; replicas of a span are adjacent."""
         return tuple(self._servers)
 
     @property
     def initial_peers(self) -> list[str]:
-        """Addresses to join by, of all servers that live."""
+        """Addresses of all live servers, to join the swarm by."""
         return [address for server in self._servers if server.is_alive for address in server.addresses]
 
     def start(self) -> LocalSwarm:
         """Starts the servers and waits until all serve.
 
         Raises:
-            TransportError: If a server ends or does not serve in time; its last words are in the message.
+            TransportError: If a server ends or is not ready in time; the message quotes the end of its log.
         """
         if self._servers:
-            raise ConfigError("this swarm has been started already: close it first")
+            raise ConfigError("this swarm is already running: close it first")
         self._directory = Path(tempfile.mkdtemp(prefix="swarm-local-"))
         deadline = time.monotonic() + self._start_timeout_s
         try:
@@ -250,10 +232,10 @@ class LocalSwarm:
                     self._spawn(blocks)
             first, *others = self._servers
             first.tell_peers([])
-            self._wait_for([first], "is_joined", deadline)
+            self._wait_for([first], "joined", deadline)
             for server in others:
                 server.tell_peers(first.addresses)
-            self._wait_for(self._servers, "is_ready", deadline)
+            self._wait_for(self._servers, "ready", deadline)
         except BaseException:
             self.close()
             raise
@@ -290,22 +272,20 @@ class LocalSwarm:
         log_path = self._directory / f"server-{len(self._servers)}.log"
         self._servers.append(LocalServer(command, _environment(self._threads), log_path))
 
-    def _wait_for(self, servers: Sequence[LocalServer], goal: str, deadline: float) -> None:
+    def _wait_for(self, servers: Sequence[LocalServer], event: str, deadline: float) -> None:
         while True:
             for server in self._servers:
                 server.listen()
-            if all(getattr(server, goal) for server in servers):
+            late = next((server for server in servers if not server.has_reached(event)), None)
+            if late is None:
                 return
-            for server in self._servers:
-                if not server.is_alive:
-                    raise TransportError(
-                        f"a local server ended before it served (pid {server.pid}){_last_words(server)}"
-                    )
-            late = next(server for server in servers if not getattr(server, goal))
+            dead = next((server for server in self._servers if not server.is_alive), None)
+            if dead is not None:
+                raise TransportError(f"a local server ended before it served (pid {dead.pid}){_end_of_log(dead)}")
             if time.monotonic() > deadline:
                 raise TransportError(
                     f"a local server (pid {late.pid}) did not serve within {self._start_timeout_s:g} s: "
-                    f"raise start_timeout_s, or see why{_last_words(late)}"
+                    f"raise start_timeout_s, or see why{_end_of_log(late)}"
                 )
             time.sleep(_POLL_S)
 
@@ -320,6 +300,6 @@ def _environment(threads: int | None) -> dict[str, str]:
     return environment
 
 
-def _last_words(server: LocalServer) -> str:
+def _end_of_log(server: LocalServer) -> str:
     lines = [line for line in server.log.replace("\r", "\n").splitlines() if line.strip()]
-    return ":\n" + "\n".join(lines[-_LOG_TAIL_LINES:]) if lines else "; it has said nothing"
+    return ":\n" + "\n".join(lines[-_LOG_TAIL_LINES:]) if lines else "; its log is empty"

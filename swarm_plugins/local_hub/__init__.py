@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_plugins.local_hub.exchange import HubFaults, HubRequest
 from swarm_plugins.local_hub.local_hub import LocalHub
+from swarm_plugins.local_hub.state import HubFaults, HubRequest
 
 __all__ = ["HubFaults", "HubRequest", "LocalHub"]

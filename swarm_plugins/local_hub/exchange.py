@@ -4,98 +4,55 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from swarm_plugins.local_hub.repositories import Commit, HubStore, Repo
+from swarm_plugins.local_hub.repositories import Commit, Repo
+from swarm_plugins.local_hub.state import HubRequest, HubState
 
 _IDLE_S = 30.0
 _MAX_BODY_BYTES = 4 << 30
 _ID = r"(?P<repo>[^/]+/[^/]+|[^/]+)"
 
 
-@dataclass(frozen=True, slots=True)
-class HubRequest:
-    """One request that came in."""
+class Refusal(Exception):  # an answer, not a fault of the Hub
+    """Ends a request with an error answer, as the real Hub gives it."""
 
-    method: str
-    path: str
-    range: str | None
-    authorization: str | None
-
-
-@dataclass(slots=True)
-class HubFaults:
-    """What goes wrong with the next requests."""
-
-    statuses: list[int] = field(default_factory=list)
-    """Answers given instead of the next files, one each."""
-    cut_after_bytes: list[int] = field(default_factory=list)
-    """The connections of the next files break after so many bytes, one each."""
-    ignore_ranges: bool = False
-    """Send whole files whatever is asked."""
-    is_down: bool = False
-    """Every connection is closed without an answer."""
-    routes: dict[str, list[int | str]] = field(default_factory=dict)
-    """By route (``create_repo``, ``preupload``, ``lfs_batch``, ``lfs_put``, ``commit``, ``create_tag`` ...), what
-    becomes of its next requests: a status, ``"cut"`` (closed before anything is done), ``"lost"`` (done, but the answer
-    is lost) or ``"ok"``."""
-    delays_s: dict[str, float] = field(default_factory=dict)
-    """By route, how long each request waits before anything is done."""
-
-    def of_next(self, route: str) -> int | str:
-        """Takes the fault of a request from the lists."""
-        if self.is_down:
-            return "cut"
-        scripted = self.routes.get(route)
-        return scripted.pop(0) if scripted else "ok"
+    def __init__(
+        self, status: HTTPStatus, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
 
 
-class _Hub(Protocol):
-    """What an exchange needs of the Hub it belongs to."""
-
-    store: HubStore
-    faults: HubFaults
-
-    @property
-    def endpoint(self) -> str: ...
-    def track(self, connection: socket.socket, *, is_open: bool) -> None: ...
-    def record(self, request: HubRequest) -> None: ...
-    def pause(self, route: str) -> bool: ...
-    def user(self, authorization: str | None) -> str | None: ...
-    def may_write(self, user: str | None, repo_id: str) -> bool: ...
-    def count(self, repo_id: str, path: str, num_bytes: int) -> None: ...
+def unknown_revision(revision: object) -> Refusal:
+    """Returns the refusal of a revision that does not exist."""
+    return Refusal(HTTPStatus.NOT_FOUND, f"Invalid rev id: {revision}", code="RevisionNotFound")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What answers the requests of a method whose path has a pattern."""
+    """Answers requests by method and path."""
 
     name: str
-    methods: tuple[str, ...]
-    pattern: re.Pattern[str]
+    methods: str
+    """Separated by spaces."""
+    pattern: str
+    """Regular expression of the path; ``{repo}`` matches a repository's id."""
     answer: Callable[[Exchange], None]
-    is_write: bool
-    is_open: bool
+    is_write: bool = False
+    """Whether it needs a token that may write."""
+    is_open: bool = False
+    """Whether everybody may use it, without a look at the repository."""
 
-
-def route(
-    name: str,
-    methods: str,
-    pattern: str,
-    answer: Callable[[Exchange], None],
-    *,
-    write: bool = False,
-    open_: bool = False,
-) -> Route:
-    """Makes a route; ``{repo}`` in the pattern is a repository's id."""
-    compiled = re.compile(pattern.replace("{repo}", _ID))
-    return Route(name, tuple(methods.split()), compiled, answer, write, open_)
+    def match(self, method: str, path: str) -> re.Match[str] | None:
+        """Returns the match of a request; None if it belongs to another route."""
+        return re.fullmatch(self.pattern.replace("{repo}", _ID), path) if method in self.methods.split() else None
 
 
 class Exchange(BaseHTTPRequestHandler):
@@ -103,164 +60,142 @@ class Exchange(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
-    hub: _Hub
+    hub: HubState
     routes: tuple[Route, ...]
-    # Of the request that is being answered.
-    repo: Repo | None
+    # Of the current request.
     parts: Mapping[str, str]
     query: Mapping[str, list[str]]
     user: str | None
+    content: bytes
 
     def setup(self) -> None:
-        """Lets the Hub know of the connection."""
+        """Registers the connection."""
         super().setup()
-        self.hub.track(self.connection, is_open=True)
+        self.hub.track(self.connection)
 
     def finish(self) -> None:
-        """Lets the Hub forget the connection."""
-        self.hub.track(self.connection, is_open=False)
+        """Removes the connection."""
+        self.hub.untrack(self.connection)
         super().finish()
 
     def log_message(self, *_: object) -> None:
         """Logs nothing; see `LocalHub.requests`."""
 
     def do_GET(self) -> None:
-        """Answers."""
-        self._dispatch()
-
-    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
-
-    def _dispatch(self) -> None:
+        """Answers a request of any method."""
         url = urlsplit(self.path)
         authorization = self.headers.get("Authorization")
         self.hub.record(HubRequest(self.command, self.path, self.headers.get("Range"), authorization))
         # Matched before unquoting: a revision such as refs/pr/1 comes with its slashes quoted.
-        found = ((one, one.pattern.fullmatch(url.path)) for one in self.routes if self.command in one.methods)
-        for chosen, match in found:
-            if match is not None:
-                self.parts = {name: unquote(value or "") for name, value in match.groupdict().items()}
-                self.query = parse_qs(url.query)
-                self.repo = self.hub.store.find(self.parts.get("repo", ""))
-                self._answer(chosen, authorization)
-                return
-        self.body()
-        self.error(HTTPStatus.NOT_FOUND, None, f"no such route: {self.command} {url.path}")
-
-    def _answer(self, chosen: Route, authorization: str | None) -> None:
-        fault = self.hub.faults.of_next(chosen.name)
-        if self.hub.pause(chosen.name):
-            fault = "cut"
-        if fault == "cut":
+        matches = ((route, route.match(self.command, url.path)) for route in self.routes)
+        chosen, match = next(((route, match) for route, match in matches if match is not None), (None, None))
+        groups = match.groupdict() if match is not None else {}
+        self.parts = {name: unquote(value or "") for name, value in groups.items()}
+        self.query = parse_qs(url.query)
+        fault = self.hub.faults.of_next(chosen.name) if chosen is not None else "ok"
+        is_closed = chosen is not None and self.hub.pause(chosen.name)
+        # The body is read even for a refusal, or it would be taken for the next request.
+        content = None if is_closed or fault == "cut" else self._body()
+        if content is None:
             self.close_connection = True
             return
-        self.user = self.hub.user(authorization)
+        self.content = content
+        try:
+            if chosen is None:
+                raise Refusal(HTTPStatus.NOT_FOUND, f"no such route: {self.command} {url.path}")
+            self._answer(chosen, authorization, fault)
+        except Refusal as refusal:
+            self.json({"error": str(refusal)}, refusal.status, refusal.headers)
+
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
+
+    def _answer(self, route: Route, authorization: str | None, fault: int | str) -> None:
         if isinstance(fault, int):
-            self.body()
-            self.error(HTTPStatus(fault), None, "a fault that was asked for")
-        elif self._is_allowed(chosen, authorization):
-            if fault == "lost":
-                # Carried out, but the answer is lost.
-                self.wfile = _Nowhere()  # type: ignore[assignment]
-                self.close_connection = True
-            chosen.answer(self)
-        elif chosen.is_write:
-            # Read, so that it is not taken for the next request.
-            self.body()
-
-    def _is_allowed(self, chosen: Route, authorization: str | None) -> bool:
+            raise Refusal(HTTPStatus(fault), "injected fault")
+        self.user = self.hub.user(authorization)
         if authorization and self.user is None:
-            self.error(HTTPStatus.UNAUTHORIZED, None, "Invalid credentials in Authorization header")
-            return False
-        if chosen.is_write and self.user is None:
-            self.error(HTTPStatus.UNAUTHORIZED, None, "Invalid username or password.")
-            return False
+            raise Refusal(HTTPStatus.UNAUTHORIZED, "Invalid credentials in Authorization header")
+        if route.is_write and self.user is None:
+            raise Refusal(HTTPStatus.UNAUTHORIZED, "Invalid username or password.")
         # Addresses of the large-file store carry their own permission on the real Hub.
-        if chosen.is_open or "repo" not in self.parts:
-            return True
-        if not self._may_read(authorization):
-            return False
-        if chosen.is_write and self.repo is not None and not self.hub.may_write(self.user, self.repo.repo_id):
-            message = "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request"
-            self.error(HTTPStatus.FORBIDDEN, None, message)
-            return False
-        return True
+        if "repo" in self.parts and not route.is_open:
+            self._check_access(route, authorization)
+        if fault == "lost":
+            self.wfile = _Nowhere()  # type: ignore[assignment]
+            self.close_connection = True
+        route.answer(self)
 
-    def _may_read(self, authorization: str | None) -> bool:
+    def _check_access(self, route: Route, authorization: str | None) -> None:
         repo = self.repo
-        if repo is None or (repo.private and not authorization):
-            # The real Hub answers 401, which hides the existence of private repositories.
-            self.error(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Repository not found")
-            return False
+        if repo.private and not authorization:
+            raise _unknown_repo()
         if repo.gated and not authorization and "/api/" not in self.path:
-            self.error(HTTPStatus.UNAUTHORIZED, "GatedRepo", f"Access to model {repo.repo_id} is restricted")
-            return False
-        return True
+            message = f"Access to model {repo.repo_id} is restricted"
+            raise Refusal(HTTPStatus.UNAUTHORIZED, message, code="GatedRepo")
+        if route.is_write and not self.hub.may_write(self.user, repo.repo_id):
+            message = "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request"
+            raise Refusal(HTTPStatus.FORBIDDEN, message)
 
-    def commit(self) -> Commit | None:
-        """Returns the commit that the path names; None after answering an error."""
+    @property
+    def repo(self) -> Repo:
+        """The repository that the path names."""
+        repo = self.hub.store.find(self.parts["repo"])
+        if repo is None:
+            raise _unknown_repo()
+        return repo
+
+    @property
+    def commit(self) -> Commit:
+        """The commit that the path names."""
         revision = self.parts.get("rev") or "main"
-        commit = self.repo.find(revision) if self.repo is not None else None
+        commit = self.repo.find(revision)
         if commit is None:
-            self.error(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise unknown_revision(revision)
         return commit
 
-    def body(self) -> bytes | None:
-        """Returns the request's body; None if the connection broke."""
-        if "chunked" in (self.headers.get("Transfer-Encoding") or ""):
-            return self._chunks()
-        length = int(self.headers.get("Content-Length") or 0)
-        if length > _MAX_BODY_BYTES:
-            self.close_connection = True
-            return None
+    @property
+    def endpoint(self) -> str:
+        """The Hub's address."""
+        return f"http://127.0.0.1:{self.connection.getsockname()[1]}"
+
+    def _body(self) -> bytes | None:
+        """Returns the request's body; None if it is too long or the connection broke."""
         try:
-            content = self.rfile.read(length)
-        except OSError:
-            content = b""
-        if len(content) < length:
-            self.close_connection = True
+            if "chunked" in (self.headers.get("Transfer-Encoding") or ""):
+                return self._chunks()
+            length = int(self.headers.get("Content-Length") or 0)
+            content = self.rfile.read(length) if length <= _MAX_BODY_BYTES else b""
+        except (OSError, ValueError):
             return None
-        return content
+        return content if len(content) == length else None
 
     def _chunks(self) -> bytes | None:
         content = bytearray()
-        try:
-            while size := int(self.rfile.readline(64).split(b";")[0], 16):
-                piece = self.rfile.read(size)
-                if len(piece) < size or len(content) + size > _MAX_BODY_BYTES:
-                    raise ValueError("cut or too long")
-                content += piece
-                self.rfile.readline(64)
+        while size := int(self.rfile.readline(64).split(b";")[0], 16):
+            piece = self.rfile.read(size)
+            if len(piece) < size or len(content) + size > _MAX_BODY_BYTES:
+                return None
+            content += piece
             self.rfile.readline(64)
-        except (OSError, ValueError):
-            self.close_connection = True
-            return None
+        self.rfile.readline(64)
         return bytes(content)
 
-    def json_body(self) -> dict[str, Any] | None:
-        """Returns the JSON object that was sent; None after answering an error."""
-        content = self.body()
+    def json_body(self) -> dict[str, Any]:
+        """Returns the JSON object that was sent."""
         try:
-            value = json.loads(content or b"{}")
+            value = json.loads(self.content or b"{}")
         except ValueError:
             value = None
-        if content is None or not isinstance(value, dict):
-            self.error(HTTPStatus.BAD_REQUEST, None, "the body is not a JSON object")
-            return None
+        if not isinstance(value, dict):
+            raise Refusal(HTTPStatus.BAD_REQUEST, "the body is not a JSON object")
         return value
 
-    def json(self, value: object, status: HTTPStatus = HTTPStatus.OK) -> None:
+    def json(self, value: object, status: HTTPStatus = HTTPStatus.OK, headers: Mapping[str, str] | None = None) -> None:
         """Answers with JSON."""
-        self.send(status, {"Content-Type": "application/json"}, json.dumps(value).encode())
+        self.send(status, {"Content-Type": "application/json", **(headers or {})}, json.dumps(value).encode())
 
-    def error(
-        self, status: HTTPStatus, code: str | None, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
-        """Answers with an error as the real Hub does."""
-        errors = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
-        self.send(status, {"Content-Type": "application/json", **errors}, json.dumps({"error": message}).encode())
-
-    def send(self, status: HTTPStatus, headers: Mapping[str, str], body: bytes) -> None:
-        """Answers."""
+    def send(self, status: HTTPStatus, headers: Mapping[str, str], body: bytes = b"") -> None:
+        """Answers; only the head if the request is HEAD."""
         self.start(status, headers, len(body))
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -276,8 +211,13 @@ class Exchange(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+def _unknown_repo() -> Refusal:
+    # The real Hub answers 401, which hides the existence of private repositories.
+    return Refusal(HTTPStatus.UNAUTHORIZED, "Repository not found", code="RepoNotFound")
+
+
 class _Nowhere:
-    """Discards what is written."""
+    """Discards an answer that is to be lost."""
 
     closed = False
 

@@ -19,45 +19,37 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections import Counter
 from collections.abc import Mapping
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.local_hub.exchange import Exchange, HubFaults, HubRequest
+from swarm_plugins.local_hub.exchange import Exchange
 from swarm_plugins.local_hub.read_routes import READ_ROUTES
-from swarm_plugins.local_hub.repositories import Blob, HubStore
+from swarm_plugins.local_hub.repositories import Blob
+from swarm_plugins.local_hub.state import HubState
 from swarm_plugins.local_hub.write_routes import WRITE_ROUTES
 
-_ANYBODY = "user"
 _CLOSE_S = 5.0
 
 
-class LocalHub:
-    """A server on the loopback interface; it runs from ``start`` to ``close``, or in ``with``.
+class LocalHub(HubState):
+    """A server on the loopback interface; runs from ``start`` to ``close``, or in ``with``.
+
+    ``requests`` lists what was asked; ``faults`` breaks what comes next.
 
     Args:
         root: Folder that keeps what is pushed. None: in memory.
         port: Its port; 0 for a free one.
-        tokens: Users by token, each of whom may write to repositories under their own name. None: every token is good
-            for everything.
+        tokens: Users by token, each of whom may write to repositories under their own name. None: any token may write
+            everywhere.
     """
 
     def __init__(
         self, root: str | Path | None = None, *, port: int = 0, tokens: Mapping[str, str] | None = None
     ) -> None:
-        self.root = root
+        super().__init__(root, tokens)
         self.port = port
-        self.tokens = tokens
-        self.store = HubStore(root)
-        self.faults = HubFaults()
-        self.requests: list[HubRequest] = []
-        self.connections: set[socket.socket] = set()
-        self._handlers: set[threading.Thread] = set()
-        self._served: Counter[tuple[str, str]] = Counter()
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
 
@@ -70,7 +62,7 @@ class LocalHub:
         handler = type("_BoundExchange", (Exchange,), {"hub": self, "routes": (*WRITE_ROUTES, *READ_ROUTES)})
         self._closing.clear()
         try:
-            self._server = _Server(("127.0.0.1", self.port), handler)
+            self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
         except OSError as exc:
             raise ConfigError(
                 f"port {self.port} of 127.0.0.1 cannot be used ({exc.strerror or exc}); take port 0 for a free one"
@@ -91,7 +83,7 @@ class LocalHub:
             for connection in self.connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-            handlers = list(self._handlers)
+            handlers = list(self.connections.values())
         server.server_close()
         for thread in (self._thread, *handlers):
             thread.join(_CLOSE_S)
@@ -118,78 +110,35 @@ class LocalHub:
         gated: bool = False,
         private: bool = False,
     ) -> str:
-        """Commits files, making the repository if need be.
+        """Commits files; creates the repository if needed.
 
         Args:
             repo_id: Such as ``alice/tiny``.
             files: A directory, whose files are served from where they are, or contents by path.
             branch: Branch to commit to.
-            gated: Whether a new repository is served only to requests with a token.
-            private: Whether a new repository does not exist for requests without a token.
+            gated: Whether files of a new repository are served only to requests with a token.
+            private: Whether a new repository is hidden from requests without a token.
 
         Returns:
             The commit's hash.
         """
         repo = self.store.find(repo_id) or self.store.create(repo_id, gated=gated, private=private)
-        contents: Mapping[str, bytes | Path]
         if isinstance(files, Mapping):
-            contents = files
+            blobs = {path: self.store.put(content) for path, content in files.items()}
         else:
             root = Path(files)
-            contents = {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
-        blobs = {
-            path: self.store.put(content) if isinstance(content, bytes) else Blob.of(content)
-            for path, content in contents.items()
-        }
+            found = (path for path in sorted(root.rglob("*")) if path.is_file())
+            blobs = {str(path.relative_to(root)): Blob.of(path) for path in found}
         return self.store.commit(repo, blobs, branch=branch)
 
     def bytes_served(self, repo_id: str, path: str | None = None) -> int:
-        """Returns how many bytes of a file's content went out, or of all files of a repository."""
+        """Returns the bytes sent of a file's content, or of all files of a repository."""
         with self._lock:
-            return sum(
-                count
-                for (repo, file), count in self._served.items()
-                if repo == repo_id and (path is None or path == file)
-            )
+            served = self._served.items()
+            return sum(num for (repo, file), num in served if repo == repo_id and path in (None, file))
 
     def forget(self) -> None:
         """Clears counters and recorded requests."""
         with self._lock:
             self._served.clear()
             self.requests.clear()
-
-    def record(self, request: HubRequest) -> None:
-        """Notes a request."""
-        with self._lock:
-            self.requests.append(request)
-
-    def user(self, authorization: str | None) -> str | None:
-        """Returns whose token comes with a request."""
-        token = (authorization or "").removeprefix("Bearer ").strip()
-        if not token:
-            return None
-        return _ANYBODY if self.tokens is None else self.tokens.get(token)
-
-    def may_write(self, user: str | None, repo_id: str) -> bool:
-        """Returns whether a user may change a repository."""
-        return user is not None and (self.tokens is None or repo_id.split("/")[0] == user)
-
-    def pause(self, route: str) -> bool:
-        """Waits as long as the faults say; True if the Hub was closed during the wait."""
-        delay = self.faults.delays_s.get(route, 0.0)
-        return delay > 0 and self._closing.wait(delay)
-
-    def count(self, repo_id: str, path: str, num_bytes: int) -> None:
-        """Notes bytes of a file that went out."""
-        with self._lock:
-            self._served[repo_id, path] += num_bytes
-
-    def track(self, connection: socket.socket, *, is_open: bool) -> None:
-        """Notes a connection, so that `close` can end it."""
-        with self._lock:
-            (self.connections.add if is_open else self.connections.discard)(connection)
-            (self._handlers.add if is_open else self._handlers.discard)(threading.current_thread())
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True

@@ -13,8 +13,8 @@ from urllib.parse import quote
 from huggingface_hub import RepoCard
 from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
 
-from swarm_plugins.local_hub.exchange import Exchange, route
-from swarm_plugins.local_hub.repositories import Blob, Commit, HubStore, Repo
+from swarm_plugins.local_hub.exchange import Exchange, Refusal, Route
+from swarm_plugins.local_hub.repositories import Blob, Commit, Repo, is_large
 
 _CHUNK_BYTES = 64 << 10
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
@@ -25,7 +25,7 @@ def _list_models(exchange: Exchange) -> None:
     query = exchange.query
     wanted = query.get("search", [""])[0].lower()
     author = query.get("author", [None])[0]
-    # Asked for as filter=a&filter=b, and by older clients as filter=a,b: all must be there.
+    # filter=a&filter=b; older clients send filter=a,b. All must match.
     filters = {tag for value in query.get("filter", []) for tag in value.split(",")}
     limit = min(int(query.get("limit", [_MAX_LISTED])[0]), _MAX_LISTED)
     found = []
@@ -40,7 +40,7 @@ def _list_models(exchange: Exchange) -> None:
 
 
 def _facts(repo: Repo, commit: Commit | None) -> dict[str, Any]:
-    """Returns what the Hub knows of a model from its card."""
+    """Returns the Hub's record of a model; tags and task come from its card."""
     card = _card(commit.files.get("README.md")) if commit is not None else {}
     facts = {
         "id": repo.repo_id,
@@ -58,7 +58,7 @@ def _facts(repo: Repo, commit: Commit | None) -> dict[str, Any]:
 
 
 def _tags(card: Mapping[str, Any]) -> list[str]:
-    """Returns a card's tags and those that the Hub derives from it."""
+    """Returns the tags in a card and the ones the Hub derives from it."""
     own = card.get("tags")
     tags = [str(tag) for tag in own] if isinstance(own, list) else []
     tags += [str(card[key]) for key in ("library_name", "pipeline_tag") if card.get(key)]
@@ -90,9 +90,7 @@ def _time(commit: Commit) -> str:
 
 
 def _model_info(exchange: Exchange) -> None:
-    commit = exchange.commit()
-    if exchange.repo is None or commit is None:
-        return
+    commit = exchange.commit
     with_sizes = exchange.query.get("blobs", ["false"])[0].lower() in ("true", "1")
     siblings = []
     for path, blob in sorted(commit.files.items()):
@@ -104,92 +102,76 @@ def _model_info(exchange: Exchange) -> None:
 
 
 def _tree(exchange: Exchange) -> None:
-    commit = exchange.commit()
-    if commit is None:
-        return
     folder = f"{exchange.parts['path']}/" if exchange.parts.get("path") else ""
-    exchange.json([_entry(path, blob) for path, blob in sorted(commit.files.items()) if path.startswith(folder)])
+    files = sorted(exchange.commit.files.items())
+    exchange.json([_entry(path, blob) for path, blob in files if path.startswith(folder)])
 
 
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
-    if not HubStore.is_large(path, blob):
+    if not is_large(path, blob.size):
         return {"type": "file", "oid": blob.git_sha1, "size": blob.size, "path": path}
     lfs = {"oid": blob.sha256, "size": blob.size, "pointerSize": 134}
     return {"type": "file", "oid": blob.sha256[:40], "size": blob.size, "path": path, "lfs": lfs}
 
 
 def _refs(exchange: Exchange) -> None:
+    def listed(kind: str, refs: Mapping[str, str]) -> list[dict[str, str]]:
+        return [{"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": sha} for name, sha in refs.items()]
+
     repo = exchange.repo
-    if repo is not None:
-        branches = [_ref("heads", name, sha) for name, sha in repo.branches.items()]
-        tags = [_ref("tags", name, sha) for name, sha in repo.tags.items()]
-        exchange.json({"branches": branches, "tags": tags, "converts": []})
-
-
-def _ref(kind: str, name: str, sha: str) -> dict[str, str]:
-    return {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": sha}
+    exchange.json({"branches": listed("heads", repo.branches), "tags": listed("tags", repo.tags), "converts": []})
 
 
 def _commits(exchange: Exchange) -> None:
-    commit = exchange.commit()
-    if exchange.repo is not None and commit is not None:
-        history = exchange.repo.history(commit.sha)
-        exchange.json([
-            {"id": one.sha, "title": one.message, "message": "", "authors": [], "date": _time(one)} for one in history
-        ])  # fmt: skip
+    history = exchange.repo.history(exchange.commit.sha)
+    exchange.json(
+        [{"id": one.sha, "title": one.message, "message": "", "authors": [], "date": _time(one)} for one in history]
+    )
 
 
 def _resolve(exchange: Exchange) -> None:
-    commit = exchange.commit()
-    if exchange.repo is None or commit is None:
-        return
-    path = exchange.parts["path"]
+    commit, path = exchange.commit, exchange.parts["path"]
     blob = commit.files.get(path)
     if blob is None:
-        exchange.error(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit.sha})
-        return
+        headers = {"X-Repo-Commit": commit.sha}
+        raise Refusal(HTTPStatus.NOT_FOUND, "Entry not found", code="EntryNotFound", headers=headers)
     headers = {"X-Repo-Commit": commit.sha, "Accept-Ranges": "bytes", "ETag": f'"{blob.sha256}"'}
-    if not HubStore.is_large(path, blob):
-        _send_file(exchange, exchange.repo, path, blob, headers)
+    if not is_large(path, blob.size):
+        _send_file(exchange, blob, headers)
         return
     # Another host name, as on the real Hub: clients must not send their token there.
-    cdn = exchange.hub.endpoint.replace("127.0.0.1", "localhost") + "/cdn"
+    cdn = exchange.endpoint.replace("127.0.0.1", "localhost") + "/cdn"
     headers |= {
         "X-Linked-Size": str(blob.size),
         "X-Linked-ETag": f'"{blob.sha256}"',
         "Location": f"{cdn}/{quote(exchange.repo.repo_id)}/{commit.sha}/{quote(path)}",
     }
-    exchange.send(HTTPStatus.FOUND, headers, b"")
+    exchange.send(HTTPStatus.FOUND, headers)
 
 
 def _cdn(exchange: Exchange) -> None:
-    commit = exchange.commit()
-    if exchange.repo is not None and commit is not None:
-        path = exchange.parts["path"]
-        _send_file(exchange, exchange.repo, path, commit.files[path], {"Accept-Ranges": "bytes"})
+    _send_file(exchange, exchange.commit.files[exchange.parts["path"]], {"Accept-Ranges": "bytes"})
 
 
-def _send_file(exchange: Exchange, repo: Repo, path: str, blob: Blob, headers: dict[str, str]) -> None:
+def _send_file(exchange: Exchange, blob: Blob, headers: dict[str, str]) -> None:
     faults = exchange.hub.faults
     if exchange.command == "GET" and faults.statuses:
-        exchange.error(HTTPStatus(faults.statuses.pop(0)), None, "a fault that was asked for")
-        return
+        raise Refusal(HTTPStatus(faults.statuses.pop(0)), "injected fault")
     start, end, status = 0, blob.size, HTTPStatus.OK
     asked = _RANGE.fullmatch(exchange.headers.get("Range") or "")
     if asked and not faults.ignore_ranges:
         start, end = int(asked[1]), min(int(asked[2]) + 1 if asked[2] else blob.size, blob.size)
         if start >= blob.size:
-            wrong = {"Content-Range": f"bytes */{blob.size}"}
-            exchange.send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, wrong, b"")
+            exchange.send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, {"Content-Range": f"bytes */{blob.size}"})
             return
         status = HTTPStatus.PARTIAL_CONTENT
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size}"
     exchange.start(status, headers, end - start)
     if exchange.command == "GET":
-        _send_content(exchange, repo, path, blob, start, end)
+        _send_content(exchange, blob, start, end)
 
 
-def _send_content(exchange: Exchange, repo: Repo, path: str, blob: Blob, start: int, end: int) -> None:
+def _send_content(exchange: Exchange, blob: Blob, start: int, end: int) -> None:
     faults = exchange.hub.faults
     cut = start + faults.cut_after_bytes.pop(0) if faults.cut_after_bytes else end
     for position in range(start, min(end, cut), _CHUNK_BYTES):
@@ -200,17 +182,17 @@ def _send_content(exchange: Exchange, repo: Repo, path: str, blob: Blob, start: 
             # The client is gone.
             exchange.close_connection = True
             return
-        exchange.hub.count(repo.repo_id, path, len(data))
+        exchange.hub.count(exchange.parts["repo"], exchange.parts["path"], len(data))
     exchange.close_connection = exchange.close_connection or cut < end
 
 
 READ_ROUTES = (
-    route("list_models", "GET", r"/api/models", _list_models),
-    route("tree", "GET", r"/api/models/{repo}/tree/(?P<rev>[^/]+)(?:/(?P<path>.+))?", _tree),
-    route("refs", "GET", r"/api/models/{repo}/refs", _refs),
-    route("commits", "GET", r"/api/models/{repo}/commits/(?P<rev>[^/]+)", _commits),
-    route("model_info", "GET HEAD", r"/api/models/{repo}/revision/(?P<rev>[^/]+)", _model_info),
-    route("cdn", "GET HEAD", r"/cdn/{repo}/(?P<rev>[0-9a-f]{40})/(?P<path>.+)", _cdn, open_=True),
-    route("resolve", "GET HEAD", r"/{repo}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _resolve),
-    route("model_info", "GET HEAD", r"/api/models/{repo}", _model_info),
+    Route("list_models", "GET", r"/api/models", _list_models),
+    Route("tree", "GET", r"/api/models/{repo}/tree/(?P<rev>[^/]+)(?:/(?P<path>.+))?", _tree),
+    Route("refs", "GET", r"/api/models/{repo}/refs", _refs),
+    Route("commits", "GET", r"/api/models/{repo}/commits/(?P<rev>[^/]+)", _commits),
+    Route("model_info", "GET HEAD", r"/api/models/{repo}/revision/(?P<rev>[^/]+)", _model_info),
+    Route("cdn", "GET HEAD", r"/cdn/{repo}/(?P<rev>[0-9a-f]{40})/(?P<path>.+)", _cdn, is_open=True),
+    Route("resolve", "GET HEAD", r"/{repo}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", _resolve),
+    Route("model_info", "GET HEAD", r"/api/models/{repo}", _model_info),
 )

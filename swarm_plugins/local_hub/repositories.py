@@ -20,10 +20,14 @@ from urllib.parse import quote
 
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 
-_BRANCH = "main"
 # The Hub keeps small text in git and everything else in its large-file store.
 _LARGE_BYTES = 10 << 20
 _LARGE_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt"}
+
+
+def is_large(path: str, num_bytes: int) -> bool:
+    """Returns whether the Hub keeps a file in its large-file store and redirects downloads there."""
+    return num_bytes > _LARGE_BYTES or Path(path).suffix in _LARGE_SUFFIXES
 
 
 class HubConflictError(ConfigError):
@@ -136,7 +140,7 @@ class HubStore:
         """
         with self._lock:
             if repo_id in self._repos:
-                raise HubConflictError(f"the repository {repo_id!r} exists already")
+                raise HubConflictError(f"the repository {repo_id!r} already exists")
             repo = Repo(repo_id, gated=gated, private=private)
             self._keep(repo)
             self._repos[repo_id] = repo
@@ -177,7 +181,7 @@ class HubStore:
         repo: Repo,
         changes: Mapping[str, Blob | None],
         *,
-        branch: str = _BRANCH,
+        branch: str = "main",
         message: str = "Update",
         expected_parent: str | None = None,
     ) -> str:
@@ -200,7 +204,8 @@ class HubStore:
                 else:
                     files[path] = blob
             commit = Commit.of(files, parent, message)
-            self._change(repo, commits={commit.sha: commit}, branches={branch: commit.sha})
+            commits, branches = {**repo.commits, commit.sha: commit}, {**repo.branches, branch: commit.sha}
+            self._change(repo, commits=commits, branches=branches)
             return commit.sha
 
     def add_ref(self, repo: Repo, kind: str, name: str, sha: str) -> None:
@@ -210,21 +215,20 @@ class HubStore:
             HubConflictError: If it exists.
         """
         with self._lock:
-            if name in getattr(repo, kind):
-                raise HubConflictError(f"{name!r} exists already among the {kind} of {repo.repo_id}")
-            self._change(repo, **{kind: {name: sha}})
+            refs = getattr(repo, kind)
+            if name in refs:
+                raise HubConflictError(f"{name!r} already exists among the {kind} of {repo.repo_id}")
+            self._change(repo, **{kind: {**refs, name: sha}})
 
     def drop_tag(self, repo: Repo, name: str) -> None:
         """Removes a tag."""
         with self._lock:
-            repo.tags = {tag: sha for tag, sha in repo.tags.items() if tag != name}
-            self._keep(repo)
+            self._change(repo, tags={tag: sha for tag, sha in repo.tags.items() if tag != name})
 
-    def _change(self, repo: Repo, **additions: Mapping[str, Any]) -> None:
-        """Adds to a repository's dictionaries; a failed write to disk changes nothing."""
-        grown = {kind: {**getattr(repo, kind), **more} for kind, more in additions.items()}
-        before = {kind: getattr(repo, kind) for kind in additions}
-        for kind, value in grown.items():
+    def _change(self, repo: Repo, **values: Mapping[str, Any]) -> None:
+        """Replaces a repository's dictionaries; a failed write to disk changes nothing."""
+        before = {kind: getattr(repo, kind) for kind in values}
+        for kind, value in values.items():
             setattr(repo, kind, value)
         try:
             self._keep(repo)
@@ -237,16 +241,6 @@ class HubStore:
         if self.root is not None:
             record = json.dumps(_record(repo, self.root), indent=1).encode()
             _write_whole(self.root / "repos" / f"{quote(repo.repo_id, safe='')}.json", record)
-
-    @staticmethod
-    def is_large(path: str, blob: Blob) -> bool:
-        """Whether the Hub would keep the file in its large-file store and redirect downloads there."""
-        return HubStore.is_kept_apart(path, blob.size)
-
-    @staticmethod
-    def is_kept_apart(path: str, num_bytes: int) -> bool:
-        """The same by name and size."""
-        return num_bytes > _LARGE_BYTES or Path(path).suffix in _LARGE_SUFFIXES
 
 
 def _write_whole(path: Path, content: bytes) -> None:

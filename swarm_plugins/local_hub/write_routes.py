@@ -17,8 +17,8 @@ from typing import Any
 from huggingface_hub import RepoCard
 from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
 
-from swarm_plugins.local_hub.exchange import Exchange, route
-from swarm_plugins.local_hub.repositories import Blob, HubConflictError, HubStore, Repo
+from swarm_plugins.local_hub.exchange import Exchange, Refusal, Route, unknown_revision
+from swarm_plugins.local_hub.repositories import Blob, HubConflictError, HubStore, Repo, is_large
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _MAX_REF_CHARS = 200
@@ -28,115 +28,84 @@ _FIRST_FILE = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -
 
 def _whoami(exchange: Exchange) -> None:
     if exchange.user is None:
-        exchange.error(HTTPStatus.UNAUTHORIZED, None, "Invalid username or password.")
-        return
+        raise Refusal(HTTPStatus.UNAUTHORIZED, "Invalid username or password.")
     token = {"accessToken": {"displayName": "local", "role": "write"}}
     exchange.json({"type": "user", "name": exchange.user, "orgs": [], "auth": token})
 
 
 def _create_repo(exchange: Exchange) -> None:
-    asked = exchange.json_body()
-    if asked is None:
-        return
+    asked, store = exchange.json_body(), exchange.hub.store
     repo_id = f"{asked.get('organization') or exchange.user}/{asked.get('name')}"
     parts = repo_id.split("/")
     if len(parts) != 2 or not all(_NAME.fullmatch(part) and ".." not in part and "--" not in part for part in parts):
-        exchange.error(HTTPStatus.BAD_REQUEST, None, f"Invalid repository name: {repo_id}")
-        return
+        raise Refusal(HTTPStatus.BAD_REQUEST, f"Invalid repository name: {repo_id}")
     if asked.get("type") not in (None, "model"):
-        exchange.error(HTTPStatus.BAD_REQUEST, None, "this Hub holds models only")
-        return
+        raise Refusal(HTTPStatus.BAD_REQUEST, "this Hub holds models only")
     if not exchange.hub.may_write(exchange.user, repo_id):
         message = f"You don't have the rights to create a model under the namespace {parts[0]!r}"
-        exchange.error(HTTPStatus.FORBIDDEN, None, message)
-        return
-    url = f"{exchange.hub.endpoint}/{repo_id}"
-    store = exchange.hub.store
+        raise Refusal(HTTPStatus.FORBIDDEN, message)
+    url = f"{exchange.endpoint}/{repo_id}"
     try:
         repo = store.create(repo_id, private=asked.get("visibility") == "private" or asked.get("private") is True)
     except HubConflictError:
-        taken = {"error": "You already created this model repo", "url": url}
-        exchange.json(taken, HTTPStatus.CONFLICT)
+        exchange.json({"error": "You already created this model repo", "url": url}, HTTPStatus.CONFLICT)
         return
     store.commit(repo, {path: store.put(content) for path, content in _FIRST_FILE.items()}, message="initial commit")
     exchange.json({"url": url, "name": repo_id, "id": repo_id})
 
 
 def _validate_yaml(exchange: Exchange) -> None:
-    asked = exchange.json_body()
-    if asked is None:
-        return
+    content = str(exchange.json_body().get("content", ""))
     try:
-        RepoCard(str(asked.get("content", "")), ignore_metadata_errors=False)
+        RepoCard(content, ignore_metadata_errors=False)
     except (ValueError, YAMLError) as exc:
         exchange.json({"errors": [{"message": str(exc)}], "warnings": []}, HTTPStatus.BAD_REQUEST)
-        return
-    exchange.json({"errors": [], "warnings": []})
+    else:
+        exchange.json({"errors": [], "warnings": []})
 
 
 def _preupload(exchange: Exchange) -> None:
-    asked, commit = exchange.json_body(), exchange.commit()
-    if asked is None or commit is None:
-        return
-    files = []
-    for one in asked.get("files", []):
+    commit, files = exchange.commit, []
+    for one in exchange.json_body().get("files", []):
         path = str(one["path"])
-        is_large = HubStore.is_kept_apart(path, int(one["size"]))
+        as_lfs = is_large(path, int(one["size"]))
         there = commit.files.get(path)
-        oid = None if there is None else there.sha256 if is_large else there.git_sha1
-        files.append({"path": path, "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False, "oid": oid})
+        oid = None if there is None else there.sha256 if as_lfs else there.git_sha1
+        files.append({"path": path, "uploadMode": "lfs" if as_lfs else "regular", "shouldIgnore": False, "oid": oid})
     exchange.json({"files": files, "commitOid": commit.sha})
 
 
 def _lfs_batch(exchange: Exchange) -> None:
-    asked = exchange.json_body()
-    if asked is None or exchange.repo is None:
-        return
     objects = []
-    for one in asked.get("objects", []):
+    for one in exchange.json_body().get("objects", []):
         answer: dict[str, Any] = {"oid": one["oid"], "size": one["size"]}
         if exchange.hub.store.blob(one["oid"]) is None:
-            answer["actions"] = {"upload": {"href": f"{exchange.hub.endpoint}/lfs/{one['oid']}"}}
+            answer["actions"] = {"upload": {"href": f"{exchange.endpoint}/lfs/{one['oid']}"}}
         objects.append(answer)
     exchange.json({"transfer": "basic", "objects": objects})
 
 
 def _lfs_put(exchange: Exchange) -> None:
-    content = exchange.body()
-    if content is None:
-        return
-    if hashlib.sha256(content).hexdigest() != exchange.parts["oid"]:
-        exchange.error(HTTPStatus.BAD_REQUEST, None, "the content does not have the hash that it is sent under")
-        return
-    exchange.hub.store.put(content)
-    exchange.send(HTTPStatus.OK, {}, b"")
+    if hashlib.sha256(exchange.content).hexdigest() != exchange.parts["oid"]:
+        raise Refusal(HTTPStatus.BAD_REQUEST, "the content does not have the hash in its address")
+    exchange.hub.store.put(exchange.content)
+    exchange.send(HTTPStatus.OK, {})
 
 
 def _commit(exchange: Exchange) -> None:
-    body, repo = exchange.body(), exchange.repo
-    if body is None or repo is None:
-        return
-    branch = exchange.parts["rev"]
+    repo, branch, store = exchange.repo, exchange.parts["rev"], exchange.hub.store
     if branch not in repo.branches:
-        exchange.error(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {branch}")
-        return
+        raise unknown_revision(branch)
     try:
-        header, changes = _changes(exchange.hub.store, repo, branch, body)
+        header, changes = _changes(store, repo, branch, exchange.content)
     except (ValueError, KeyError, TypeError, binascii.Error) as exc:
-        exchange.error(HTTPStatus.BAD_REQUEST, None, f"the commit cannot be read: {exc}")
-        return
+        raise Refusal(HTTPStatus.BAD_REQUEST, f"the commit cannot be read: {exc}") from exc
+    message, parent = str(header.get("summary", "Update")), header.get("parentCommit")
     try:
-        sha = exchange.hub.store.commit(
-            repo,
-            changes,
-            branch=branch,
-            message=str(header.get("summary", "Update")),
-            expected_parent=header.get("parentCommit"),
-        )
+        sha = store.commit(repo, changes, branch=branch, message=message, expected_parent=parent)
     except HubConflictError as exc:
-        exchange.error(HTTPStatus.PRECONDITION_FAILED, None, str(exc))
-        return
-    url = f"{exchange.hub.endpoint}/{repo.repo_id}/commit/{sha}"
+        raise Refusal(HTTPStatus.PRECONDITION_FAILED, str(exc)) from exc
+    url = f"{exchange.endpoint}/{repo.repo_id}/commit/{sha}"
     exchange.json({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": ""})
 
 
@@ -178,55 +147,44 @@ def _path(value: dict[str, Any]) -> str:
 
 
 def _create_tag(exchange: Exchange) -> None:
-    asked, commit = exchange.json_body(), exchange.commit()
-    if asked is not None and commit is not None:
-        _add_ref(exchange, "tags", str(asked.get("tag", "")), commit.sha)
+    _add_ref(exchange, "tags", str(exchange.json_body().get("tag", "")), exchange.commit.sha)
 
 
 def _create_branch(exchange: Exchange) -> None:
-    asked = exchange.json_body()
-    if asked is None or exchange.repo is None:
-        return
-    start = exchange.repo.find(str(asked.get("startingPoint") or "main"))
-    if start is None:
-        exchange.error(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {asked.get('startingPoint')}")
-    else:
-        _add_ref(exchange, "branches", exchange.parts["name"], start.sha)
+    start = str(exchange.json_body().get("startingPoint") or "main")
+    commit = exchange.repo.find(start)
+    if commit is None:
+        raise unknown_revision(start)
+    _add_ref(exchange, "branches", exchange.parts["name"], commit.sha)
 
 
 def _add_ref(exchange: Exchange, kind: str, name: str, sha: str) -> None:
-    if exchange.repo is None:
-        return
-    if not name or len(name) > _MAX_REF_CHARS or not re.fullmatch(r"[\w./+-]+", name) or ".." in name:
-        exchange.error(HTTPStatus.BAD_REQUEST, None, f"{name!r} is not a valid name of a reference")
-        return
+    if len(name) > _MAX_REF_CHARS or not re.fullmatch(r"[\w./+-]+", name) or ".." in name:
+        raise Refusal(HTTPStatus.BAD_REQUEST, f"{name!r} is not a valid name of a reference")
     try:
         exchange.hub.store.add_ref(exchange.repo, kind, name, sha)
-    except HubConflictError:
-        exchange.error(HTTPStatus.CONFLICT, None, "Reference already exists")
-        return
+    except HubConflictError as exc:
+        raise Refusal(HTTPStatus.CONFLICT, "Reference already exists") from exc
     exchange.json({})
 
 
 def _delete_tag(exchange: Exchange) -> None:
-    if exchange.repo is None:
-        return
-    if exchange.parts["rev"] not in exchange.repo.tags:
-        exchange.error(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {exchange.parts['rev']}")
-        return
-    exchange.hub.store.drop_tag(exchange.repo, exchange.parts["rev"])
+    tag = exchange.parts["rev"]
+    if tag not in exchange.repo.tags:
+        raise unknown_revision(tag)
+    exchange.hub.store.drop_tag(exchange.repo, tag)
     exchange.json({})
 
 
 WRITE_ROUTES = (
-    route("whoami", "GET", r"/api/whoami-v2", _whoami),
-    route("create_repo", "POST", r"/api/repos/create", _create_repo, write=True),
-    route("validate_yaml", "POST", r"/api/validate-yaml", _validate_yaml),
-    route("preupload", "POST", r"/api/models/{repo}/preupload/(?P<rev>[^/]+)", _preupload, write=True),
-    route("lfs_batch", "POST", r"/{repo}\.git/info/lfs/objects/batch", _lfs_batch, write=True),
-    route("lfs_put", "PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", _lfs_put, open_=True),
-    route("commit", "POST", r"/api/models/{repo}/commit/(?P<rev>[^/]+)", _commit, write=True),
-    route("create_tag", "POST", r"/api/models/{repo}/tag/(?P<rev>[^/]+)", _create_tag, write=True),
-    route("delete_tag", "DELETE", r"/api/models/{repo}/tag/(?P<rev>[^/]+)", _delete_tag, write=True),
-    route("create_branch", "POST", r"/api/models/{repo}/branch/(?P<name>[^/]+)", _create_branch, write=True),
+    Route("whoami", "GET", r"/api/whoami-v2", _whoami),
+    Route("create_repo", "POST", r"/api/repos/create", _create_repo, is_write=True),
+    Route("validate_yaml", "POST", r"/api/validate-yaml", _validate_yaml),
+    Route("preupload", "POST", r"/api/models/{repo}/preupload/(?P<rev>[^/]+)", _preupload, is_write=True),
+    Route("lfs_batch", "POST", r"/{repo}\.git/info/lfs/objects/batch", _lfs_batch, is_write=True),
+    Route("lfs_put", "PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", _lfs_put, is_open=True),
+    Route("commit", "POST", r"/api/models/{repo}/commit/(?P<rev>[^/]+)", _commit, is_write=True),
+    Route("create_tag", "POST", r"/api/models/{repo}/tag/(?P<rev>[^/]+)", _create_tag, is_write=True),
+    Route("delete_tag", "DELETE", r"/api/models/{repo}/tag/(?P<rev>[^/]+)", _delete_tag, is_write=True),
+    Route("create_branch", "POST", r"/api/models/{repo}/branch/(?P<name>[^/]+)", _create_branch, is_write=True),
 )
