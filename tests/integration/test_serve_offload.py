@@ -41,7 +41,7 @@ def test_generation_and_a_training_step_are_those_of_the_local_model(model: Path
     [
         ("llama", "fast=1MB", "has no experts"),
         ("mixtral", "fast=1KB", "--offload fast is 1000"),
-        ("mixtral", "quick=1GB", "known are fast, ram"),
+        ("mixtral", "quick=1GB", "expected NAME=VALUE with a name out of fast, ram"),
     ],
 )
 def test_wrong_uses_end_in_one_sentence(family: str, offload: str, message: str, tmp_path: Path) -> None:

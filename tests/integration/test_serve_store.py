@@ -61,5 +61,5 @@ def test_a_store_without_a_budget_is_refused_with_the_option_to_give(store: Path
     assert ended.returncode == 1
     said = " ".join(ended.stderr.split())
     assert said.startswith("swarm serve: ")
-    assert "say how much memory they may take with --offload fast" in said
+    assert "set how much memory they may take with --offload fast" in said
     assert "Traceback" not in said
