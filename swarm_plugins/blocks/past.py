@@ -56,9 +56,7 @@ class Past(Cache):
 class SessionPast(Past):
     """One session's cache: appends in place and returns views.
 
-    Args:
-        cache: The session's cache.
-        joined: By block, whether the family computes with what the cache returns before it attends to it.
+    ``joined`` tells by block whether the family computes with what the cache returns before it attends to it.
     """
 
     def __init__(self, cache: KVCache, joined: Mapping[int, bool]) -> None:
@@ -79,12 +77,7 @@ class SessionPast(Past):
 
 
 class PrefixPast(Past):
-    """Keys and values before the sequence, differentiable.
-
-    Args:
-        prefix: K then V for each block, ``[B, H, P, W]``.
-        blocks: The blocks they belong to.
-    """
+    """Keys and values before the sequence, K then V for each block, ``[B, H, P, W]``; differentiable."""
 
     def __init__(self, prefix: Sequence[Tensor], blocks: range) -> None:
         super().__init__(prefix[0].shape[2])

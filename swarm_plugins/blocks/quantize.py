@@ -47,10 +47,7 @@ def quantize_block(block: nn.Module, kind: str, dtype: torch.dtype) -> None:
 class ExpertWeights(nn.Module):
     """The quantized weights of one fused parameter, expert by expert.
 
-    Args:
-        weight: ``[E, out, in]``, or ``[E, in, out]`` if transposed.
-        kind: ``int8`` or ``nf4``.
-        is_transposed: Whether ``weight`` is ``[E, in, out]``.
+    ``weight`` is ``[E, out, in]``, or ``[E, in, out]`` if transposed; ``kind`` is ``int8`` or ``nf4``.
     """
 
     codes: Tensor

@@ -19,33 +19,26 @@ class SessionCache(Protocol):
     @property
     def batch_size(self) -> int:
         """Rows."""
-        ...
 
     @property
     def length(self) -> int:
         """Cached tokens per row, padding included."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Tokens per row that memory is held for."""
-        ...
 
     def crop(self, length: int) -> None:
         """Keeps the first ``length`` tokens."""
-        ...
 
     def select(self, indices: Sequence[int]) -> None:
         """Makes row ``i`` the old row ``indices[i]``; the batch size may change."""
-        ...
 
     def fork(self) -> SessionCache:
         """Returns an independent copy."""
-        ...
 
     def close(self) -> None:
         """Returns the memory to the budget. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +76,6 @@ class SpanRunner(Protocol):
     @property
     def spec(self) -> SpanSpec:
         """What the span holds and accepts."""
-        ...
 
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> SessionCache:
         """Opens an empty cache, or one that starts with ``prefix`` (K then V for each block).
@@ -91,11 +83,9 @@ class SpanRunner(Protocol):
         Raises:
             CapacityError: If the KV budget has no room for a first page.
         """
-        ...
 
     def forward(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs ``inputs.blocks``; differentiable where gradients are enabled."""
-        ...
 
     def step(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
         """Runs the new tokens of several sessions as one packed forward and appends to their caches.
@@ -105,4 +95,3 @@ class SpanRunner(Protocol):
         Raises:
             CapacityError: If the KV budget cannot hold the new tokens.
         """
-        ...

@@ -38,19 +38,15 @@ class CheckpointFiles(Protocol):
     @property
     def label(self) -> str:
         """Names the checkpoint in messages."""
-        ...
 
     def names(self) -> Sequence[str]:
         """Returns the names of all files."""
-        ...
 
     def path(self, file: str) -> Path:
         """Returns the local path of a small file (config, index), after downloading it if needed."""
-        ...
 
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
         """Returns the first bytes of a file (fewer if it is shorter) and its size, if known."""
-        ...
 
     def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
         """Fills all pieces.
@@ -58,7 +54,6 @@ class CheckpointFiles(Protocol):
         Raises:
             CheckpointError: If the file is missing, shorter than a piece needs, or cannot be fetched.
         """
-        ...
 
 
 class LocalFiles:

@@ -61,19 +61,10 @@ def scatter(pieces: Sequence[Piece], position: int, data: bytes) -> int:
 def fetch_range(
     url: str, headers: dict[str, str], start: int, end: int, sink: Sink, *, label: str, may_be_shorter: bool = False
 ) -> int | None:
-    """Downloads bytes ``start`` to ``end`` (exclusive), resuming after a broken connection.
+    """Downloads bytes ``start`` to ``end`` (exclusive) in order, resuming after a broken connection.
 
-    Args:
-        url: Address of the file; redirects are followed.
-        headers: Headers of every request.
-        start: First byte.
-        end: One past the last byte.
-        sink: Takes the bytes as they arrive, in order.
-        label: Names the file in messages.
-        may_be_shorter: Accept that the file ends before ``end``.
-
-    Returns:
-        The size of the file, if the server tells it.
+    Redirects are followed. ``label`` names the file in messages; with ``may_be_shorter`` the file may end before
+    ``end``. Returns the size of the file, if the server tells it.
 
     Raises:
         CheckpointError: If the file is too short, or the server ignores ranges, is too slow or keeps failing.

@@ -54,23 +54,21 @@ class OffloadConfig:
             value = getattr(self, name)
             if value is not None and not (_is_whole(value) and 0 <= value <= _MAX_BYTES):
                 raise ConfigError(
-                    f"{name} is {value!r}; allowed are whole numbers of bytes from 0 to {_MAX_BYTES}, or None for "
+                    f"{name} is {value!r}; expected a whole number of bytes from 0 to {_MAX_BYTES}, or None for "
                     "what is free"
                 )
         if not (isinstance(self.prefetch, bool) or self.prefetch == "auto"):
-            raise ConfigError(f"prefetch is {self.prefetch!r}; allowed are True, False and 'auto'")
+            raise ConfigError(f"prefetch is {self.prefetch!r}; expected True, False or 'auto'")
         if not (_is_number(self.pinned_share) and 0.0 <= self.pinned_share < 1.0):
-            raise ConfigError(f"pinned_share is {self.pinned_share!r}; allowed are 0 up to (not including) 1")
+            raise ConfigError(f"pinned_share is {self.pinned_share!r}; expected 0 <= pinned_share < 1")
         for name, allowed in (("expert_bits", EXPERT_BITS), ("other_bits", OTHER_BITS)):
             if getattr(self, name) is not None:
                 check_width(name, getattr(self, name), allowed, ", or None for the checkpoint's own")
         if not (_is_whole(self.num_readers) and 1 <= self.num_readers <= _MAX_READERS):
-            raise ConfigError(
-                f"num_readers is {self.num_readers!r}; allowed are 1 to {_MAX_READERS} (2 saturate an SSD)"
-            )
+            raise ConfigError(f"num_readers is {self.num_readers!r}; expected 1 to {_MAX_READERS} (2 saturate an SSD)")
         if not (_is_number(self.read_timeout_s) and 0 < self.read_timeout_s <= _MAX_TIMEOUT_S):
             raise ConfigError(
-                f"read_timeout_s is {self.read_timeout_s!r}; allowed are more than 0 up to {_MAX_TIMEOUT_S:.0f} seconds"
+                f"read_timeout_s is {self.read_timeout_s!r}; expected above 0 to {_MAX_TIMEOUT_S:.0f} seconds"
             )
 
 

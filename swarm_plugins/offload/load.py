@@ -78,5 +78,5 @@ def _dtype_of(wanted: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(wanted, str):
         return wanted
     if wanted not in _DTYPES:
-        raise ConfigError(f"dtype is {wanted!r}; allowed are {', '.join(_DTYPES)}, or the torch.dtype itself")
+        raise ConfigError(f"dtype is {wanted!r}; expected one of {', '.join(_DTYPES)}, or the torch.dtype itself")
     return _DTYPES[wanted]

@@ -31,7 +31,7 @@ def check_width(name: str, width: object, allowed: tuple[Width, ...], remark: st
     """
     # Equality is not enough: 4.0 would reach code that expects an integer.
     if type(width) not in (int, str) or width not in allowed:
-        raise ConfigError(f"{name} is {width!r}; allowed are {', '.join(map(str, allowed))}{remark}")
+        raise ConfigError(f"{name} is {width!r}; expected one of {', '.join(map(str, allowed))}{remark}")
 
 
 def num_bits(width: Width) -> int:

@@ -35,9 +35,7 @@ _CHANGED_MATHS = ("use_dora", "fan_in_fan_out", "modules_to_save", "target_param
 def preload_adapter(name: str, span: Span) -> LoadedAdapter:
     """Reads the part of an adapter that lies on a span.
 
-    Args:
-        name: Directory, or ``REPO`` or ``REPO@TAG`` on the Hub.
-        span: The blocks it is for.
+    ``name`` is a directory, or ``REPO`` or ``REPO@TAG`` on the Hub.
 
     Raises:
         CheckpointError: If files are missing or damaged.

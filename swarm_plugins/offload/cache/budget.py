@@ -27,7 +27,7 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
     try:
         found = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except (RuntimeError, TypeError) as exc:
-        raise ConfigError(f"device is {wanted!r}; allowed are 'cpu', 'cuda' and 'cuda:N'") from exc
+        raise ConfigError(f"device is {wanted!r}; expected 'cpu', 'cuda' or 'cuda:N'") from exc
     if found.type not in ("cpu", "cuda"):
         raise ConfigError(f"device is {str(found)!r}; experts are offloaded for 'cpu', 'cuda' and 'cuda:N'")
     num_devices = torch.cuda.device_count() if found.type == "cuda" else 0
@@ -62,7 +62,7 @@ def choose_fast_bytes(
     else:
         free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
         budget = _less_reserve(free)
-        source = f"{free} bytes are free, of which {budget} can be used for experts"
+        source = f"{free} bytes are free, and {budget} can be used for experts"
     if budget < least:
         raise CapacityError(
             f"{source}, but at least {least} bytes are needed: one expert of "

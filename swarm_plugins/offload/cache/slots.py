@@ -94,7 +94,7 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Ends the hold of `fetch`."""
         self._policy.release(slot.key)
-        # A thread may wait for room; a slot that only a guess still holds is room, too.
+        # A thread may wait for room; a slot that only a guess still holds counts as room.
         self._changed.notify_all()
 
     def cancel_guess(self, slot: Slot) -> None:

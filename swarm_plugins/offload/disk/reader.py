@@ -89,7 +89,7 @@ class RangeReader:
         try:
             num_bytes = self._read_runs(first, into, job)
         except BaseException:
-            # The other half writes to the buffer, too: it has to end first.
+            # The other half also writes to the buffer: it has to end first.
             if not self._queue.cancel(other):
                 result.result()
             raise
@@ -110,7 +110,7 @@ class RangeReader:
             try:
                 file = self._file(path)
                 num_bytes = self._read_chunk(file, position, end, run, into)
-                # After the bytes, so that these are covered, too.
+                # After the bytes, so that these are covered.
                 is_changed = run[0].identity not in (None, file.identity())
             except OSError as error:
                 raise CheckpointError(

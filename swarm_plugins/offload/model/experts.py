@@ -84,12 +84,7 @@ def turn_into_offloaded(module: nn.Module, outline: nn.Module, device: torch.dev
 
 @contextmanager
 def adapted(module: Any, deltas: Sequence[ExpertDelta]) -> Iterator[None]:
-    """Adds adapters to offloaded experts inside the context, for calls of this thread (or task) alone.
-
-    Args:
-        module: Offloaded experts of a family.
-        deltas: The adapters; nested contexts add up.
-    """
+    """Adds adapters to offloaded experts inside the context, for this thread (or task) alone; nested ones add up."""
     token = _deltas.set((*_deltas.get(), *((module, delta) for delta in deltas)))
     try:
         yield
@@ -106,10 +101,10 @@ def run_offloaded(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 def run_adapted(
     module: Any, deltas: Sequence[ExpertDelta], hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Runs experts whose weights are borrowed; numerics are those of transformers' grouped implementation.
+    """Runs experts whose weights are borrowed; same numerics as transformers' grouped implementation.
 
     Args:
-        module: Offloaded experts of a family.
+        module: The experts.
         deltas: Adapters on them, each for all tokens or for some.
         hidden: ``[T, D]``.
         top_k_index: ``[T, k]``; indices beyond the last expert contribute nothing.

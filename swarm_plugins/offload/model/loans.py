@@ -21,11 +21,7 @@ from swarm_plugins.offload.interfaces import ExpertCache, ExpertFormat
 
 
 def refuse_pickling() -> NoReturn:
-    """Raises the error for a model with offloaded experts that is pickled.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Raises the `UnsupportedError` for a model with offloaded experts that is pickled."""
     raise UnsupportedError(
         "a model with offloaded experts cannot be pickled, it is bound to open files and threads: save its adapter "
         "with save_pretrained, and load the model again with load_offloaded"
@@ -33,15 +29,7 @@ def refuse_pickling() -> NoReturn:
 
 
 class ExpertLoans:
-    """Lends the experts of one layer.
-
-    Args:
-        layer: Index of the layer.
-        form: What their bytes mean.
-        cache: Where they are.
-        ahead: Announces the next layer's; None: nothing is read ahead.
-        shared: Kept alive until the last loans of a cache are gone.
-    """
+    """Lends the experts of one layer; keeps ``shared`` alive until the last loans of a cache are gone."""
 
     def __init__(
         self,
@@ -74,14 +62,7 @@ class ExpertLoans:
         return cast("Generator[tuple[int, Mapping[str, Tensor]]]", self._cache.borrow(self._layer, experts))
 
     def run(self, module: Any, rows: Tensor, tensors: Mapping[str, Tensor], adapters: Iterable[LowRank] = ()) -> Tensor:
-        """Runs rows ``[N, D]`` through a borrowed expert with adapters, and returns ``[N, D]``.
-
-        Args:
-            module: The family's experts.
-            rows: The rows.
-            tensors: The expert's.
-            adapters: The expert's.
-        """
+        """Runs rows ``[N, D]`` through a borrowed expert with its adapters, and returns ``[N, D]``."""
 
         def product(name: str, rows: Tensor) -> Tensor:
             result = self._form.linear(tensors, name, rows)
@@ -101,14 +82,7 @@ class ExpertLoans:
         spans: Mapping[int, slice],
         adapters: Callable[[int], Iterable[LowRank]],
     ) -> Tensor:
-        """Runs expert-sorted rows ``[N, D]`` through their experts, and returns ``[N, D]``.
-
-        Args:
-            module: The family's experts.
-            rows: The rows.
-            spans: The rows of each expert; rows outside of all become zeros.
-            adapters: Returns the adapters of an expert.
-        """
+        """Runs expert-sorted rows ``[N, D]`` through their experts, and returns ``[N, D]``; zeros outside all spans."""
         down: Tensor | None = None
         experts = list(spans)
         if self._ahead is not None:

@@ -220,6 +220,6 @@ def _experts_paths(outline: PreTrainedModel, name: str) -> dict[int, str]:
             "interface, so they cannot be offloaded: load the model with transformers itself"
         )
     raise UnsupportedError(
-        f"{name} ({type(outline).__name__}) has no experts: mixture-of-experts models can be offloaded, "
+        f"{name} ({type(outline).__name__}) has no experts: only mixture-of-experts models can be offloaded, "
         "load a dense one with transformers itself"
     )

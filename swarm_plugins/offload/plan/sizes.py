@@ -7,18 +7,18 @@ no family needs a table of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
-from swarm_plugins.offload.model.outline import check_picks, experts_modules, meta_model, refuse_quantized, stored_dtype
-from swarm_plugins.offload.store.locate import locate_experts
+from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
+from swarm_plugins.offload.model.outline import refuse_quantized, stored_dtype
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 from swarm_plugins.offload.widths import Width
 
@@ -94,15 +94,11 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
     store = open_quantized(checkpoint)
     if store is None:
         refuse_quantized(checkpoint.config, checkpoint.name)
-    dtype = stored_dtype(checkpoint) if store is None else getattr(torch, str(checkpoint.config.dtype).split(".")[-1])
-    model = meta_model(checkpoint.config, dtype)
-    experts = experts_modules(model)
-    if not experts:
-        raise UnsupportedError(
-            f"{checkpoint.name} ({type(model).__name__}) has no experts that transformers runs through its experts "
-            "interface: only mixture-of-experts models can be offloaded; load a dense one with transformers itself"
-        )
-    _check_fits(checkpoint, store, model, experts)
+    moe = MoeCheckpoint.inspect(checkpoint, store, dtype=stored_dtype(checkpoint) if store is None else None)
+    _check_shapes(moe)
+    model, dtype = moe.outline, moe.dtype
+    model.eval()
+    experts = {layer: model.get_submodule(path) for layer, path in moe.paths.items()}
     picked, cache_bytes = _dry_run(model, experts, context_tokens, checkpoint.name)
     layers = tuple(_expert_layer(layer, module, picked[layer], dtype, store) for layer, module in experts.items())
     in_experts = {id(parameter) for module in experts.values() for parameter in module.parameters()}
@@ -119,26 +115,15 @@ def model_sizes(checkpoint: Checkpoint, *, context_tokens: int = 2048) -> ModelS
     )
 
 
-def _check_fits(
-    checkpoint: Checkpoint, store: QuantizedStore | None, model: PreTrainedModel, experts: Mapping[int, nn.Module]
-) -> None:
-    """Compares the headers with the model that the config describes."""
-    names = {module: path for path, module in model.named_modules()}
-    paths = {layer: names[module] for layer, module in experts.items()}
-    check_picks(model, paths, checkpoint.name)
-    if store is None:
-        others = locate_experts(model, paths, checkpoint.tensors).others
-    else:
-        store.check_fits(model, paths)
-        others = store.other_tensors()
-    parameters = dict(model.named_parameters())
-    for name in others:
-        # Renamed tensors are not checked.
+def _check_shapes(moe: MoeCheckpoint) -> None:
+    """Compares the tensors outside experts with the model of the config; renamed ones are not checked."""
+    parameters = dict(moe.outline.named_parameters())
+    for name in moe.others:
         expected = tuple(parameters[name].shape) if name in parameters else None
-        info = checkpoint.tensors[name]
+        info = moe.checkpoint.tensors[name]
         if expected is not None and info.shape != expected:
             raise CheckpointError(
-                f"{name} in {info.file} has shape {list(info.shape)}, the config of {checkpoint.name} asks for "
+                f"{name} in {info.file} has shape {list(info.shape)}, the config of {moe.checkpoint.name} asks for "
                 f"{list(expected)}: config and weights are of different checkpoints, fetch them again"
             )
 
@@ -169,7 +154,7 @@ def _dry_run(model: Any, experts: dict[int, nn.Module], tokens: int, name: str) 
     try:
         with torch.no_grad():
             ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-            output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            output = model.base_model(input_ids=ids, use_cache=True)
     except Exception as exc:
         # Any kind: any line of HF's model may meet an untrusted number.
         raise UnsupportedError(

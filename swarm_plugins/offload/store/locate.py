@@ -200,7 +200,7 @@ def _check_dtypes(target: str, groups: tuple[tuple[TensorInfo, ...], ...]) -> No
     for info in (info for group in groups for info in group):
         if info.dtype not in _DTYPES:
             raise UnsupportedError(
-                f"{info.name} of {target} is stored as {info.dtype}; allowed are "
+                f"{info.name} of {target} is stored as {info.dtype}; expected one of "
                 f"{', '.join(map(str, _DTYPES))}: give a checkpoint whose experts are not quantized"
             )
 

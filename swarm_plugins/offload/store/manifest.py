@@ -137,7 +137,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError("it is missing, or not a plain file")
         size = path.stat().st_size
         if size > _MAX_BYTES:
-            raise ValueError(f"it has {size} bytes, allowed are {_MAX_BYTES}")
+            raise ValueError(f"it has {size} bytes, the limit is {_MAX_BYTES}")
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
         _check(manifest)
     except (OSError, msgspec.MsgspecError, ConfigError, RecursionError, ValueError) as exc:
@@ -158,7 +158,7 @@ def _check(manifest: Manifest) -> None:
         ("other_bits", manifest.other_bits, OTHER_BITS),
     ):
         if bits not in allowed:
-            raise ValueError(f"{name} is {bits}, allowed are {', '.join(map(str, allowed))}")
+            raise ValueError(f"{name} is {bits}, expected one of {', '.join(map(str, allowed))}")
         if bits in GROUP_SIZES and manifest.group_sizes.get(str(bits)) != GROUP_SIZES[bits]:
             found = manifest.group_sizes.get(str(bits))
             raise ValueError(
@@ -181,7 +181,7 @@ def _check_layer(index: str, layer: Layer) -> None:
         raise ValueError(f"layer {index} is said to have {layer.num_experts} experts of {len(layer.tensors)} tensors")
     for one in layer.tensors:
         if one.dtype not in _DTYPES:
-            raise ValueError(f"a tensor of layer {index} is of type {one.dtype!r}, allowed are {', '.join(_DTYPES)}")
+            raise ValueError(f"a tensor of layer {index} has type {one.dtype!r}, expected one of {', '.join(_DTYPES)}")
         _check_shape(one.name, one.shape)
 
 
@@ -190,5 +190,5 @@ def _check_shape(name: str, shape: tuple[int, ...]) -> None:
     if not 1 <= len(shape) <= 2 or not all(1 <= side <= _MAX_WEIGHTS for side in shape):
         raise ValueError(
             f"{name[:_MAX_NAME_CHARS]} has the shape {str(list(shape[:4]))[:_MAX_NAME_CHARS]}, "
-            f"allowed are 1 or 2 sides of 1 to {_MAX_WEIGHTS}"
+            f"expected 1 or 2 sides of 1 to {_MAX_WEIGHTS}"
         )

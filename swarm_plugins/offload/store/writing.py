@@ -51,7 +51,7 @@ def write_buffers(path: Path, num_bytes: int, buffers: Iterable[tuple[str, Tenso
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes a JSON file to be read by people, too."""
+    """Writes an indented JSON file."""
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 

@@ -1,3 +1,1 @@
 """The compute thread: which work runs next, and packing of decode steps."""
-
-from __future__ import annotations

@@ -72,12 +72,7 @@ class AbandonedError(Exception):
 
 
 class Scheduler:
-    """Runs everything that touches the span, in one thread of its own.
-
-    Args:
-        runner: The span. Only the compute thread calls it; steps and their results are on the CPU.
-        config: Bounds of the queues.
-    """
+    """Runs everything that touches the span, in one thread of its own; steps and their results are on the CPU."""
 
     def __init__(self, runner: SchedulerRunner, config: SchedulerConfig | None = None) -> None:
         self.config = config or SchedulerConfig()
@@ -154,13 +149,10 @@ class Scheduler:
     async def step(
         self, inputs: StepInputs, *, timeout_s: float, prepare: Callable[[], None] | None = None, peer: str = ""
     ) -> SpanOutputs:
-        """Runs the new tokens of one session, packed with other sessions'.
+        """Runs the new tokens of one session, packed with other sessions'; other queued work must not touch its cache.
 
-        Args:
-            inputs: The step. Other queued work must not touch its cache.
-            timeout_s: Longest wait for the result.
-            prepare: Runs on the compute thread right before the step: the cache operations that come with it.
-            peer: The client; peers take turns when not all waiting steps fit in one forward.
+        ``prepare`` runs on the compute thread right before: the cache operations that come with the step. Peers take
+        turns when not all waiting steps fit in one forward.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.

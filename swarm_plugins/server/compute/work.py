@@ -124,12 +124,8 @@ class Step(Work):
 def choose_pack(waiting: Sequence[Step], max_tokens: int) -> list[tuple[Step, int]]:
     """Returns the steps of the next packed forward, with the number of tokens per row to run.
 
-    Short steps (decode) go first, in their order; prefills take the room they leave, cut to fit.
-
-    Args:
-        waiting: All waiting steps, in the order of their turns.
-        max_tokens: Tokens (rows times length) of one pack. The first step runs with at least one token per row, so
-            that a step wider than the pack still makes progress.
+    Short steps (decode) go first, in their order; prefills take the room they leave, cut to fit in ``max_tokens`` (rows
+    times length). The first step runs with at least one token per row, so that one wider than the pack makes progress.
     """
     chosen: list[tuple[Step, int]] = []
     room = max_tokens

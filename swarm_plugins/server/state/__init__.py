@@ -1,3 +1,1 @@
 """What a server keeps between requests: sessions, activations, adapters."""
-
-from __future__ import annotations

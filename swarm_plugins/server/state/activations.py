@@ -26,9 +26,8 @@ T = TypeVar("T")
 class GraphMeter:
     """Counts the bytes that a graph under construction keeps alive.
 
-    Args:
-        limit_bytes: Above this the graph is given up: what it saves from then on is released at once.
-        free_storages: Addresses of storages that do not count, as they live anyway (the weights).
+    Above ``limit_bytes`` the graph is given up: what it saves from then on is released at once. ``free_storages`` are
+    addresses of storages that do not count, as they live anyway (the weights).
     """
 
     def __init__(self, limit_bytes: int, free_storages: Collection[int]) -> None:

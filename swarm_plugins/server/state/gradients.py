@@ -79,16 +79,9 @@ def gradients(
 ) -> Gradients:
     """Returns the gradients of a kept forward, or of one that is run (again) for it.
 
-    Args:
-        runner: The span.
-        kept: The forward, or its inputs.
-        grads: Gradients of the outputs; ``hidden_states`` and ``router_logits`` may be empty.
-        needs_hidden: Whether to return the gradient of the hidden states.
-        needs_adapters: Whether to return the gradients of the adapters.
-        needs_prefix: Whether to return the gradients of the prefix.
-        limit_bytes: A larger graph is replaced by one for each block.
-        weights: Addresses of the span's own storages, which do not count.
-        between: Called between two blocks of a pass block by block.
+    ``grads`` are the gradients of the outputs; its ``hidden_states`` and ``router_logits`` may be empty. A graph larger
+    than ``limit_bytes``, without the span's own storages at the addresses ``weights``, is replaced by one for each
+    block; ``between`` is then called between two blocks.
 
     Raises:
         RequestError: ``bad_request`` if ``grads`` do not fit the outputs.

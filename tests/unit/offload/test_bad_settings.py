@@ -82,7 +82,7 @@ def test_a_type_that_is_none_to_compute_in_is_named(directory: Path, dtype: Any)
 
 @pytest.mark.parametrize("name", ["int8", "bf16", "", "torch.float32"])
 def test_a_name_of_no_type_to_compute_in_is_named(directory: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"dtype is {name!r}; allowed are auto, bfloat16, .*, or the torch.dtype"):
+    with pytest.raises(ConfigError, match=f"dtype is {name!r}; expected one of auto, bfloat16, .*, or the torch.dtype"):
         load_offloaded(directory, dtype=name, device="cpu")
 
 
@@ -134,7 +134,7 @@ def test_budgets_and_habits_have_their_types_and_bounds(settings: dict[str, Any]
     ((name, value),) = settings.items()
     with pytest.raises(ConfigError) as caught:
         OffloadConfig(**settings)
-    assert str(caught.value).startswith(f"{name} is {value!r}; allowed are ")
+    assert str(caught.value).startswith(f"{name} is {value!r}; expected ")
 
 
 def test_a_whole_number_of_seconds_is_a_time() -> None:

@@ -138,9 +138,9 @@ def test_what_a_killed_run_leaves_is_no_model_and_is_removed_by_the_next(
 
 
 def test_wrong_widths_are_named_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expert_bits is 5; allowed are 2, 3, 4, 8, 16"):
+    with pytest.raises(ConfigError, match="expert_bits is 5; expected one of 2, 3, 4, 8, 16"):
         make(tmp_path / "nothing", tmp_path / "out", expert_bits=5)
-    with pytest.raises(ConfigError, match="other_bits is 2; allowed are 4, 8, 16"):
+    with pytest.raises(ConfigError, match="other_bits is 2; expected one of 4, 8, 16"):
         make(tmp_path / "nothing", tmp_path / "out", other_bits=2)
 
 
