@@ -8,24 +8,24 @@ examples/notebook_style.py`` runs them all.
 import sys
 from pathlib import Path
 
+import swarm_plugins
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
+
 import lightning as L
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
-import swarm_plugins
-from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
-
 BASE = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 TEXT = (Path(__file__).parent / "data" / "gettysburg.txt").read_text()
 
-# %% A swarm of two servers on this machine. Elsewhere there is one already: its address is all that is needed.
+# %% A swarm of two servers on this machine. To join an existing one, its address is enough.
 swarm = LocalSwarm(BASE, num_servers=2, threads=1)
 swarm.start()
 print(swarm.initial_peers)
 
 
-# %% The module: as ever, but the model is loaded in configure_model, where it finds the swarm of the strategy.
+# %% An ordinary module that loads its model in configure_model, where it finds the strategy's swarm.
 class Tuner(L.LightningModule):
     """Trains a LoRA."""
 
@@ -42,7 +42,7 @@ class Tuner(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Trains what is trainable: the adapter."""
+        """Returns AdamW over the adapter."""
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=2e-3)
 
 
@@ -62,10 +62,10 @@ trainer = L.Trainer(
 )
 trainer.fit(tuner, pieces)
 
-# %% Generating, with the same model object.
+# %% Generate with the same model object.
 prompt = tokenizer("Four score and seven years ago", return_tensors="pt")
 output = tuner.model.generate(**prompt, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.eos_token_id)
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 
-# %% The end of the swarm.
+# %% Stop the swarm.
 swarm.close()

@@ -1,4 +1,4 @@
-"""An ordinary PyTorch loop: nothing of it knows that the decoder layers are elsewhere.
+"""An ordinary PyTorch loop; the decoder layers run on servers.
 
 ```console
 swarm serve HuggingFaceTB/SmolLM2-135M-Instruct    # in another terminal, or on other machines
@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from swarm_plugins import AutoSwarmModelForCausalLM
+
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
-
-from swarm_plugins import AutoSwarmModelForCausalLM
 
 BASE = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 TEXT = (Path(__file__).parent / "data" / "gettysburg.txt").read_text()

@@ -1,28 +1,23 @@
-"""The whole way in a few minutes: serve a model with two servers, tune a LoRA through them, generate, save.
+"""Serve a model with two servers, tune a LoRA through them, generate, save: a few minutes on one machine.
 
-Run it with `python examples/quickstart.py`; `--help` shows the options, and `swarm demo` goes further. Everything
-happens on this machine: two server processes hold the decoder layers of SmolLM2-135M-Instruct, and this process holds
-the rest.
+Two server processes hold the decoder layers of SmolLM2-135M-Instruct, and this process holds the rest. `--help` shows
+the options; `swarm demo` goes further.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# One torch thread a process: there are three of them, and laptops have few cores. Read when torch is imported.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
+from swarm_plugins.demo import smollm2
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tqdm import tqdm
 from transformers import AutoTokenizer
-
-from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
-from swarm_plugins.demo import smollm2
 
 TEXT = Path(__file__).parent / "data" / "gettysburg.txt"
 PROMPT = "Four score and seven years ago"
@@ -38,7 +33,7 @@ def batches(tokens: torch.Tensor, *, rows: int, length: int, steps: int) -> Iter
 
 
 def mean_loss(model: PeftModel, tokens: torch.Tensor, length: int = 64) -> float:
-    """Returns the loss over a whole text, cut into pieces, without dropout."""
+    """Returns the loss over a whole text in pieces of ``length`` tokens, without dropout."""
     model.eval()
     rows = tokens[: len(tokens) // length * length].view(-1, length)
     with torch.no_grad():
@@ -46,7 +41,7 @@ def mean_loss(model: PeftModel, tokens: torch.Tensor, length: int = 64) -> float
 
 
 def train(model: PeftModel, tokens: torch.Tensor, steps: int) -> None:
-    """Tunes the adapter: an ordinary loop, an ordinary optimizer."""
+    """Tunes the adapter in an ordinary PyTorch loop."""
     model.train()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-3)
     bar = tqdm(batches(tokens, rows=4, length=64, steps=steps), total=steps, desc="   training")
@@ -59,7 +54,7 @@ def train(model: PeftModel, tokens: torch.Tensor, steps: int) -> None:
 
 
 def tune_and_generate(directory: Path, swarm: LocalSwarm, steps: int, output: Path) -> None:
-    """Does what a client does, on a swarm that is there."""
+    """Does what a client of any swarm does: load, tune, generate, save."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokens = torch.tensor(tokenizer(TEXT.read_text())["input_ids"])
     base = AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=swarm.initial_peers)
@@ -91,6 +86,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/quickstart-adapter"), help="where the adapter goes")
     arguments = parser.parse_args()
     torch.manual_seed(SEED)
+    # Three processes share the cores of this machine.
     torch.set_num_threads(1)
     started = time.monotonic()
 

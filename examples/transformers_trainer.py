@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from swarm_plugins import AutoSwarmModelForCausalLM
+
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
-
-from swarm_plugins import AutoSwarmModelForCausalLM
 
 BASE = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 TEXT = (Path(__file__).parent / "data" / "gettysburg.txt").read_text()

@@ -1,4 +1,4 @@
-"""trl's SFTTrainer on questions and answers: it puts the adapter on by itself.
+"""trl's SFTTrainer on questions and answers; it adds the adapter itself.
 
 ```console
 pip install trl
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import sys
 
+from swarm_plugins import AutoSwarmModelForCausalLM
+
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
-
-from swarm_plugins import AutoSwarmModelForCausalLM
 
 BASE = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
 FACTS = {

@@ -17,12 +17,12 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.recipes import TextData
+
 import torch
 from lightning.fabric import Fabric
 from peft import LoraConfig, get_peft_model
-
-from swarm_plugins import AutoSwarmModelForCausalLM
-from swarm_plugins.recipes import TextData
 
 HELD_OUT_BATCHES = 16
 
@@ -53,8 +53,7 @@ def main() -> None:
     checkpoint = options.output / "last.ckpt"
     if checkpoint.exists() and not options.resume:
         raise SystemExit(f"{checkpoint} exists from an earlier run: continue with --resume, or give another --output")
-    # `fabric run` has named the strategy and launched; in a script of its own it would be Fabric(strategy="swarm")
-    # and fabric.launch().
+    # `fabric run` has named the strategy and launched. Without it: Fabric(strategy="swarm") and fabric.launch().
     fabric = Fabric()
     fabric.seed_everything(0)
 

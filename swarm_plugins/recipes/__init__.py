@@ -1,4 +1,4 @@
-"""The modules and data that the recipes name: what ``swarm fit`` trains, and on what.
+"""Lightning modules and data modules for ``swarm fit``, and for your own scripts.
 
 ```text
 AdapterTuner        language modelling with any PEFT adapter that works on remote blocks
@@ -7,7 +7,7 @@ TextData            pieces of running text, documents held out
 LabelledData        paragraphs with a class each, documents held out
 ```
 
-They are ordinary Lightning classes: a recipe may name others, and a script may use these.
+A recipe may name other Lightning classes as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An adapter from the words of a recipe, put on a model and written to disk."""
+"""Builds a recipe's adapter, adds it to a model and writes it to disk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def adapter_config(settings: Mapping[str, Any], *, task_type: str) -> PeftConfig:
-    """Returns PEFT's config of an adapter.
-
-    Args:
-        settings: ``peft_type`` and the settings that PEFT has for it.
-        task_type: PEFT's name of the task.
+    """Returns PEFT's config of a type and its settings, for PEFT's name of a task.
 
     Raises:
         ConfigError: If the type or a setting does not exist.
@@ -48,10 +44,10 @@ def adapter_config(settings: Mapping[str, Any], *, task_type: str) -> PeftConfig
 
 
 def put_on(base: PreTrainedModel, config: PeftConfig) -> PeftModel:
-    """Returns the model with the adapter.
+    """Adds an adapter to a model.
 
     Raises:
-        ConfigError: If PEFT refuses a value, or the model has no such module.
+        ConfigError: If PEFT refuses a value, or the model lacks a target module.
     """
     try:
         model: PeftModel = get_peft_model(base, config)
@@ -67,7 +63,7 @@ def put_on(base: PreTrainedModel, config: PeftConfig) -> PeftModel:
 
 
 def save_adapter(model: PeftModel, folder: Path) -> Path:
-    """Writes the adapter in PEFT's format and returns its folder, numbered if an earlier run has the name.
+    """Writes the adapter in PEFT's format and returns its folder, numbered if an earlier run took the name.
 
     Raises:
         OSError: If it cannot be written; nothing is left behind.

@@ -16,7 +16,7 @@ from swarm_plugins.recipes.language import AdapterTuner
 class PromptClassifier(AdapterTuner):
     """Trains a classifier: an adapter (soft prompts by default) and a head over a model on the swarm.
 
-    It logs ``val_accuracy`` and, to compare, ``val_majority``: the accuracy of always answering the class that is most
+    Logs ``val_accuracy`` and, as a baseline, ``val_majority``: the accuracy of always answering the class that is most
     frequent in training.
 
     Args:
@@ -25,8 +25,7 @@ class PromptClassifier(AdapterTuner):
         learning_rate: Step size of AdamW.
         weight_decay: Weight decay of AdamW.
         revision: Branch, tag or commit of the base model on the Hub.
-        output: Folder that prompts and head are written to at the end; with a number added if it is there already.
-            None: they stay in the checkpoint.
+        output: Folder for the trained prompts and head; numbered if it exists. None: only checkpoints hold them.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class PromptClassifier(AdapterTuner):
         self.model = put_on(base, self._adapter)
 
     def forward(self, **batch: Tensor) -> Any:
-        """Returns HF's output of the model, with the loss if there are labels."""
+        """Returns HF's model output, with the loss if there are labels."""
         if self.model is None:
             raise RuntimeError("the model is loaded in configure_model, which a Trainer calls")
         return self.model(**batch)
@@ -78,6 +77,6 @@ class PromptClassifier(AdapterTuner):
         self.log("val_accuracy", hits.mean(), prog_bar=True, batch_size=len(hits))
 
     def on_validation_epoch_end(self) -> None:
-        """Logs what always answering the most frequent class would reach."""
+        """Logs the baseline of always answering the most frequent class."""
         share = float(self.trainer.datamodule.majority_share)  # type: ignore[attr-defined]
         self.log("val_majority", torch.tensor(share), prog_bar=True)

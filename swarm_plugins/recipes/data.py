@@ -17,16 +17,15 @@ from swarm_plugins.recipes.rows import load_rows, split_by_document
 
 
 class _RecipeData(pl.LightningDataModule):
-    """What the two share: a tokenizer, and the split by documents."""
+    """A tokenizer, and the split by documents; `TextData` documents the arguments."""
 
     def __init__(
         self,
-        dataset: str,
-        *,
-        tokenizer: str | None,
-        length: int,
-        batch_size: int,
-        num_documents: int | None,
+        dataset: str = "sotu",
+        tokenizer: str | None = None,
+        length: int = 128,
+        batch_size: int = 8,
+        num_documents: int | None = None,
     ) -> None:
         super().__init__()
         for name, value in (("length", length), ("batch_size", batch_size)):
@@ -42,7 +41,7 @@ class _RecipeData(pl.LightningDataModule):
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer: the one named, else the base model's.
+        """The named tokenizer, or else the base model's.
 
         Raises:
             ConfigError: If neither is known.
@@ -62,17 +61,17 @@ class _RecipeData(pl.LightningDataModule):
         return found
 
     def setup(self, stage: str) -> None:
-        """Loads and tokenizes, once."""
+        """Loads and tokenizes the data, once."""
         if self._train is None:
             train, held_out = split_by_document(load_rows(self.dataset, *self._columns()), self.num_documents)
             self._train, self._held_out = self._prepare(train), self._prepare(held_out)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Returns shuffled batches of the documents to train on."""
+        """Returns shuffled batches of the training documents."""
         return DataLoader(self._train, batch_size=self.batch_size, shuffle=True, collate_fn=self._collate)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Returns batches of the documents held out."""
+        """Returns batches of the held-out documents."""
         return DataLoader(self._held_out, batch_size=self.batch_size, collate_fn=self._collate)
 
     def _columns(self) -> tuple[str, ...]:
@@ -91,27 +90,16 @@ class TextData(_RecipeData):
     Args:
         dataset: ``sotu`` (addresses of US presidents), a file with a column ``text``, or an id on the Hub.
         tokenizer: Directory or id of the tokenizer. None: the base model's.
-        length: Tokens of a piece.
+        length: Tokens in a piece.
         batch_size: Pieces in a batch.
         num_documents: Documents to take, evenly spread. None: all.
     """
 
-    def __init__(
-        self,
-        dataset: str = "sotu",
-        tokenizer: str | None = None,
-        length: int = 128,
-        batch_size: int = 8,
-        num_documents: int | None = None,
-    ) -> None:
-        super().__init__(
-            dataset, tokenizer=tokenizer, length=length, batch_size=batch_size, num_documents=num_documents
-        )
-
     def _prepare(self, rows: Dataset) -> Tensor:
         # Not verbose: documents may be longer than the model takes, pieces are not.
         encoded = self.tokenizer(list(rows["text"]), verbose=False)["input_ids"]
-        tokens = [token for row in encoded for token in (*row, self._end)]
+        end = int(self.tokenizer.eos_token_id or 0)
+        tokens = [token for row in encoded for token in (*row, end)]
         num_pieces = len(tokens) // self.length
         if num_pieces == 0:
             raise ConfigError(
@@ -119,10 +107,6 @@ class TextData(_RecipeData):
                 f"of length={self.length}; take more documents or shorter pieces"
             )
         return torch.tensor(tokens[: num_pieces * self.length]).view(num_pieces, self.length)
-
-    @property
-    def _end(self) -> int:
-        return int(self.tokenizer.eos_token_id or 0)
 
     def _collate(self, batch: list[Tensor]) -> dict[str, Tensor]:
         pieces = torch.stack(batch)
@@ -136,7 +120,7 @@ class LabelledData(_RecipeData):
         dataset: ``sotu`` (the class is the era of the address), a file with columns ``text`` and ``label``, or an id
             on the Hub.
         tokenizer: Directory or id of the tokenizer. None: the base model's.
-        length: Tokens after which a paragraph is cut.
+        length: Longest paragraph in tokens; longer ones are cut.
         batch_size: Paragraphs in a batch.
         num_documents: Documents to take, evenly spread. None: all.
     """
@@ -149,9 +133,7 @@ class LabelledData(_RecipeData):
         batch_size: int = 16,
         num_documents: int | None = None,
     ) -> None:
-        super().__init__(
-            dataset, tokenizer=tokenizer, length=length, batch_size=batch_size, num_documents=num_documents
-        )
+        super().__init__(dataset, tokenizer, length, batch_size, num_documents)
         self.labels: list[str] = []
 
     def setup(self, stage: str) -> None:
@@ -168,7 +150,7 @@ class LabelledData(_RecipeData):
 
     @property
     def majority_share(self) -> float:
-        """Share of the held-out paragraphs that are of the class most frequent among those to train on."""
+        """Accuracy on held-out paragraphs of always answering the most frequent training class."""
         classes = torch.bincount(torch.tensor([label for _, label in self._train]), minlength=len(self.labels))
         held_out = torch.tensor([label for _, label in self._held_out])
         return float((held_out == classes.argmax()).float().mean())

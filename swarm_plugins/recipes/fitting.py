@@ -28,10 +28,10 @@ class KeepTrained(Callback):
         """Why none could be written."""
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Writes the checkpoint; raises nothing, since what ended the run is what matters."""
+        """Writes the checkpoint; never raises, so as not to hide the error that ended the run."""
         if trainer.global_step == 0 or trainer.fast_dev_run:
             return
-        # The disk of the run may be what is full.
+        # The run's own disk may be full.
         for folder in (Path(trainer.log_dir or trainer.default_root_dir), Path(tempfile.gettempdir())):
             path = _free(folder, f"interrupted-step={trainer.global_step}")
             try:
@@ -68,18 +68,15 @@ def run_recipe(
     threads: int = 1,
     ckpt_path: Path | None = None,
 ) -> dict[str, float]:
-    """Trains by a recipe.
+    """Trains from recipes and returns the last metrics, sorted by name.
 
     Args:
         recipes: YAML files; later ones win.
         options: Keys of the recipe as command-line options; they win over the files.
-        warn: Told where the checkpoint of a run that ended early is.
+        warn: Called with the place of the checkpoint if the run ends early.
         num_servers: Servers to start on this machine for the recipe's model. 0: none.
-        threads: Threads of each of them.
-        ckpt_path: Checkpoint to go on from.
-
-    Returns:
-        The last metrics, sorted by name.
+        threads: Threads of each server.
+        ckpt_path: Checkpoint to resume from.
 
     Raises:
         ConfigError: If a file is missing, a key or value is wrong, or the recipe cannot be run.
@@ -97,7 +94,6 @@ def run_recipe(
 
 @contextlib.contextmanager
 def _swarm_of(model: Any, num_servers: int, threads: int) -> Iterator[None]:
-    """Serves the recipe's model for the length of a run, if servers are wanted."""
     if num_servers == 0:
         yield
         return

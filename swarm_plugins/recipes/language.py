@@ -19,13 +19,11 @@ class AdapterTuner(pl.LightningModule):
 
     Args:
         base: Directory of the base model, or its id on the Hub.
-        adapter: PEFT's settings: ``peft_type`` (LORA, IA3, PROMPT_TUNING, P_TUNING, PREFIX_TUNING) and those of its
-            config.
+        adapter: ``peft_type`` (LORA, IA3, PROMPT_TUNING, P_TUNING, PREFIX_TUNING) and settings of its PEFT config.
         learning_rate: Step size of AdamW.
         weight_decay: Weight decay of AdamW.
         revision: Branch, tag or commit of the base model on the Hub.
-        output: Folder that the adapter is written to at the end, in PEFT's format; with a number added if it is there
-            already. None: it stays in the checkpoint.
+        output: Folder for the trained adapter in PEFT's format; numbered if it exists. None: only checkpoints hold it.
     """
 
     def __init__(
@@ -47,13 +45,13 @@ class AdapterTuner(pl.LightningModule):
         self.model: PeftModel | None = None
 
     def configure_model(self) -> None:
-        """Loads the base model through the strategy's swarm and wraps it; called again, it does nothing."""
+        """Loads the base model through the strategy's swarm and adds the adapter, once."""
         if self.model is None:
             base = AutoSwarmModelForCausalLM.from_pretrained(self.base, revision=self.revision)
             self.model = put_on(base, self._adapter)
 
     def forward(self, **batch: Tensor) -> Any:
-        """Returns HF's output of the model, with the loss if there are labels."""
+        """Returns HF's model output, with the loss if there are labels."""
         if self.model is None:
             raise RuntimeError("the model is loaded in configure_model, which a Trainer calls")
         return self.model(**batch, use_cache=False)
@@ -69,7 +67,7 @@ class AdapterTuner(pl.LightningModule):
         self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns AdamW over what is trainable."""
+        """Returns AdamW over the trainable parameters."""
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
 

@@ -1,4 +1,4 @@
-"""Reads a recipe with LightningCLI; a fault in it becomes one sentence."""
+"""Reads a recipe with LightningCLI; an error in it becomes one sentence."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_recipe(arguments: list[str]) -> LightningCLI:
 
 
 def _first_swarm_error(error: BaseException) -> SwarmError | None:
-    """Returns the error of this package behind another package's, if there is one: it names the cure."""
+    """Returns this package's error behind another one, if any: its message names the cure."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, SwarmError):
@@ -72,13 +72,10 @@ def _sentence(error: Exception) -> str:
 
 
 def _known(text: str, inner: re.Match[str] | None) -> list[str]:
-    """Returns the keys that are known where one was refused."""
     if inner is None and "'trainer'" not in text:
         return list(_KEYS)
-    owner = Trainer if inner is None else _class(inner[1])
+    owner: Any = Trainer
+    if inner is not None:
+        module, _, name = inner[1].rpartition(".")
+        owner = getattr(importlib.import_module(module), name)
     return list(inspect.signature(owner).parameters)
-
-
-def _class(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)

@@ -14,9 +14,6 @@ _ERAS = ((1850, "before 1850"), (1910, "1850 to 1909"), (1970, "1910 to 1969"), 
 _MIN_CHARS = 200
 _HOLD_OUT_EVERY = 8
 
-Split = tuple[Dataset, Dataset]
-"""Rows to train on, and rows of documents held out."""
-
 
 def load_rows(dataset: str, *columns: str) -> Dataset:
     """Returns the rows of a data set.
@@ -25,7 +22,7 @@ def load_rows(dataset: str, *columns: str) -> Dataset:
         dataset: ``sotu`` for the addresses of US presidents (columns ``text``, ``document``, ``year``, ``label``), a
             file (.json, .jsonl, .csv, .parquet, .txt), a folder written by ``Dataset.save_to_disk``, or the id of a
             data set on the Hub, split ``train``.
-        *columns: Columns that are needed.
+        *columns: Required columns.
 
     Raises:
         ConfigError: If the data set does not exist or lacks a column.
@@ -40,14 +37,14 @@ def load_rows(dataset: str, *columns: str) -> Dataset:
     return rows
 
 
-def split_by_document(rows: Dataset, num_documents: int | None) -> Split:
-    """Splits rows so that no document is on both sides: every eighth is held out.
+def split_by_document(rows: Dataset, num_documents: int | None) -> tuple[Dataset, Dataset]:
+    """Returns training rows and held-out rows: every eighth document is held out as a whole.
 
-    Rows without a column ``document`` are documents of their own.
+    Without a column ``document``, each row is a document.
 
     Args:
         rows: The rows; those of one document are adjacent.
-        num_documents: Take this many documents, evenly spread. None: all.
+        num_documents: Documents to take, evenly spread. None: all.
 
     Raises:
         ConfigError: If there are too few documents to hold one out.

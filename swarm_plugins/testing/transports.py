@@ -1,6 +1,6 @@
-"""Transports for tests: in memory, and one that fails on purpose.
+"""Transports for tests: in memory, and with injected faults.
 
-Both carry messages through the real encoder and decoder, so what cannot travel over libp2p cannot travel here.
+Both use the real encoder and decoder, so a message that libp2p cannot carry fails here too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from swarm_plugins.transport.wire import decode, encode
 
 log = logging.getLogger(__name__)
 
+_PIPE_FRAMES = 8
+
 
 class _Pipe:
     """One direction of a channel: a bounded queue of frames that can end or break."""
@@ -27,21 +29,21 @@ class _Pipe:
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
         self._changed = asyncio.Condition()
-        self.is_ended = False
-        self.is_broken = False
+        self._is_ended = False
+        self._is_broken = False
 
     async def put(self, frame: bytes) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._frames) < 8 or self.is_broken or self.is_ended)
-            if self.is_broken or self.is_ended:
+            await self._changed.wait_for(lambda: len(self._frames) < _PIPE_FRAMES or self._is_ended)
+            if self._is_ended:
                 raise TransportError("the stream is broken")
             self._frames.append(frame)
             self._changed.notify_all()
 
     async def get(self) -> bytes | None:
         async with self._changed:
-            await self._changed.wait_for(lambda: bool(self._frames) or self.is_broken or self.is_ended)
-            if self.is_broken:
+            await self._changed.wait_for(lambda: bool(self._frames) or self._is_ended)
+            if self._is_broken:
                 raise TransportError("the stream is broken")
             frame = self._frames.popleft() if self._frames else None
             self._changed.notify_all()
@@ -49,8 +51,8 @@ class _Pipe:
 
     async def finish(self, *, is_broken: bool) -> None:
         async with self._changed:
-            self.is_ended = True
-            self.is_broken |= is_broken
+            self._is_ended = True
+            self._is_broken |= is_broken
             self._changed.notify_all()
 
 
@@ -62,7 +64,7 @@ class _LocalChannel:
         self._outgoing = outgoing
         self._incoming = incoming
         self._limits = limits
-        self._is_closed = False
+        self.is_closed = False
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         self._check_open()
@@ -77,27 +79,26 @@ class _LocalChannel:
         return None if frame is None else decode(frame, limits=self._limits)
 
     async def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             # The other end reads what was sent, then the end; it can no longer send.
-            await self._outgoing.finish(is_broken=False)
-            await self._incoming.finish(is_broken=False)
+            await self.finish(is_broken=False)
 
-    async def break_line(self) -> None:
-        await self._outgoing.finish(is_broken=True)
-        await self._incoming.finish(is_broken=True)
+    async def finish(self, *, is_broken: bool) -> None:
+        await self._outgoing.finish(is_broken=is_broken)
+        await self._incoming.finish(is_broken=is_broken)
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise TransportError(f"the channel to {self.remote_peer} is closed: open a new one")
 
 
 class LocalTransport:
-    """Carries messages between handlers in this process; also knows who serves what, by asking them.
+    """Carries messages between handlers in this process, and finds servers by asking them.
 
     Args:
-        handlers_by_peer: For each peer id its handlers by rpc name; may be changed later.
-        client: Peer id that the handlers see at the other end.
+        handlers_by_peer: Handlers by peer id and rpc name; may change later.
+        client: The client's peer id, as the handlers see it.
         limits: Bounds on messages.
     """
 
@@ -122,7 +123,7 @@ class LocalTransport:
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel to a handler; see [`Transport`][swarm_plugins.transport.channel.Transport]."""
         if rpc not in RPC_NAMES:
-            raise ConfigError(f"unknown rpc {rpc!r}; known are {', '.join(RPC_NAMES)}")
+            raise ConfigError(f"unknown rpc {rpc!r}; known: {', '.join(RPC_NAMES)}")
         handler = self._handlers_by_peer.get(peer, {}).get(rpc)
         if handler is None or peer in self._killed:
             raise TransportError(f"peer {peer} cannot be reached, or does not serve {rpc}")
@@ -135,7 +136,7 @@ class LocalTransport:
         return near
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
-        """Asks every living peer for its ``rpc_info``; see `Directory`."""
+        """Asks every live peer for its ``rpc_info``; see `Directory`."""
         found = {}
         for peer in list(self._handlers_by_peer):
             if peer in self._killed or "rpc_info" not in self._handlers_by_peer[peer]:
@@ -163,7 +164,7 @@ class LocalTransport:
 
     async def _end(self, tasks: Collection[asyncio.Task[None]]) -> None:
         for task in tasks:
-            await self._live[task][1].break_line()
+            await self._live[task][1].finish(is_broken=True)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -175,7 +176,7 @@ async def _run(handler: Handler, channel: _LocalChannel) -> None:
         log.debug("handler ended by its stream: %s", exc)
     except Exception as exc:
         log.exception("handler failed")
-        if not channel._is_closed:
+        if not channel.is_closed:
             await channel.send(Failure(kind="internal", message=one_line(exc, with_kind=True)))
     finally:
         await channel.close()
@@ -183,37 +184,33 @@ async def _run(handler: Handler, channel: _LocalChannel) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What goes wrong on a line, and how often. Chances are per message, in both directions."""
+    """Faults of a line; probabilities are per message, in both directions."""
 
     drop: float = 0.0
-    """Chance that a message never arrives."""
-
+    """Probability that a message is lost."""
     delay_s: float = 0.0
-    """Longest delay of a message; the actual ones are spread evenly below it."""
-
+    """Longest delay of a message; delays are uniform between 0 and this."""
     corrupt: float = 0.0
-    """Chance that one byte of a message arrives changed."""
-
+    """Probability that one bit of a message is flipped."""
     break_after: int | None = None
     """Messages after which each channel breaks."""
-
     refuse: float = 0.0
-    """Chance that a channel cannot be opened."""
+    """Probability that a channel cannot be opened."""
 
     def __post_init__(self) -> None:
         for name in ("drop", "corrupt", "refuse"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name} is a chance between 0 and 1, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be a probability between 0 and 1, got {getattr(self, name)!r}")
 
 
 class FaultyTransport:
-    """Any transport with a bad line; the same seed gives the same faults in the same order.
+    """Adds faults to another transport; the same seed gives the same faults in the same order.
 
     Args:
-        inner: What carries the messages.
-        faults: What goes wrong.
-        seed: Of the faults.
-        peers: Peers whose lines are bad. None: all.
+        inner: Transport that carries the messages.
+        faults: Faults and their probabilities.
+        seed: Seed of the faults.
+        peers: Peers whose lines are faulty. None: all.
     """
 
     def __init__(
@@ -225,7 +222,7 @@ class FaultyTransport:
         self._peers = peers
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
-        """Opens a channel with a bad line; see `Transport`."""
+        """Opens a faulty channel; see `Transport`."""
         if self._peers is not None and peer not in self._peers:
             return await self._inner.open(peer, rpc, timeout_s=timeout_s)
         if self._dice.random() < self._faults.refuse:
@@ -280,4 +277,4 @@ class _FaultyChannel:
             return message
         frame = bytearray(b"".join(encode(message, codec=codec)))
         frame[self._dice.randrange(len(frame))] ^= 1 << self._dice.randrange(8)
-        return decode(frame)  # raises ProtocolError where the byte carries structure, else a number has changed
+        return decode(frame)  # a bit of structure: ProtocolError; any other: a changed number

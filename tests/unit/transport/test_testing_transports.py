@@ -148,7 +148,7 @@ def test_only_chosen_peers_are_faulty() -> None:
 
 
 def test_chances_are_chances() -> None:
-    with pytest.raises(ConfigError, match="drop is a chance between 0 and 1, got 2"):
+    with pytest.raises(ConfigError, match="drop must be a probability between 0 and 1, got 2"):
         Faults(drop=2)
 
 
