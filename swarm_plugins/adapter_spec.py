@@ -1,7 +1,7 @@
-"""The structure of an adapter, as client and server both see it.
+"""The structure of an adapter, shared by client and server.
 
-A client reads it off PEFT's modules and ships it; a server applies it. Structure and tensors are kept apart:
-the structure is small, validated and travels as metadata; the tensors follow in the order of
+A client reads it from PEFT's modules and ships it; a server applies it. The structure is small, validated, and travels
+as metadata; the tensors follow in the order of
 [`AdapterSpec.tensor_shapes`][swarm_plugins.adapter_spec.AdapterSpec.tensor_shapes].
 """
 
@@ -47,7 +47,7 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The structure of a whole adapter, or of the part of it that lies on a span."""
+    """The structure of a whole adapter, or of its part on a span."""
 
     modules: tuple[AdapterModule, ...]
 

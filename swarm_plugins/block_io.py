@@ -24,7 +24,7 @@ class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_
     """An adapter, or its part on one span: structure, tensors and the name they go by."""
 
     digest: str = ""
-    """Content hash of the two others; empty as long as the tensors are being trained."""
+    """Content hash of structure and tensors; empty while they are being trained."""
     spec: AdapterSpec
     tensors: tuple[Tensor, ...]
     """In the order of ``spec.tensor_shapes()``."""
@@ -67,18 +67,19 @@ class AdapterUse:
         """Returns the same use of adapters with every tensor changed."""
         return replace(self, adapters=tuple(adapter.map(change) for adapter in self.adapters))
 
-    def take_rows(self, rows: slice) -> AdapterUse:
-        """Returns the use on some rows, with a dropout seed of its own: parts of a batch must not share masks."""
+    def take_rows(self, rows: slice | Tensor) -> AdapterUse:
+        """Returns the use on some rows; a slice changes the dropout seed: parts of a batch must not share masks."""
+        kept, seed = self.rows, self.dropout_seed
+        if isinstance(rows, Tensor):
+            return replace(self, rows=None if kept is None else tuple(kept[row] for row in rows.tolist()))
         return replace(
-            self,
-            rows=None if self.rows is None else self.rows[rows],
-            dropout_seed=None if self.dropout_seed is None else self.dropout_seed + int(rows.start),
+            self, rows=None if kept is None else kept[rows], dropout_seed=None if seed is None else seed + rows.start
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanInputs:
-    """Inputs of consecutive blocks: one server's, or all those of a chain."""
+    """Inputs of consecutive blocks, on one server or along a chain."""
 
     blocks: range
     """Global indices of the blocks to run."""
@@ -92,9 +93,9 @@ class SpanInputs:
     prefix: tuple[Tensor, ...] = ()
     """K then V for each block, ``[B, kv heads, P, head width]``."""
     collect_hidden: bool = False
-    """Whether to return the outputs of all blocks but the last too."""
+    """Whether to also return the outputs of all blocks but the last."""
     collect_router: bool = False
-    """Whether to return the router logits of mixture-of-experts blocks too."""
+    """Whether to also return the router logits of mixture-of-experts blocks."""
 
     @property
     def num_tokens(self) -> int:
@@ -103,16 +104,16 @@ class SpanInputs:
 
     @property
     def differentiable(self) -> tuple[Tensor, ...]:
-        """The tensors that may get a gradient: hidden, all adapters' tensors, prefix."""
+        """The tensors that may get a gradient: hidden states, adapters, prefix."""
         return (self.hidden, *self.adapters.tensors, *self.prefix)
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether autograd is going to ask for a gradient."""
+        """Whether autograd will ask for a gradient."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.differentiable)
 
     def map(self: Inputs, change: Change) -> Inputs:
-        """Returns the inputs with every tensor changed but those of adapters."""
+        """Returns the inputs with every tensor changed, except the adapters'."""
         positions, mask = self.position_ids, self.attention_mask
         return replace(
             self,
@@ -123,19 +124,19 @@ class SpanInputs:
         )
 
     def take_rows(self: Inputs, rows: slice | Tensor) -> Inputs:
-        """Returns some rows of the batch; the use of adapters is cut by a slice only."""
+        """Returns some rows of the batch."""
         positions, mask = self.position_ids, self.attention_mask
         return replace(
             self,
             hidden=self.hidden[rows],
             position_ids=positions if positions is None or positions.shape[0] == 1 else positions[rows],
             attention_mask=None if mask is None else mask[rows],
-            adapters=self.adapters.take_rows(rows) if isinstance(rows, slice) else self.adapters,
+            adapters=self.adapters.take_rows(rows),
             prefix=tuple(tensor[rows] for tensor in self.prefix),
         )
 
     def take_tokens(self: Inputs, start: int, end: int) -> Inputs:
-        """Returns some of the new tokens, behind which nothing is cached yet: the mask ends with them."""
+        """Returns some of the new tokens; the mask ends with them, as later ones are not cached yet."""
         mask = self.attention_mask
         end = min(end, self.hidden.shape[1])
         return replace(
@@ -147,7 +148,7 @@ class SpanInputs:
         )
 
     def take_blocks(self: Inputs, blocks: range, hidden: Tensor) -> Inputs:
-        """Returns the inputs of some of the blocks, which get ``hidden``."""
+        """Returns the inputs of some of the blocks, with ``hidden`` as their hidden states."""
         first, end = (2 * (block - self.blocks.start) for block in (blocks.start, blocks.stop))
         return replace(self, blocks=blocks, hidden=hidden, prefix=self.prefix[first:end])
 
@@ -170,7 +171,7 @@ class SpanOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_un
         return (self.hidden, *self.hidden_states, *self.router_logits)
 
     def with_tensors(self: Outputs, tensors: Sequence[Tensor]) -> Outputs:
-        """Returns outputs of the same layout with other tensors, in the order of ``tensors``."""
+        """Returns outputs of the same layout with other tensors, in the order of the property ``tensors``."""
         first_router = 1 + len(self.hidden_states)
         return msgspec.structs.replace(
             self,
@@ -185,7 +186,7 @@ class SpanOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_un
 
 
 def join_outputs(parts: Sequence[SpanOutputs], dim: int) -> SpanOutputs:
-    """Joins the outputs of parts of one input, which was cut along its rows (``dim`` 0) or its new tokens (1)."""
+    """Joins the outputs of an input that was cut along its rows (``dim`` 0) or its new tokens (1)."""
     if len(parts) == 1:
         return parts[0]
 
@@ -205,7 +206,7 @@ def join_outputs(parts: Sequence[SpanOutputs], dim: int) -> SpanOutputs:
 
 
 def chain_outputs(parts: Sequence[SpanOutputs], *, collect_hidden: bool) -> SpanOutputs:
-    """Joins the outputs of spans that follow one another; what one hands to the next is a hidden state too."""
+    """Joins the outputs of consecutive spans; hidden states passed from one span to the next are collected too."""
     states: list[Tensor] = []
     for index, part in enumerate(parts):
         states.extend(part.hidden_states)

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them."""
+"""Parses and formats sizes in bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns a size for people to read: ``512 MB``."""
+    """Returns a human-readable size: ``512 MB``."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.3g} {unit}"

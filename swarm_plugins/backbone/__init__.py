@@ -1,7 +1,7 @@
 """HF's own model classes with remote decoder layers.
 
-`AutoSwarmModelForCausalLM.from_pretrained(...)` is the door; `stack.py` is where the layer loop of transformers
-becomes one pass through a chain of servers.
+The entry point is `AutoSwarmModelForCausalLM.from_pretrained(...)`; `stack.py` turns the layer loop of transformers
+into one pass through a chain of servers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads PEFT's adapters off the stand-ins; refuses what servers could not apply.
+"""Reads PEFT's adapters from the stand-ins; refuses what servers could not apply.
 
-PEFT has injected real tensors under their real names; servers get structure and tensors. A trainable tensor that is not
+PEFT injects real tensors under their real names; servers get structure and tensors. A trainable tensor that is not
 shipped would silently get no gradient, so anything unknown raises before the first step.
 """
 
@@ -36,27 +36,22 @@ class _Tuned(NamedTuple):
 class AdapterReader:
     """Finds the adapters of a model's remote blocks.
 
-    A full reading takes milliseconds, too much for every generated token; a cheap look (what is active, which tensors,
-    how scaled) shows whether the last reading still holds.
+    A full reading takes milliseconds, too long for every generated token; a cheap check (active adapters, identity of
+    tensors, scaling) shows whether the last reading is still valid.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks
         self._tuned: list[_Tuned] = []
         self._weights: list[tuple[int, str, dict[str, nn.Parameter | None]]] = []
-        """Modules with parameters of their own, as (block, path, live dict of these)."""
+        """Modules with parameters of their own: block, path, live dict of the parameters."""
         self._seen = -1
         self._state: list[object] | None = None
         self._last = AdapterUse()
         self._is_checked = False
 
     def select(self, structure: int, indices: range, batch_size: int) -> AdapterUse:
-        """Returns the adapters now active on some blocks.
-
-        Args:
-            structure: Changes when modules are injected or removed, which starts a new search.
-            indices: Which blocks.
-            batch_size: Rows of the batch.
+        """Returns the active adapters of some blocks; a new number ``structure`` makes it search the modules again.
 
         Raises:
             UnsupportedError: If something is injected that servers cannot apply.
@@ -114,13 +109,13 @@ def _forgotten(index: int, name: str) -> UnsupportedError:
 
 
 def _is_inactive(name: str, parameter: nn.Parameter) -> bool:
-    """Returns whether it belongs to a LoRA or IA3 that is switched off: PEFT leaves its tensors trainable."""
+    """Returns whether a parameter belongs to an inactive LoRA or IA3: PEFT leaves its tensors trainable."""
     known = (".lora_A.", ".lora_B.", ".ia3_l.")
     return not is_hollow(parameter) and any(part in f".{name}" for part in known)
 
 
 def _state(layer: Any) -> list[object]:
-    """Returns everything that structure and tensors of a layer's adapters depend on, as cheaply as possible."""
+    """Returns a cheap fingerprint of everything a layer's adapters depend on."""
     if layer._disable_adapters:
         return [None]
     # Bypasses PEFT's properties and torch's attribute hooks: this runs for every layer and generated token.
@@ -154,7 +149,7 @@ def _check_options(item: _Tuned, name: str) -> None:
 
 def _selection(tuned: Sequence[_Tuned], names: Sequence[str] | None, batch_size: int) -> AdapterUse:
     if names is None:
-        # One per name: PEFT applies several on a layer one by one, and a frozen one is not sent again.
+        # One per name: PEFT applies several adapters of a layer one by one, and a frozen one is not sent again.
         distinct = list(dict.fromkeys(name for item in tuned for name in _active(item)))
         found = [_collect([item for item in tuned if name in _active(item)], name) for name in distinct]
         return AdapterUse(adapters=tuple(adapter for adapter in found if adapter.tensors))
@@ -205,7 +200,7 @@ def _dropout(item: _Tuned, name: str) -> float:
 
 
 def _read(item: _Tuned, name: str) -> tuple[AdapterModule, tuple[Tensor, ...]] | None:
-    """Returns one adapter's structure and tensors on one layer, None if it is not there."""
+    """Returns an adapter's structure and tensors on one layer; None if the layer lacks it."""
     layer: Any = item.layer
     if isinstance(layer, IA3Layer):
         if name not in layer.ia3_l:

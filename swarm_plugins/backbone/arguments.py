@@ -15,18 +15,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from swarm_plugins.errors import UnsupportedError
 
 ATTENTION_NAME = "swarm"
-"""Attention with which blocks get the plain padding mask; servers build the mask their family needs."""
+"""Attention that hands blocks the plain padding mask; servers build the mask their family needs."""
 
 _KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "cache_position"}) | frozenset({
-    # Meant for the loss; models hand all keyword arguments on to their layers, which ignore these.
+    # Meant for the loss; models pass all keyword arguments to their layers, which ignore these.
     "num_items_in_batch",
     "shift_labels",
 })  # fmt: skip
-"""Tensors that transformers hands to every decoder layer; servers compute position embeddings themselves."""
+"""Tensors that transformers passes to every decoder layer; servers compute position embeddings themselves."""
 
 
 class LayerArguments(NamedTuple):
-    """Arguments of a decoder layer that matter to a server."""
+    """Arguments of a decoder layer that a server needs."""
 
     position_ids: Tensor | None
     """``[B or 1, S]``."""
@@ -42,11 +42,7 @@ def by_name(layer_class: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping
 
 
 def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
-    """Returns what a server needs of a layer's arguments, given by name.
-
-    Raises:
-        UnsupportedError: If servers cannot take one of them.
-    """
+    """Returns the arguments a server needs; raises UnsupportedError if servers cannot take one."""
     # Not by name: some families call it `layer_past`, and without it every token would be the first.
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     positions: Tensor | None = kwargs.get("position_ids")
@@ -63,15 +59,15 @@ def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
 def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor | None:
     """Returns the padding mask as bool, or None when nothing is padded."""
     if mask is None:
-        # Without mask and cache transformers takes positions that start again for packed sequences. Servers see
-        # neither an empty cache nor a mask that hides nothing, so an explicit mask tells them.
+        # Without mask and cache, transformers takes positions that start again for packed sequences. Servers see
+        # neither an empty cache nor an all-true mask, so they get an explicit mask.
         is_empty = cache is not None and cache.get_seq_length() == 0
         return torch.ones(hidden.shape[:2], dtype=torch.bool) if is_empty and _restart(positions) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise UnsupportedError(
-            f"remote blocks take a padding mask of shape [batch, length], got {shape}; pass attention_mask as the "
-            "tokenizer makes it"
+            f"remote blocks take a padding mask of shape [batch, length], got {shape}; pass the tokenizer's "
+            "attention_mask"
         )
     mask = mask.bool().cpu()
     return None if bool(mask.all()) and not _restart(positions) else mask
@@ -88,10 +84,10 @@ def _padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor |
 
 
 def register_attention() -> None:
-    """Registers the name with transformers.
+    """Registers ``ATTENTION_NAME`` with transformers.
 
-    Both registries need it: a name without a mask function makes transformers drop the padding mask silently. The
-    attention function itself never runs on a remote block.
+    Both registries need it: without a mask function, transformers silently drops the padding mask. The attention
+    function itself never runs on a remote block.
     """
     AttentionInterface.register(ATTENTION_NAME, sdpa_attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, _padding_mask)

@@ -52,24 +52,24 @@ class _AutoSwarm:
     ) -> PreTrainedModel:
         """Returns the model in HF's own class; its decoder layers run on servers of the same model version.
 
-        Embeddings, final norm and head are real and local; only they are downloaded and read. Everything else works as
-        in transformers: ``generate()``, PEFT, any Trainer.
+        Embeddings, final norm and head are local; only they are downloaded and read. Everything else works as in
+        transformers: ``generate()``, PEFT, any Trainer.
 
-        ``save_pretrained`` and ``state_dict`` give the local weights only (a trained head, say); to restore them, load
-        the model by its name and call ``load_state_dict``. PEFT saves adapters.
+        ``save_pretrained`` and ``state_dict`` return only the local weights (such as a trained head); to restore them,
+        load the model by its name and call ``load_state_dict``. PEFT saves adapters.
 
         Args:
             name_or_dir: Id of a repository on the Hub, or a directory.
             revision: Branch, tag or commit on the Hub.
-            initial_peers: Addresses the swarm is joined by. None: the active strategy's, else the environment variable
-                ``SWARM_INITIAL_PEERS``.
-            swarm: How the client behaves: deadlines, retries, codec.
-            dtype: Floating type of the local weights and of the hidden states that are sent. None: the checkpoint's.
-            device: Where the local weights and the adapters live; the CPU by default.
+            initial_peers: Addresses to join the swarm through. None: the active strategy's, else the environment
+                variable ``SWARM_INITIAL_PEERS``.
+            swarm: Settings of the client: deadlines, retries, codec.
+            dtype: Floating type of local weights and of the hidden states sent. None: the checkpoint's.
+            device: Device of local weights and adapters; the CPU by default.
             token: Access token of the Hub.
             cache_dir: Cache of the Hub's files.
-            connection: Your own connection, instead of peers.
-            **config_changes: Settings of the model's config that act on the client, such as ``num_labels``.
+            connection: A connection to use instead of peers.
+            **config_changes: Settings of the model's config that affect the client, such as ``num_labels``.
 
         Raises:
             ConfigError: If no peers are given, a setting is wrong or the model does not exist.
@@ -90,7 +90,7 @@ class _AutoSwarm:
             connection=connection,
             model=checkpoint.name,
         )
-        # Joining here and not at the first step: a wrong address or a missing block shows before weights are read.
+        # Joins now and not at the first step: a wrong address or a missing block shows before weights are read.
         stack.check()
         watch_injection()
         return load_remote(
@@ -123,7 +123,7 @@ _CLIENT_SETTINGS = frozenset({
 
 
 def _check_not_store(checkpoint: Checkpoint) -> None:
-    """Refuses a quantized store: its blocks are announced under the model it was made from."""
+    """Refuses a quantized store: servers announce its blocks under the original model."""
     quantization = getattr(checkpoint.config, "quantization_config", None)
     if isinstance(quantization, Mapping) and quantization.get("quant_method") == QUANT_METHOD:
         base = str(quantization.get("base"))[:_MAX_CHARS]
@@ -137,7 +137,7 @@ def _check_changes(changes: Mapping[str, Any], config: PreTrainedConfig) -> None
     for name in changes:
         if name in _CLIENT_SETTINGS:
             continue
-        allowed = f"settings that can be given are {', '.join(sorted(_CLIENT_SETTINGS))}"
+        allowed = f"supported settings: {', '.join(sorted(_CLIENT_SETTINGS))}"
         if not hasattr(config, name):
             raise ConfigError(
                 f"unknown argument {name!r}: neither an argument of from_pretrained nor a setting of "

@@ -1,7 +1,7 @@
 """Remote cache layers: a KV cache of transformers whose keys and values live on servers.
 
-All layers of a cache share one state that knows its length. The first layer queues changes (crop, reorder, ...) there;
-they ride with the next request.
+All layers of a cache share one state that tracks its length. The first layer queues changes there (crop, reorder, ...),
+which travel with the next request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RemoteCacheState:
-    """One session, and the changes that wait for its next step."""
+    """A session, and the changes queued for its next step."""
 
     def __init__(self, remote: RemoteBlocks, num_blocks: int, prefix: Sequence[Tensor] = ()) -> None:
         self.remote = remote
@@ -70,13 +70,13 @@ class RemoteCacheState:
         return session
 
     def owe(self, inputs: SpanInputs) -> None:
-        """Notes tokens that ran outside the session."""
+        """Records tokens that ran outside the session."""
         plain = replace(inputs, hidden=inputs.hidden.detach(), collect_hidden=False, collect_router=False)
         self._owed.append(plain)
         self.length += inputs.hidden.shape[1]
 
     def change(self, kind: str, *indices: int) -> None:
-        """Queues a change of the cache, or applies it here if nothing is on servers yet."""
+        """Queues a change of the cache, or applies it locally if servers hold nothing yet."""
         if self._owed:
             # Owed tokens were computed before the change: they go in first.
             self._ready_session()
@@ -115,7 +115,7 @@ class RemoteCacheState:
 
 
 class RemoteCacheLayer(CacheLayerMixin):
-    """One block's layer of the cache; the first acts for all."""
+    """One block's layer of the cache; the first layer acts for all."""
 
     is_compileable = False
     is_sliding = False
@@ -178,10 +178,10 @@ class RemoteCacheLayer(CacheLayerMixin):
             self.state.change("select", *index.tolist())
 
     def offload(self) -> None:
-        """Does nothing: nothing is here."""
+        """Does nothing: no keys or values are local."""
 
     def prefetch(self) -> None:
-        """Does nothing: nothing is here."""
+        """Does nothing: no keys or values are local."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheLayer:
         twin = RemoteCacheLayer(copy.deepcopy(self.state, memo), is_first=self.is_first)
@@ -192,10 +192,10 @@ class RemoteCacheLayer(CacheLayerMixin):
 def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCacheState:
     """Makes a cache of transformers remote, in place, and returns its state.
 
-    Keys and values it already holds (from PEFT's prefix tuning) become the prefix.
+    Existing keys and values (from PEFT's prefix tuning) become the prefix.
 
     Raises:
-        UnsupportedError: If another model's tokens are in it.
+        UnsupportedError: If it holds another model's tokens.
     """
     layers = cache.layers
     if layers and isinstance(layers[0], RemoteCacheLayer):
@@ -220,7 +220,7 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCa
 
 
 def run_cached(remote: RemoteBlocks, inputs: SpanInputs, cache: Cache) -> SpanOutputs:
-    """Runs all blocks on new tokens of a cache: in its session, or outside of it if gradients are needed.
+    """Runs all blocks on new tokens of a cache: in its session, or outside it if gradients are needed.
 
     Raises:
         UnsupportedError: If gradients would have to flow through cached tokens, or another model's tokens are cached.

@@ -1,4 +1,4 @@
-"""Where a model finds its swarm: the argument, the active strategy, or the environment, in this order."""
+"""Finds the swarm of a model: from the argument, the active strategy, or the environment, in this order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class SwarmSettings:
     """Which swarm to use, and how."""
 
     initial_peers: tuple[str, ...]
-    """Addresses the swarm is joined by."""
+    """Addresses to join the swarm through."""
     config: SwarmConfig
-    """How the client behaves."""
+    """Settings of the client."""
 
     def connection(self) -> SwarmConnection:
         """Returns the connection that all models with these settings share; it may not be started yet."""
@@ -32,7 +32,7 @@ _active: ContextVar[SwarmSettings | None] = ContextVar("active_swarm", default=N
 
 @contextlib.contextmanager
 def active_swarm(settings: SwarmSettings) -> Iterator[None]:
-    """Makes a swarm the default for models loaded inside (a strategy wraps ``configure_model`` in it)."""
+    """Makes a swarm the default for models loaded inside; strategies wrap ``configure_model`` in it."""
     token = _active.set(settings)
     try:
         yield

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RemoteDecoderLayer(nn.Module):
-    """Mixin that goes before a decoder layer's class: its forward asks the stack, its children never run."""
+    """Mixin placed before a decoder layer's class: its forward calls the stack, its children never run."""
 
     swarm_stack: RemoteStack
     swarm_index: int

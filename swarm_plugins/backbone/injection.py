@@ -1,6 +1,6 @@
-"""Hooks into PEFT's injection: refuses what cannot work on remote blocks, and completes targets that were not given.
+"""Hooks into PEFT's injection: refuses what cannot work on remote blocks, and fills in missing targets.
 
-PEFT offers no hook before an injection; the conversion of old configs is the first thing it calls with config and
+PEFT has no hook before an injection; the conversion of old configs is the first function it calls with config and
 model, for every kind of adapter and every way to inject one.
 """
 
@@ -34,12 +34,12 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
     "deepseek_v2": ("q_proj", "q_b_proj", "kv_b_proj"),
     "deepseek_v3": ("q_proj", "q_b_proj", "kv_b_proj"),
 }
-"""LoRA's default target modules for families that PEFT 0.21 has none for; drop them when its own table has them."""
+"""LoRA's default target modules for families missing in PEFT 0.21; drop each once PEFT's own table has it."""
 
 
 @functools.cache
 def watch_injection() -> None:
-    """Puts the checks and defaults in PEFT's way. A second call does nothing."""
+    """Installs the checks and defaults in PEFT. Idempotent."""
     add_lora_defaults()
     ignore_peft_deprecation()
     original = weight_conversion.convert_peft_config_for_transformers
@@ -56,16 +56,16 @@ def watch_injection() -> None:
 
 
 def add_lora_defaults() -> None:
-    """Adds the missing defaults to PEFT's table; what is there stays."""
+    """Adds missing defaults to PEFT's table; existing entries stay."""
     for model_type, modules in _DEFAULTS.items():
         LORA_TARGETS.setdefault(model_type, list(modules))
 
 
 @contextlib.contextmanager
 def keep_unset_targets(config: Any) -> Iterator[None]:
-    """Keeps "no targets given" through PEFT's conversion of a config, which makes it "no modules" for Mixtral.
+    """Keeps unset targets unset through PEFT's conversion of a config.
 
-    With no modules PEFT 0.21 never looks up its defaults.
+    For Mixtral the conversion turns them into an empty list, with which PEFT 0.21 never looks up its defaults.
     """
     is_unset = getattr(config, "target_modules", None) is None and not getattr(config, "target_parameters", None)
     yield

@@ -1,4 +1,4 @@
-"""Builds HF's own class with remote blocks: only what stays on the client is read and held."""
+"""Builds HF's own model class with remote blocks; reads and holds only the client's share of the weights."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ from swarm_plugins.errors import UnsupportedError
 
 
 def model_class(mapping: Mapping[Any, Any], config: PreTrainedConfig, what: str) -> type[PreTrainedModel]:
-    """Returns the class that transformers has for a config and a task.
-
-    Raises:
-        UnsupportedError: If it has none.
-    """
+    """Returns the class of transformers for a config and a task; raises UnsupportedError if there is none."""
     found = model_classes(config, mapping)
     if not found:
         raise UnsupportedError(
-            f"transformers has no class of {what} for model_type {config.model_type!r}; "
+            f"transformers has no {what} class for model_type {config.model_type!r}; "
             "use a decoder-only model that AutoModel can load for this task"
         )
     return found[0]
@@ -48,16 +44,7 @@ def load_remote(
     device: str,
     config_changes: Mapping[str, Any],
 ) -> PreTrainedModel:
-    """Returns a model of ``base_class`` whose decoder layers are remote.
-
-    Args:
-        base_class: HF's class.
-        checkpoint: Where the client's share of the weights is.
-        stack: Runs the blocks.
-        name: The model's name as the user gave it.
-        dtype: Floating type of the local weights; None or ``auto``: the checkpoint's.
-        device: Where local weights and adapters live.
-        config_changes: Settings that differ from the checkpoint's config (``num_labels`` ...).
+    """Returns a model of HF's ``base_class`` whose decoder layers are remote; see ``from_pretrained``.
 
     Raises:
         CheckpointError: If a tensor cannot be read or has a wrong shape.
@@ -77,7 +64,7 @@ def load_remote(
         trim=lambda model: make_remote(find_layers(model), stack, device),
         may_lack=True,
     )
-    model.to(torch.device(device))  # type: ignore[arg-type]  # the wrapper around it has lost its signature
+    model.to(torch.device(device))  # type: ignore[arg-type]  # its wrapper lacks the signature
     model.set_attn_implementation(ATTENTION_NAME)
     probe_layer_loop(model.base_model, stack, device)
     take_generation_config(model, checkpoint)

@@ -1,7 +1,7 @@
 """Probes a model's layer loop while it is loaded.
 
-A few families build masks of their own, pass more than hidden states from layer to layer, or do something between
-layers. That shows here, before any data is read, and not as a wrong token later.
+A few families build their own masks, pass more than hidden states from layer to layer, or compute something between
+layers. The probe finds out before any data is read, instead of a wrong token later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Watch:
-    """Takes the place of remote blocks and checks how they are called."""
+    """Replaces the remote blocks and checks how they are called."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -37,10 +37,10 @@ class _Watch:
 
 
 def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device | str) -> None:
-    """Calls the base model once with blocks that return their input.
+    """Calls the base model once, with blocks that return their input.
 
     Raises:
-        UnsupportedError: If the model's forward does something servers cannot know about.
+        UnsupportedError: If the model's forward does something servers do not know about.
     """
     reasons = []
     for in_tuple in (False, True):
@@ -59,6 +59,6 @@ def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device |
             return
         reasons.append(f"blocks are called in the order {watch.calls}")
     raise UnsupportedError(
-        f"{type(base).__name__} cannot have remote blocks: its layers are not called the plain way of transformers, "
-        f"one after the other with a mask made by its attention interface ({reasons[0]}); use a model of another family"
+        f"{type(base).__name__} cannot have remote blocks: it does not call its layers one after another with a mask "
+        f"made by transformers' attention interface ({reasons[0]}); use a model of another family"
     )

@@ -1,7 +1,7 @@
-"""Refuses what of PEFT cannot work on remote blocks, at injection and with the cure.
+"""Refuses PEFT features that cannot work on remote blocks, at injection and with the cure.
 
 Servers hold the weights and apply shipped adapters. A client cannot read base weights (initialisations, DoRA, merging),
-train them, or add other mathematics to a layer.
+train them, or add other computations to a layer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,17 @@ from torch import nn
 from swarm_plugins.errors import UnsupportedError
 
 SUPPORTED_LAYERS = (LoraLinear, ParamWrapper, IA3Linear)
-"""PEFT's layers that servers can apply."""
+"""Layers of PEFT that servers can apply."""
 WHAT_WORKS = (
-    "on remote blocks work: LoRA (also rslora, target_parameters, dropout), IA3, prompt tuning, p-tuning, prefix tuning"
+    "remote blocks support LoRA (also rslora, target_parameters, dropout), IA3, prompt tuning, p-tuning, prefix tuning"
 )
 _READS_WEIGHTS = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
 _OTHER_CHANGES = ("alora_invocation_tokens", "layer_replication", "lora_bias", "megatron_config")
-"""Options of LoRA that PEFT does not count as variants, but that do more than a low-rank product."""
+"""Options of LoRA that PEFT does not count as variants, yet do more than a low-rank product."""
 
 
 def check_inserted(name: str, module: nn.Module) -> None:
-    """Checks a module that replaces one of a remote block.
-
-    Raises:
-        UnsupportedError: If servers could not apply it: it would never run.
-    """
+    """Raises UnsupportedError for a module put into a remote block that servers could not apply: it would never run."""
     if isinstance(module, AuxiliaryTrainingWrapper):
         raise UnsupportedError(
             f"{name!r} in a remote block cannot be wrapped by {type(module).__name__} (modules_to_save or "
@@ -54,11 +50,7 @@ def check_inserted(name: str, module: nn.Module) -> None:
 
 
 def check_config(config: Any, remote_modules: Iterable[str]) -> None:
-    """Checks PEFT's config of an adapter before it is injected.
-
-    Raises:
-        UnsupportedError: If something in it cannot work on the remote modules that it names.
-    """
+    """Raises UnsupportedError if an adapter's config asks for something that cannot work on remote modules."""
     remote_modules = list(remote_modules)
     _check_trained_modules(config, remote_modules)
     if not _targets_any(config, remote_modules):
@@ -83,7 +75,7 @@ def _check_lora(config: Any) -> None:
         if getattr(config, option, None):
             raise UnsupportedError(
                 f"{option}={getattr(config, option)!r} cannot work on remote blocks: it needs base weights or adds "
-                f"other mathematics to a layer; leave it out; {WHAT_WORKS}"
+                f"other computations to a layer; leave it out; {WHAT_WORKS}"
             )
 
 
@@ -100,19 +92,19 @@ def _check_trained_modules(config: Any, remote_modules: list[str]) -> None:
             if found is not None:
                 raise UnsupportedError(
                     f"{option} names {name!r}, which is {found!r} of a remote block: its weights are on servers and "
-                    f"cannot be trained; name modules of the client (embeddings, norm, head) only; {WHAT_WORKS}"
+                    f"cannot be trained; name only local modules (embeddings, norm, head); {WHAT_WORKS}"
                 )
 
 
 def _targets_any(config: Any, remote_modules: list[str]) -> bool:
     if config.peft_type == PeftType.XLORA:
-        # It names no targets: it replaces other adapters' forward.
+        # It has no targets of its own: it replaces other adapters' forward.
         return True
     if config.peft_type == PeftType.TRAINABLE_TOKENS and config.target_modules is None:
-        # The embedding, which is here.
+        # The embedding, which is local.
         return False
     if getattr(config, "target_parameters", None) or getattr(config, "target_modules", None) is None:
-        # Parameters are targeted in blocks only, and PEFT's default targets lie in blocks too.
+        # Targeted parameters and PEFT's default targets lie in blocks.
         return True
     if config.target_modules == "all-linear":
         return True

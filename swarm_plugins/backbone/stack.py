@@ -1,8 +1,8 @@
-"""All remote blocks of one model: the first one called runs the whole chain, the others hand its result on.
+"""All remote blocks of one model: the first one called runs the whole chain, the others pass its result on.
 
-transformers calls decoder layers one by one; a request for each would cost a round trip for each. So the first block
-sends the hidden states through all spans and returns the result; the others recognise that very tensor and return it
-(or their own output, if every block's hidden states are wanted).
+transformers calls decoder layers one by one; a request for each would cost a round trip each. So the first block sends
+the hidden states through all spans and returns the result; the others recognise that very tensor and return it (or
+their own output, if all hidden states are wanted).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class _Running:
-    """A chain's result on its way through the layer loop."""
+    """A chain's result while it passes through the layer loop."""
 
     def __init__(self, outputs: SpanOutputs, inputs: SpanInputs) -> None:
         self.routers = dict(zip(outputs.router_blocks, outputs.router_logits, strict=True))
         between = outputs.hidden_states if inputs.collect_hidden else [outputs.hidden] * (len(inputs.blocks) - 1)
         self.hidden = [*between, outputs.hidden]
-        """What each block returns."""
+        """The output of each block."""
         self.next_block = 0
         self.last: Tensor | None = None
 
@@ -59,14 +59,14 @@ class RemoteStack:
         self.connection = connection
         self.layers: Sequence[nn.Module] = ()
         self.in_tuple = False
-        """Whether the model's loop expects layers to return a tuple."""
+        """Whether the model expects its layers to return a tuple."""
         self._remote: RemoteBlocks | None = None
         self._reader: AdapterReader | None = None
         self._local = threading.local()
 
     @property
     def remote(self) -> RemoteBlocks:
-        """The blocks on the swarm; connects at the first use."""
+        """The blocks on the swarm; connects on first use."""
         if self._remote is None:
             if self.connection is None:
                 if self.settings is None:
@@ -76,14 +76,14 @@ class RemoteStack:
         return self._remote
 
     def check(self) -> None:
-        """Joins the swarm and looks for a chain that covers all blocks."""
+        """Joins the swarm; raises MissingBlocksError if some block has no server."""
         self.remote.check()
 
     def run_block(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Returns the output of one block; the first of a pass runs them all.
 
         Raises:
-            UnsupportedError: If hidden states were changed between blocks, or servers cannot give what is asked for.
+            UnsupportedError: If hidden states were changed between blocks, or servers cannot return what is wanted.
         """
         running: _Running | None = getattr(self._local, "running", None)
         if running is not None and running.next_block == index:
@@ -93,10 +93,8 @@ class RemoteStack:
                     f"the hidden states were changed between remote blocks {index - 1} and {index} (by a hook?); "
                     "remote blocks run as one chain, so change their input or output instead"
                 )
-        elif index == 0:
-            running = self._run(range(self.num_blocks), hidden, kwargs)
         else:
-            running = self._run(range(index, index + 1), hidden, kwargs)
+            running = self._run(range(index, index + 1 if index else self.num_blocks), hidden, kwargs)
         return self._hand_on(running, index)
 
     def _hand_on(self, running: _Running, index: int) -> Tensor:
@@ -122,7 +120,7 @@ class RemoteStack:
             self._reader = AdapterReader(self.layers)
         inputs = SpanInputs(
             blocks=blocks,
-            # Leaves an accelerator once, not once for each server, and does not wait there for a replay.
+            # Copied from an accelerator once, not once per server; a replay does not hold memory there.
             hidden=hidden.cpu(),
             position_ids=arguments.position_ids,
             attention_mask=arguments.attention_mask,
@@ -137,7 +135,7 @@ class RemoteStack:
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drops live handles; they are made again at first use."""
+        """Drops live handles, which are recreated on first use."""
         kept = dict(self.__dict__)
         kept.update(connection=None, _remote=None, _reader=None, _local=None)
         return kept

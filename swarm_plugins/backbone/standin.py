@@ -1,6 +1,6 @@
-"""Stand-ins: modules of a remote block that look like HF's own, with true shapes and names, but hold no weights.
+"""Stand-ins: modules of a remote block with the shapes and names of HF's own, but without weights.
 
-Every module keeps its class (through a dynamic subclass), every parameter and buffer is hollow: see
+Every module keeps its class (through a dynamic subclass); every parameter and buffer is hollow, see
 `checkpoint/hollow.py`.
 """
 
@@ -20,22 +20,22 @@ _structure_changes = 0
 
 
 def structure_version() -> int:
-    """Returns a number that changes whenever a module is put into a stand-in (as PEFT does with adapters)."""
+    """Returns a number that changes whenever a module is set on a stand-in (as PEFT does with adapters)."""
     return _structure_changes
 
 
 class RemoteWeight(HollowWeight):
-    """A parameter whose values are on servers."""
+    """A parameter whose values live on servers."""
 
     refusal = (
-        "a weight of a remote block was read or written here ({what}); it is on servers. Merging, DoRA and "
-        "initialisations by the base weights (pissa, olora, loftq, corda, lora_ga, mica) cannot work: keep the "
-        f"adapter apart, with init_lora_weights=True; {WHAT_WORKS}"
+        "a weight of a remote block was read or written here ({what}), but it is on servers. Merging, DoRA and "
+        "initialisations from base weights (pissa, olora, loftq, corda, lora_ga, mica) cannot work: keep the "
+        f"adapter unmerged, with init_lora_weights=True; {WHAT_WORKS}"
     )
 
 
 class StandIn(HollowModule):
-    """Mixed in before the class of every module of a remote block."""
+    """Mixin placed before the class of every module of a remote block."""
 
     _stand_in_of: tuple[tuple[type[nn.Module], ...], type[nn.Module]]
 
@@ -51,8 +51,8 @@ class StandIn(HollowModule):
             _structure_changes += 1
         elif isinstance(value, nn.Parameter) and not isinstance(value, RemoteWeight):
             raise UnsupportedError(
-                f"the parameter {name!r} of a remote block cannot be replaced here: its weights are on servers, which "
-                f"never change them; {WHAT_WORKS}"
+                f"cannot replace the parameter {name!r} of a remote block: its weights are on servers, which never "
+                f"change them; {WHAT_WORKS}"
             )
         super().__setattr__(name, value)
 
@@ -73,8 +73,8 @@ def stand_in_class(original: type[nn.Module], *mixins: type[nn.Module]) -> type[
     cls = type(f"Remote{original.__name__}", (*mixins, StandIn, original), {"__doc__": original.__doc__})
     for mixin in mixins:
         if "forward" in vars(mixin):
-            # transformers wraps the forward of every subclass of a decoder layer for gradient checkpointing, which
-            # would send each request twice: servers keep or recompute what they need by themselves.
+            # transformers wraps the forward of every decoder layer's subclass for gradient checkpointing, which would
+            # send each request twice; servers keep or recompute what they need.
             cls.forward = mixin.forward  # type: ignore[attr-defined]
     cls._stand_in_of = (mixins, original)  # type: ignore[attr-defined]
     return cls

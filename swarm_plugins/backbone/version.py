@@ -1,4 +1,4 @@
-"""The version of a model's base: the same answer with remote blocks and without."""
+"""Finds the version of a model's base, the same with and without remote blocks."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ _SAMPLE_ROWS = 1
 
 
 class ServedBlocks(NamedTuple):
-    """How a server holds blocks of a model."""
+    """The blocks a server holds, and their numeric formats."""
 
     start: int
-    """First block."""
     end: int
-    """One after the last block."""
+    """One past the last block."""
     dtype: str
-    """What it computes in."""
+    """Compute dtype."""
     quantization: str
-    """How it holds the weights: ``none``, ``int8``, ``nf4``."""
+    """Format of the weights: ``none``, ``int8`` or ``nf4``."""
 
 
 def base_version(model: nn.Module) -> ModelVersion | None:
     """Returns the version of the base a model was loaded from; None if unknown.
 
-    A model with remote blocks knows it. For a plain one samples of its tensors are compared with its directory, or with
-    the commits in the Hub's cache.
+    A model with remote blocks knows it. For a plain model, samples of its tensors are compared with the commits in the
+    Hub's cache, unless it comes from a directory.
 
     Args:
         model: A model of transformers, with or without adapters of PEFT around it.
@@ -70,7 +69,7 @@ def base_version(model: nn.Module) -> ModelVersion | None:
 def base_blocks(model: nn.Module) -> tuple[str, ...]:
     """Returns the fingerprint of each block of the base's weights, in order.
 
-    Empty for a base on the Hub, whose commit covers them: a client of a swarm has no byte of the blocks.
+    Empty for a base on the Hub, whose commit covers them: clients of a swarm never download the blocks.
 
     Args:
         model: A model of transformers, with or without adapters of PEFT around it.
@@ -110,7 +109,7 @@ def _hub_version(model: nn.Module, name: str) -> ModelVersion | None:
 
 
 def served_blocks(model: nn.Module) -> list[ServedBlocks]:
-    """Returns how the servers a model has seen hold their blocks; empty for a plain model."""
+    """Returns the spans and formats of all servers a model has seen; empty for a plain model."""
     stack = _stack_of(model)
     if stack is None or stack._remote is None:
         return []
@@ -123,16 +122,11 @@ def _stack_of(model: nn.Module) -> RemoteStack | None:
 
 
 def cached_commit(model: nn.Module, repo_id: str, cache_dir: str | Path | None = None) -> str | None:
-    """Returns the commit in the Hub's cache that a plain model was loaded from; None if it cannot be told.
+    """Returns the commit in the Hub's cache that a plain model was loaded from; None if unknown.
 
-    transformers 5 forgets the commit: a model only knows its repository's name. So samples of its weights are compared
-    with all commits in the cache: a model just loaded from the Hub is there. Of several commits with the same weights,
-    the main branch's wins, else the latest downloaded.
-
-    Args:
-        model: A model of transformers, with or without adapters in it.
-        repo_id: The repository it names.
-        cache_dir: The cache. None: huggingface_hub's.
+    transformers 5 forgets the commit: a model knows only its repository's name. So samples of its weights are compared
+    with all commits in the cache, where a model just loaded from the Hub is found. Among commits with equal weights,
+    the main branch's wins, else the latest download. ``cache_dir`` None is huggingface_hub's cache.
     """
     folder = Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model")
     tensors = _own_tensors(model)
@@ -164,7 +158,7 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
         # PEFT moves what it wraps one level down.
         plain = name.replace(".base_layer.", ".")
         tensors[plain] = tensor
-        # The base model alone lacks the prefix that the model with a head has.
+        # A base model alone lacks the prefix that checkpoints of the model with a head have.
         tensors.setdefault(f"{prefix}.{plain}", tensor)
     return tensors
 

@@ -1,4 +1,4 @@
-"""Checks what comes back from servers: which error a failure means, and that an answer is what was asked for."""
+"""Checks servers' answers: maps failures to errors, and verifies shape, dtype and values of what arrives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StreamLostError(TransportError):
 
 
 class RefusedError(RemoteError):
-    """The server refuses the request itself: another server would refuse it too, if this one says the truth."""
+    """The server refuses the request itself; if it is right, every other server would too."""
 
 
 class TicketLostError(RemoteError):
@@ -75,7 +75,7 @@ def check_answer(answer: Message | None, kind: type[M], peer: str) -> M:
 
 
 def check_tensor(got: Tensor | None, like: Tensor, peer: str, what: str) -> None:
-    """Raises ProtocolError unless a tensor is there, finite and of the shape and dtype of another."""
+    """Raises ProtocolError unless a tensor is present, finite, and like another in shape and dtype."""
     if got is None:
         raise ProtocolError(f"server {peer} left out {what}")
     if got.shape != like.shape or got.dtype != like.dtype:
@@ -87,7 +87,7 @@ def check_tensor(got: Tensor | None, like: Tensor, peer: str, what: str) -> None
 
 
 def check_outputs(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
-    """Raises ProtocolError unless every tensor that ``inputs`` ask for is there, finite and of the right shape."""
+    """Raises ProtocolError unless every requested tensor is present, finite and of the right shape."""
     hidden, span = inputs.hidden, inputs.blocks
     check_tensor(outputs.hidden, hidden, peer, "the hidden states")
     expected = len(span) - 1 if inputs.collect_hidden else 0
@@ -113,7 +113,7 @@ def check_outputs(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
 
 
 def check_same_routers(parts: Sequence[SpanOutputs], who: str) -> None:
-    """Raises ProtocolError if router logits of parts of one input differ in blocks or experts."""
+    """Raises ProtocolError if the parts of one input have router logits of different blocks or experts."""
     found = [
         [(block, logits.shape[-1]) for block, logits in zip(part.router_blocks, part.router_logits, strict=True)]
         for part in parts

@@ -1,4 +1,4 @@
-"""Where PyTorch's autograd meets the swarm: one function whose forward and backward run elsewhere."""
+"""Connects PyTorch's autograd to the swarm: one function whose forward and backward run on servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_chain(loop: LoopThread, call: ChainCall) -> SpanOutputs:
-    """Runs a call; differentiable to hidden states, adapter tensors and prefix if it keeps what a backward needs."""
+    """Runs a call; if it keeps what a backward needs, differentiable in hidden states, adapters and prefix."""
     if not call.keep:
         return loop.run(call.forward())
     layout: list[SpanOutputs] = []
@@ -34,10 +34,10 @@ class _ChainFunction(torch.autograd.Function):
         ctx: Any, loop: LoopThread, call: ChainCall, layout: list[SpanOutputs], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         outputs = loop.run(call.forward())
-        # Tells the caller how many tensors of each kind the flat result holds.
+        # Tells `run_chain` how many tensors of each kind the flat result holds.
         layout.append(outputs)
         ctx.call, ctx.loop = call, loop
-        # Without tensors, which autograd keeps for as long as they are needed.
+        # Emptied: autograd keeps the tensors for as long as they are needed.
         ctx.layout = outputs.map(lambda tensor: tensor.new_empty(0))
         # Saved so that autograd raises if a tensor is changed in place before the backward.
         ctx.save_for_backward(*tensors)

@@ -72,7 +72,7 @@ class ChainCall:
             except SwarmError as exc:
                 retries.note(peer, exc)
                 if isinstance(exc, RefusedError):
-                    # Only these blocks: no other server may hold the rest, and this one may serve it well.
+                    # Replan only these blocks: this server may be the only one for the rest, and serve that well.
                     queue.extendleft(reversed(await retries.chain(range(start, end), demand)))
                 else:
                     queue = deque(await retries.chain(range(start, inputs.blocks.stop), demand))
@@ -111,12 +111,10 @@ class ChainCall:
         return await peers.with_adapters(peer, part.shipped, lambda: peers.request(peer, rpc, request, kind))
 
     async def backward(self, grads: SpanOutputs, *, needs_hidden: bool, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Returns the gradients of the hidden states, of all adapter tensors and of the prefix, in this order.
+        """Returns the gradients of hidden states, adapter tensors and prefix, in this order.
 
-        Args:
-            grads: Gradients of the outputs, each in its place.
-            needs_hidden: Whether the gradient of the hidden states is wanted.
-            needs: The same for each tensor of adapters and prefix.
+        ``grads`` holds the outputs' gradients; ``needs`` says for each tensor of adapters and prefix if its gradient
+        is wanted.
         """
         num_adapter = len(self.inputs.adapters.tensors)
         collected = _Collected(
@@ -154,7 +152,6 @@ class ChainCall:
         return [grad if needs_hidden else None, *collected.adapters, *collected.prefix]
 
     def _index(self, block: int) -> int:
-        """Returns the position of a block in this call."""
         return block - self.inputs.blocks.start
 
     def _lowest_block_with_gradient(self, needs_hidden: bool, needs: Sequence[bool]) -> int:
@@ -214,8 +211,6 @@ def _check_gradients(answer: BackwardResponse, request: BackwardRequest, run: _S
 
 @dataclass(kw_only=True)
 class _Collected:
-    """Gradients gathered from the spans."""
-
     adapters: list[Tensor | None]
     prefix: list[Tensor | None]
     needs_adapters: bool

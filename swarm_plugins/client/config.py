@@ -1,4 +1,4 @@
-"""How a client behaves towards the swarm."""
+"""Settings of a client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarm_plugins.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmConfig:
-    """How a client reaches servers, packs tensors and deals with failures."""
+    """Settings of a client: deadlines, retries, packing of tensors, choice of servers."""
 
     connect_timeout_s: float = 20.0
     """Longest wait for the network to start and for a stream to open."""
@@ -22,13 +22,13 @@ class SwarmConfig:
     """Longest wait for a server to say what it serves; slower ones are left out of the plan."""
 
     refresh_s: float = 30.0
-    """Age in seconds at which the picture of the swarm is renewed before the next plan."""
+    """Age in seconds above which the client's view of the swarm is refreshed before the next plan."""
 
     max_retries: int = 8
-    """Failed requests (of one forward, backward or session step) after which the call raises."""
+    """Failed requests that one forward, backward or session step may survive; one more raises."""
 
     min_batch_tokens: int = 256
-    """Servers that take fewer tokens than this at once are used only for blocks that no other server holds."""
+    """Servers that accept fewer tokens per request are used only for blocks that no other server holds."""
 
     codec: Literal["none", "float16", "int8"] = "none"
     """How hidden states and their gradients are packed on the wire; ``none`` keeps every bit."""

@@ -57,7 +57,7 @@ class SwarmConnection:
         self._lock = threading.Lock()
 
     def start(self) -> SwarmConnection:
-        """Starts the network. A second call does nothing.
+        """Starts the network. Idempotent.
 
         Raises:
             TransportError: If the network does not start or no initial peer answers.
@@ -83,7 +83,7 @@ class SwarmConnection:
                     try:
                         self.loop.run(part.close())
                     except SwarmError as exc:
-                        log.debug("the swarm was not left cleanly: %s", exc)
+                        log.debug("could not leave the swarm cleanly: %s", exc)
             self.loop.close()
 
     def __enter__(self) -> SwarmConnection:
@@ -102,7 +102,7 @@ class SwarmConnection:
 
 
 class RemoteBlocks:
-    """All blocks of one model version, wherever they run: a forward with gradients, and sessions.
+    """All blocks of one model version, wherever they run: forward with gradients, and sessions.
 
     Args:
         connection: A started connection.
@@ -130,15 +130,11 @@ class RemoteBlocks:
         self.servers = Servers(connection.peers, self.view)
 
     def check(self) -> None:
-        """Looks for a chain that covers all blocks.
-
-        Raises:
-            MissingBlocksError: If some block has no living server.
-        """
+        """Raises MissingBlocksError if some block has no living server."""
         self._loop.run(self.view.chain(range(self.view.num_blocks), Demand()))
 
     def forward(self, inputs: SpanInputs) -> SpanOutputs:
-        """Runs blocks without a session; differentiable to hidden states, adapter tensors and prefix.
+        """Runs blocks without a session; differentiable in hidden states, adapter tensors and prefix.
 
         Raises:
             MissingBlocksError: If no living server holds some block.
@@ -153,11 +149,11 @@ class RemoteBlocks:
         return join_outputs(outputs, dim=0)
 
     def open_session(self, blocks: range, prefix: Sequence[Tensor] = ()) -> ClientSession:
-        """Returns a new session; servers hear of it at its first step."""
+        """Returns a new session; servers open it at its first step."""
         return ClientSession(self.servers, blocks=blocks, prefix=prefix)
 
     def step(self, session: ClientSession, inputs: SpanInputs, ops: Sequence[CacheOp]) -> SpanOutputs:
-        """Runs new tokens of a session, after the queued changes of its cache.
+        """Applies queued cache changes to a session, then runs new tokens in it.
 
         Raises:
             MissingBlocksError: If no living server holds some block.
@@ -186,7 +182,7 @@ _connections_lock = threading.Lock()
 
 
 def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnection:
-    """Returns a connection through some peers: the one that is open already, or a new one (not started yet)."""
+    """Returns the connection through some peers that already exists, or a new one (not started yet)."""
     addresses = tuple(initial_peers)
     with _connections_lock:
         known = _connections.get((addresses, config))

@@ -1,4 +1,4 @@
-"""Deadlines learnt from each server's pace: a hang shows within seconds, a slow server keeps its time."""
+"""Deadlines learnt from each server's pace: hangs are noticed within seconds, slow servers are waited for."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ _SMOOTHING = 0.2
 
 
 class Deadlines:
-    """Learns the pace of servers.
-
-    Args:
-        longest_s: Deadline for what has not been observed yet, and upper bound of all others.
-    """
+    """Learns the pace of servers."""
 
     def __init__(self, longest_s: float) -> None:
         self.longest_s = longest_s
+        """Deadline for work not observed yet, and upper bound of all others."""
         self._token_s: dict[tuple[str, str], float] = {}
 
     def timeout_s(self, peer: str, rpc: str, tokens: int) -> float:
@@ -27,9 +24,9 @@ class Deadlines:
         return self.longest_s if pace is None else min(_FACTOR * pace * tokens + _SLACK_S, self.longest_s)
 
     def observe(self, peer: str, rpc: str, tokens: int, seconds: float) -> None:
-        """Notes how long an answer took."""
+        """Records how long an answer took."""
         token_s = seconds / max(tokens, 1)
         known = self._token_s.get((peer, rpc), 0.0)
-        # A token of a large request is cheaper: the pace rises at once and falls slowly, so that the single token
-        # after a long prefill keeps a deadline that fits it.
+        # Tokens of a large request are cheaper: the pace rises at once and falls slowly, so that the single token
+        # after a long prefill still gets a fitting deadline.
         self._token_s[peer, rpc] = token_s if token_s > known else known + _SMOOTHING * (token_s - known)

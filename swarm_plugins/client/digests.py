@@ -1,4 +1,4 @@
-"""Adapters on their way to servers: each span gets its part, named by a digest computed once per change."""
+"""Cuts adapters into one part per span, each named by a digest that is computed once per change."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class AdapterPart:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Names of the shipped adapters, in order."""
+        """Digests of the shipped adapters, in order."""
         return tuple(adapter.digest for adapter in self.shipped)
 
 
 class _Cut(NamedTuple):
-    """The part of an adapter that lies on some blocks; it has no name yet."""
+    """The part of an adapter on some blocks, without a digest yet."""
 
     whole: LoadedAdapter
     part: LoadedAdapter
@@ -42,7 +42,7 @@ class _Cut(NamedTuple):
 
 
 class _Named(NamedTuple):
-    """A cut and the name of its content."""
+    """A cut with its digest."""
 
     cut: _Cut
     contents: list[int]
@@ -50,7 +50,7 @@ class _Named(NamedTuple):
 
 
 class DigestCache:
-    """Cuts adapters to spans and names the parts; hashes again only what has changed."""
+    """Cuts adapters to spans and names the parts; only changed tensors are hashed again."""
 
     def __init__(self, capacity: int = 256) -> None:
         self.capacity = capacity
@@ -59,14 +59,11 @@ class DigestCache:
         self._named: OrderedDict[tuple[object, ...], _Named] = OrderedDict()
 
     def part(self, use: AdapterUse, blocks: range, *, verify: bool = True) -> AdapterPart:
-        """Returns what has to be shipped for some blocks.
+        """Returns the adapter parts to ship for some blocks.
 
-        Args:
-            use: The adapters in use.
-            blocks: The span's blocks.
-            verify: Look at the tensors' values too. Some changes leave no other trace: ``parameter.data.add_()``, and
-                optimizers with kernels of their own. False where nothing can have changed them, between the tokens of
-                one generation.
+        ``verify`` also looks at the tensors' values. Some changes leave no other trace: ``parameter.data.add_()``, and
+        optimizers with kernels of their own. False where nothing can have changed them, as between the tokens of one
+        generation.
         """
         shipped = []
         indices: list[int] = []
@@ -110,7 +107,7 @@ def _forget_oldest(entries: OrderedDict[K, V], capacity: int) -> None:
 
 
 def _contents(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns a number for each tensor's values: several times faster than a digest, good for changes only."""
+    """Returns a checksum of each tensor: several times faster than a digest, but only good for detecting changes."""
     if not tensors:
         return []
     sums = [tensor.detach().view(_WHOLE[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]

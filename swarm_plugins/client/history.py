@@ -1,6 +1,6 @@
-"""What a client has sent to the session of one span: enough to rebuild it on another server.
+"""Record of what a client has sent to one span's session: enough to rebuild it on another server.
 
-Changes of the cache (crop, reorder, ...) are applied to the record, so a replay sends only what is left.
+Cache changes (crop, reorder, ...) are applied to the record, so a replay sends only what is left.
 ``B`` batch, ``S`` tokens of a step, ``L`` cached tokens, ``D`` width.
 """
 
@@ -22,9 +22,9 @@ class History:
         self.prefix = prefix
         """Keys and values the cache started with, K then V for each block."""
         self.steps: list[SpanInputs] = []
-        """What was sent, with positions."""
+        """The steps sent so far, with their positions."""
         self.length = self._prefix_length
-        """Cached tokens per row. A running count: summing up the steps for every token made decoding quadratic."""
+        """Cached tokens per row. A running count: summing the steps at every token would make decoding quadratic."""
 
     @property
     def _prefix_length(self) -> int:
@@ -44,7 +44,7 @@ class History:
         return other
 
     def append(self, inputs: SpanInputs) -> None:
-        """Adds a step that has run."""
+        """Appends a step that has run."""
         end = self.length + inputs.hidden.shape[1]
         positions = inputs.position_ids
         if positions is None:
@@ -87,7 +87,7 @@ class History:
         self.length = min(self.length, length)
 
     def merged(self) -> list[SpanInputs]:
-        """Returns as few steps as possible: many decode steps replay as one prefill."""
+        """Joins steps wherever possible, so that many decode steps replay as one prefill."""
         groups: list[list[SpanInputs]] = []
         for step in self.steps:
             if groups and groups[-1][-1].adapters.is_same(step.adapters):
@@ -124,7 +124,7 @@ def _joined_mask(steps: Sequence[SpanInputs], position_ids: Tensor, cached: int)
     follow_on = bool((position_ids[:, 1:] - position_ids[:, :-1] == 1).all())
     if known is None and follow_on:
         return None
-    # Without any mask, positions that jump would be taken for several sequences packed into one.
+    # Without a mask, positions that jump would be taken for several sequences packed into one.
     length = cached + position_ids.shape[1]
     mask = torch.ones(steps[0].hidden.shape[0], length, dtype=torch.bool)
     if known is not None:

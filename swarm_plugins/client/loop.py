@@ -1,4 +1,4 @@
-"""Runs the client's asyncio code in a thread of its own, for ordinary PyTorch code to wait for."""
+"""Runs the client's asyncio code in its own thread, so that ordinary PyTorch code can wait for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _LEAVE_S = 2.0
-"""Time that tasks get to clean up when the loop ends."""
+"""Time for tasks to clean up when the loop ends."""
 
 
 class LoopThread:
@@ -26,7 +26,7 @@ class LoopThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread. A second call does nothing."""
+        """Starts the thread. Idempotent."""
         if self._thread is not None:
             return
         loop = asyncio.new_event_loop()
@@ -70,7 +70,7 @@ class LoopThread:
             raise
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Runs a callback on the loop, if that still runs; safe to call from a garbage collector."""
+        """Runs a callback on the loop if it is still running; safe to call from a garbage collector."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(callback)

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Network(Transport, Directory, Protocol):
-    """Opens channels and knows who serves what."""
+    """Opens channels and looks up servers."""
 
 
 class Node(Network, Protocol):
@@ -24,7 +24,7 @@ class Node(Network, Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still reaches other peers."""
+        """Whether it can still reach other peers."""
         ...
 
 

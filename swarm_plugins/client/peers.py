@@ -41,7 +41,7 @@ _MAX_IDLE_CHANNELS = 4
 """Open streams kept for each peer and rpc; more are closed after use."""
 _MAX_UPLOADS_REMEMBERED = 4096
 _UPLOAD_UNIT_BYTES = 4096
-"""Counts as one token where the pace of uploads is learnt."""
+"""Unit of work in the observed pace of uploads."""
 
 
 class Peers:
@@ -71,14 +71,8 @@ class Peers:
     ) -> M:
         """Sends one message and returns the answer.
 
-        Args:
-            channel: An open stream.
-            message: The request.
-            kind: What the answer must be.
-            work: Kind of work whose pace decides how long to wait.
-            units: How much of it: tokens, as a rule.
-            codec: How tensors are packed.
-            timeout_s: How long to wait. None: by the pace observed so far.
+        Unless ``timeout_s`` is given, the pace observed for this kind of ``work`` decides how long to wait for so many
+        ``units`` (tokens, as a rule).
 
         Raises:
             StreamLostError: If the stream breaks or ends before the answer.
@@ -96,7 +90,7 @@ class Peers:
                 raise
             raise StreamLostError(f"server {peer} closed the stream before it answered: {exc}") from exc
         checked = check_answer(answer, kind, peer)
-        # Only finished work counts: a refusal comes at once and says nothing about the pace.
+        # Only finished work counts: a refusal is instant and tells nothing about the pace.
         self.deadlines.observe(peer, work, units, time.perf_counter() - started)
         return checked
 
@@ -152,13 +146,7 @@ class Peers:
             return await ask()
 
     async def upload(self, peer: str, adapters: Sequence[LoadedAdapter], *, again: bool = False) -> None:
-        """Makes sure that a peer holds the adapters.
-
-        Args:
-            peer: The server.
-            adapters: What it must hold.
-            again: Upload also what it is believed to hold.
-        """
+        """Ensures that a peer holds the adapters; ``again`` also uploads those it is believed to hold."""
         for adapter in adapters:
             key = (peer, adapter.digest)
             if key not in self._uploaded or again:
@@ -189,7 +177,7 @@ class Peers:
 
 
 def _num_tokens(message: Message) -> int:
-    """Returns how many tokens a request computes, 1 at least."""
+    """Returns how many tokens a request computes, at least 1."""
     if isinstance(message, ForwardRequest | SessionStep):
         return message.hidden.shape[0] * message.hidden.shape[1]
     if isinstance(message, BackwardRequest):

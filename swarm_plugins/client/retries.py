@@ -1,4 +1,4 @@
-"""Retries of one call: how often it may fail, and what changes between two tries."""
+"""Retries of one call: how often it may fail, and what changes between attempts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_PAUSE_S = 2.0
 
 
 class Retries:
-    """Counts the failures of one call, bans servers that failed, and plans anew."""
+    """Counts the failures of one call, bans failed servers, and replans."""
 
     def __init__(self, view: SwarmView) -> None:
         self.view = view
@@ -34,9 +34,9 @@ class Retries:
         """Servers that refused the request itself, until another one has been asked."""
 
     def note(self, peer: str, error: SwarmError) -> None:
-        """Leaves the peer out from now on; raises the error if no other server would help, or after too many.
+        """Excludes the peer from now on; raises the error if no other server can help, or after too many failures.
 
-        A refusal of the request itself is checked with one other server, then believed.
+        A refusal of the request itself is believed only once a second server refuses too.
         """
         self.failures += 1
         self.last = error
@@ -54,13 +54,13 @@ class Retries:
             self.view.ban(peer, error)
 
     def succeeded(self) -> None:
-        """Bans the servers that had refused what others have now carried out."""
+        """Bans the servers that refused a request others have now carried out."""
         for peer, error in self.refusals.items():
             self.view.ban(peer, error)
         self.refusals = {}
 
     async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
-        """Plans a chain; after a failure it waits a little for servers to come back.
+        """Plans a chain; after a failure, waits briefly for servers to come back.
 
         Raises:
             MissingBlocksError: If no living server holds some block, also after the retries.

@@ -111,7 +111,7 @@ class ClientSession:
         self._spans: list[_SpanSession] = []
 
     async def step(self, inputs: SpanInputs, ops: Sequence[CacheOp] = ()) -> SpanOutputs:
-        """Applies the queued changes of the cache, then runs new tokens through the chain.
+        """Applies queued cache changes, then runs new tokens through the chain.
 
         If it raises, the changes stay in the cache and the new tokens do not: the step can be tried again.
         """
@@ -161,7 +161,7 @@ class ClientSession:
         return chain_outputs(answers, collect_hidden=inputs.collect_hidden)
 
     async def _plan(self, blocks: range, inputs: SpanInputs, history: History, retries: Retries) -> list[_SpanSession]:
-        """Plans sessions with room for a history and the new tokens; they start with its prefix."""
+        """Plans sessions with room for a history and the new tokens; they start with the history's prefix."""
         batch, tokens = inputs.hidden.shape[:2]
         demand = Demand(tokens=batch * tokens, kv_tokens=batch * (history.length + tokens))
         parts = []
@@ -171,7 +171,7 @@ class ClientSession:
         return parts
 
     async def _moved(self, lost: _SpanSession, inputs: SpanInputs, retries: Retries) -> list[_SpanSession]:
-        """Replays what was sent to a lost server on others."""
+        """Replays a lost server's history on others."""
         while True:
             parts = await self._plan(lost.blocks, inputs, lost.history, retries)
             running = parts[0]
@@ -190,7 +190,7 @@ class ClientSession:
             return parts
 
     async def _advance(self, current: _SpanSession, inputs: SpanInputs) -> SpanOutputs:
-        """Runs new tokens on one span, in chunks the server accepts."""
+        """Runs new tokens on one span, in chunks small enough for the server."""
         inputs = replace(inputs, blocks=current.blocks)
         rows, tokens = inputs.hidden.shape[:2]
         if current.channel is None:
@@ -256,16 +256,21 @@ class ClientSession:
     async def fork(self) -> ClientSession:
         """Returns an independent session with the same cache; servers copy theirs."""
         other = ClientSession(self.servers, blocks=self.blocks, prefix=self.prefix)
-        for current in self._spans:
-            twin = _SpanSession(current.peer, current.blocks, current.history.copy())
-            if current.channel is not None and current.history.length:
-                # If the copy fails, the twin replays its history at its first step.
-                try:
-                    await self._open(twin, batch_size=current.history.batch_size, fork_of=current.name)
-                    twin.unsent_ops = list(current.unsent_ops)
-                except SwarmError:
-                    await twin.close()
-            other._spans.append(twin)
+        try:
+            for current in self._spans:
+                twin = _SpanSession(current.peer, current.blocks, current.history.copy())
+                other._spans.append(twin)
+                if current.channel is not None and current.history.length:
+                    # If the copy fails, the twin replays its history at its first step.
+                    try:
+                        await self._open(twin, batch_size=current.history.batch_size, fork_of=current.name)
+                        twin.unsent_ops = list(current.unsent_ops)
+                    except SwarmError:
+                        await twin.close()
+        except BaseException:
+            # Interrupted: nothing will ever close the copies made so far.
+            await other.close()
+            raise
         return other
 
     async def close(self) -> None:

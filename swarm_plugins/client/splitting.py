@@ -1,4 +1,4 @@
-"""How much may go to a server at once, and batches cut along their rows to fit."""
+"""Limits the size of requests and cuts batches to fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
 
 def tokens_per_message(inputs: SpanInputs) -> int:
-    """Returns how many tokens of an input may go at once, so that no answer is larger than a message may be."""
+    """Returns how many tokens of an input fit in one request, so that its answer stays within the message limit."""
     num_blocks = len(inputs.blocks)
     num_states = (num_blocks if inputs.collect_hidden else 1) + (num_blocks if inputs.collect_router else 0)
     token_bytes = inputs.hidden.shape[-1] * inputs.hidden.element_size()

@@ -1,4 +1,4 @@
-"""A client's view of the swarm: who serves which blocks of one model version, how fast, who is banned."""
+"""A client's view of the swarm: which servers hold which blocks of one model version, how fast, and who is banned."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_PROBES = 64
-"""Servers asked for their state in one refresh; of a larger swarm a sample that holds every block."""
+"""Servers asked for their state in one refresh; in a larger swarm, a sample that covers every block."""
 _MAX_INFOS = 1024
-"""Servers whose answers are remembered; above this, servers that have left are forgotten."""
+"""Servers whose answers are remembered; above this, departed servers are forgotten."""
 
 
 class SwarmView:
@@ -58,12 +58,12 @@ class SwarmView:
         self.version = version
         self.num_blocks = num_blocks
         self.model = model or version.name
-        """Directory or id, as its user wrote it."""
+        """Directory or id, as the user wrote it."""
         self.initial_peers = tuple(initial_peers)
-        """Addresses the swarm was joined by; for messages."""
+        """Addresses used to join the swarm; for messages."""
         self.bans = BanList()
         self.infos: dict[str, ServerInfo] = {}
-        """What servers said of themselves when they were asked last."""
+        """Each server's last answer about itself."""
         self._announced: dict[str, ServerInfo] = {}
         self._entries: dict[str, ServerEntry] = {}
         self._refreshed_at = float("-inf")
@@ -77,7 +77,7 @@ class SwarmView:
         without: Collection[str] = frozenset(),
         failure: SwarmError | None = None,
     ) -> list[SpanChoice]:
-        """Returns the best chain for some blocks, ``without`` some peers; ``failure`` of the last plan is for messages.
+        """Returns the best chain for some blocks ``without`` some peers; the last ``failure`` goes into the message.
 
         Raises:
             MissingBlocksError: If some block has no living server.
@@ -98,7 +98,7 @@ class SwarmView:
         return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand)
 
     def _is_small(self, peer: str) -> bool:
-        """Returns whether a server takes so little at once that whole batches would be cut to crumbs for it."""
+        """Returns whether a server accepts so few tokens that whole batches would be cut to crumbs for it."""
         return 0 < self._max_tokens_of(peer) < self.config.min_batch_tokens
 
     def _max_tokens_of(self, peer: str) -> int:
@@ -106,8 +106,8 @@ class SwarmView:
         return 0 if info is None else info.max_batch_tokens
 
     def max_batch_tokens(self, blocks: range) -> int | None:
-        """Returns the largest request (rows times tokens) that every server of any plan takes; None: no limit."""
-        # The loop's thread may be refreshing; it replaces the table as a whole.
+        """Returns the largest request (rows times tokens) that every server of any plan accepts; None: no limit."""
+        # The loop's thread may refresh meanwhile; it replaces the table as a whole.
         entries = [entry for entry in self._entries.values() if entry.start < blocks.stop and entry.end > blocks.start]
         roomy = [entry for entry in entries if not self._is_small(entry.peer)]
         if missing_blocks(roomy, blocks):
@@ -116,15 +116,15 @@ class SwarmView:
         return min((limit for limit in limits if limit > 0), default=None)
 
     def ban(self, peer: str, error: BaseException) -> None:
-        """Leaves a peer out of the next plans for a while."""
+        """Excludes a peer from plans for a while."""
         seconds = self.bans.ban(peer)
         log.info("server %s is left out for %.0f s: %s", peer, seconds, error)
 
     async def refresh(self, *, force: bool) -> None:
-        """Renews the picture if it is old.
+        """Updates the view if it is old.
 
         Raises:
-            TransportError: If the directory cannot be asked, and never could be before.
+            TransportError: If the directory cannot be asked and no earlier answer is known.
         """
         async with self._lock:
             if not force and time.monotonic() - self._refreshed_at < self.config.refresh_s:
@@ -142,7 +142,7 @@ class SwarmView:
             self._refreshed_at = time.monotonic()
 
     def _sample(self, online: dict[str, tuple[int, int]]) -> list[str]:
-        """Chooses whom to ask; who has answered before is not crowded out by a flood of announcements."""
+        """Chooses servers to ask; a flood of announcements cannot crowd out those that have answered before."""
         known = {peer: span for peer, span in online.items() if peer in self._entries}
         again = spread_sample(known, _MAX_PROBES // 2)
         others = {peer: span for peer, span in online.items() if peer not in again}
@@ -160,14 +160,14 @@ class SwarmView:
         except TransportError as exc:
             if not self._announced:
                 raise
-            # A lookup that fails for once must not end a training run: the servers themselves are asked anyway.
-            log.warning("could not look up who serves %s, the last answer is used: %s", self.version, exc)
+            # One failed lookup must not end a training run: the servers themselves are asked anyway.
+            log.warning("could not look up the servers of %s, using the last answer: %s", self.version, exc)
             return self._announced
         allowed = self.config.allowed_peers
         return {peer: info for peer, info in announced.items() if allowed is None or peer in allowed}
 
     async def _probe(self, peer: str) -> ServerEntry | None:
-        """Asks a server what it serves, which counts more than its announcement, and measures the round trip."""
+        """Asks a server what it serves, which overrides its announcement, and measures the round trip."""
         started = time.perf_counter()
         try:
             info = await self._ask(peer)
@@ -187,13 +187,13 @@ class SwarmView:
         )
 
     async def _ask(self, peer: str) -> ServerInfo:
-        # Everybody waits for the slowest, so the deadline holds for the connection too.
+        # All wait for the slowest server, so the deadline includes connecting.
         limit_s = self.config.info_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await self.peers.info(peer)
         except TimeoutError as exc:
-            raise RequestTimeoutError(f"it has not said what it serves within {limit_s:g} s") from exc
+            raise RequestTimeoutError(f"it did not report what it serves within {limit_s:g} s") from exc
 
     def _check(self, info: ServerInfo) -> None:
         check_server_info(info)
@@ -201,8 +201,7 @@ class SwarmView:
             raise ProtocolError(f"it announced version {self.version} but serves {info.version} ({info.model})")
         if info.num_blocks != self.num_blocks or not 0 <= info.start < info.end <= self.num_blocks:
             raise ProtocolError(
-                f"it says it serves blocks {info.start}:{info.end} of {info.num_blocks}, "
-                f"the model has {self.num_blocks} blocks"
+                f"it claims blocks {info.start}:{info.end} of {info.num_blocks}, the model has {self.num_blocks} blocks"
             )
 
     def _usable(self, without: Collection[str] = frozenset()) -> Sequence[ServerEntry]:
@@ -225,14 +224,11 @@ class SwarmView:
 
 @dataclass(frozen=True)
 class Servers:
-    """All that running blocks of one model version takes."""
+    """Everything needed to run blocks of one model version."""
 
     peers: Peers
-    """Sends requests."""
     view: SwarmView
-    """Plans chains."""
     digests: DigestCache = field(default_factory=DigestCache)
-    """Names adapters."""
 
 
 def _ranges(blocks: Sequence[int]) -> str:
@@ -249,14 +245,10 @@ def _ranges(blocks: Sequence[int]) -> str:
 def serve_command(
     model: str, revision: str, blocks: range, initial_peers: Sequence[str], *, without: Collection[str] = ()
 ) -> str:
-    """Returns the command line of a server that fills a gap; it can be pasted.
+    """Returns a command to paste that serves missing blocks; the name of the model is not trusted.
 
-    Args:
-        model: Directory, or id of a repository on the Hub; not trusted.
-        revision: Commit on the Hub, or ``local-`` and the fingerprint of a directory, which is left out.
-        blocks: The gap.
-        initial_peers: Addresses the swarm was joined by; one of them is named.
-        without: Peers not to join by, if there is a choice.
+    It joins by one of ``initial_peers``, if possible not one of ``without``. A ``revision`` that is the fingerprint
+    (``local-...``) of a directory is left out.
     """
     living = [address for address in initial_peers if address.rpartition("/")[2] not in without]
     address = next(iter([*living, *initial_peers]), "ADDRESS")

@@ -1,4 +1,4 @@
-"""Plans chains of servers, from a snapshot of the swarm: pure functions, tested without a network."""
+"""Plans chains of servers from a snapshot of the swarm: pure functions, testable without a network."""
 
 from __future__ import annotations
 

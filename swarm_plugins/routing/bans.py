@@ -34,7 +34,7 @@ class BanList:
         return seconds
 
     def forgive(self, peer: str) -> None:
-        """Forgets the failures of a peer that has just answered."""
+        """Forgets the failures of a peer that has answered."""
         self._strikes.pop(peer, None)
         self._until.pop(peer, None)
 

@@ -1,4 +1,4 @@
-"""The chain of spans with the least total time: a shortest path over (block, server).
+"""Finds the fastest chain of servers: a shortest path over (block, server).
 
 Letters: ``N`` blocks of the request, ``M`` servers.
 """
@@ -17,7 +17,7 @@ _LONGEST_S = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class ServerEntry:
-    """One server, as routing knows it."""
+    """A server, with the data that routing needs."""
 
     peer: str
     start: int
@@ -25,15 +25,15 @@ class ServerEntry:
     round_trip_s: float
     """Measured seconds of an empty request and its answer."""
     step_s: float
-    """Seconds that one block takes for one token, as announced."""
+    """Announced seconds of one block for one token."""
     throughput: float
-    """Tokens per second through one block in a batched forward, as announced."""
+    """Announced tokens per second through one block in a batched forward."""
     free_kv_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """The load that a chain is wanted for."""
+    """The expected load of a chain."""
 
     tokens: int = 1
     """New tokens of a typical request: ``B * S``."""
@@ -57,9 +57,9 @@ def missing_blocks(servers: Sequence[ServerEntry], blocks: range) -> list[int]:
 def plan(servers: Sequence[ServerEntry], blocks: range, demand: Demand) -> list[SpanChoice] | None:
     """Returns the chain with the least total time, or None if some block has no server.
 
-    A span takes one round trip and its blocks' compute. A chain may leave a server before the end of its span and
-    return to it. Servers without room for the session are used only for blocks without another server; servers with
-    impossible numbers are not used, because a single NaN would win every comparison here.
+    A span costs one round trip and its blocks' compute. A chain may leave a server before the end of its span and
+    return to it. Servers without room for the session are a last resort; servers with impossible numbers are not used,
+    because a single NaN would win every comparison here.
     """
     usable = [
         server for server in servers if server.start < blocks.stop and server.end > blocks.start and _is_sane(server)
@@ -90,7 +90,7 @@ def _is_sane(server: ServerEntry) -> bool:
 def _costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:
     # A batched request is bound by throughput, a single token by the step time: whichever is longer.
     block_s = np.array([max(s.step_s, demand.tokens / s.throughput if s.throughput > 0 else 0.0) for s in servers])
-    # Bounded: an infinite time stands for a block that a server does not hold.
+    # Bounded: infinity means that a server does not hold a block.
     block_s = np.minimum(block_s, _LONGEST_S)
     # A full server is a last resort: its penalty exceeds any honest chain.
     full = np.array([demand.kv_tokens > s.free_kv_tokens for s in servers])

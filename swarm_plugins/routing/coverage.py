@@ -1,4 +1,4 @@
-"""Which blocks the servers of a swarm cover: where a new server helps most, and which servers to ask."""
+"""Coverage of blocks by servers: where a new server helps most, and which servers to ask."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from swarm_plugins.errors import ConfigError
 
 
 def block_coverage(num_blocks: int, servers: Sequence[tuple[int, int, float]]) -> list[float]:
-    """Returns the announced throughput of each block.
-
-    Args:
-        num_blocks: Blocks of the model.
-        servers: ``(start, end, throughput)`` of each server.
-    """
+    """Returns the announced throughput of each block, from ``(start, end, throughput)`` of each server."""
     coverage = [0.0] * num_blocks
     for start, end, throughput in servers:
         for block in range(max(start, 0), min(end, num_blocks)):
@@ -23,15 +18,11 @@ def block_coverage(num_blocks: int, servers: Sequence[tuple[int, int, float]]) -
 
 
 def choose_span(coverage: Sequence[float], num_blocks: int) -> range:
-    """Returns the consecutive blocks for a new server: those with the least throughput.
+    """Returns the consecutive blocks with the least throughput in ``coverage``, for a new server.
 
     A chain is as fast as its slowest block, so the sorted throughputs of the span are lexicographically least; the
     first span wins a tie. After Borzunov et al. 2023, "Distributed inference and fine-tuning of large language models
     over the Internet", section 3.2.
-
-    Args:
-        coverage: Throughput of each block of the model.
-        num_blocks: Blocks to take.
 
     Raises:
         ConfigError: If the model has fewer blocks, or none are wanted.
@@ -46,11 +37,8 @@ def choose_span(coverage: Sequence[float], num_blocks: int) -> range:
 def spread_sample(spans: Mapping[str, tuple[int, int]], limit: int) -> list[str]:
     """Returns a random sample of servers that covers all served blocks as evenly as possible.
 
-    Random, so that the clients of a large swarm do not all ask the same servers.
-
-    Args:
-        spans: ``(start, end)`` of each server, by peer id.
-        limit: Most servers to choose. Blocks are left out only if that many servers cannot cover them.
+    Random, so that the clients of a large swarm do not all ask the same servers. Blocks are left out only if ``limit``
+    servers cannot cover them.
     """
     peers = list(spans)
     if len(peers) <= limit:

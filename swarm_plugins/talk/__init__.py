@@ -1,3 +1,3 @@
-"""Conversation with a model: `swarm chat` and `swarm run` share it."""
+"""Conversations with a model, for `swarm chat` and `swarm run`."""
 
 from __future__ import annotations

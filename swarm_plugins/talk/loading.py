@@ -1,4 +1,4 @@
-"""The model of a conversation: its blocks on the swarm or its experts on disk, and perhaps an adapter."""
+"""Loads the model of a conversation: blocks on the swarm or experts on disk, with or without an adapter."""
 
 from __future__ import annotations
 
@@ -59,11 +59,7 @@ def _with_adapter(model: Any, adapter: str | None, endpoint: str | None = None) 
 
 
 def split_tag(adapter: str) -> tuple[str | Path, str]:
-    """Returns folder or repository, and version, of ``DIR|REPO[@TAG]``.
-
-    Raises:
-        ConfigError: If the tag is empty.
-    """
+    """Returns folder or repository, and version, of ``DIR|REPO[@TAG]``; raises ConfigError if one is empty."""
     folder = Path(adapter).expanduser()
     if folder.is_dir():
         return folder, "latest"

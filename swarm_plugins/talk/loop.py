@@ -14,7 +14,7 @@ from swarm_plugins.talk.turns import Conversation
 
 
 def talk(conversation: Conversation, command: str = "chat") -> None:
-    """Talks until /exit, the end of the input, or Ctrl-C between answers; faults name the command."""
+    """Talks until /exit, the end of the input, or Ctrl-C between answers; errors name the command."""
     is_terminal = sys.stdin.isatty()
     while True:
         line = _read(is_terminal)
@@ -41,7 +41,7 @@ def _answer(conversation: Conversation, line: str, command: str) -> None:
     try:
         conversation.answer(line, _write)
     except ConfigError as error:
-        # Too long for the model, say: the conversation goes on.
+        # For example, too long for the model: the conversation goes on.
         typer.echo(f"swarm {command}: {error}", err=True)
     except KeyboardInterrupt:
         typer.echo(" ...")
@@ -54,7 +54,7 @@ def _write(text: str) -> None:
 
 
 def answer_all(conversation: Conversation, prompts: Sequence[str]) -> None:
-    """Answers prompts one after the other, as turns of one conversation.
+    """Answers prompts as turns of one conversation.
 
     Raises:
         ConfigError: If a prompt is longer than the model can read.
@@ -65,7 +65,7 @@ def answer_all(conversation: Conversation, prompts: Sequence[str]) -> None:
 
 
 def describe(stats: OffloadStats) -> str:
-    """Returns lines about hits, guesses, bytes read and time spent waiting for the disk."""
+    """Summarizes hits, guesses, bytes read and time spent waiting for the disk."""
     if not stats.passes:
         return "no token went through the experts"
     rate = stats.tokens / stats.seconds if stats.seconds > 0 else 0.0

@@ -1,4 +1,4 @@
-"""A conversation in the model's own format, within the number of tokens that it can read."""
+"""A conversation in the model's own format, kept within its context length."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of a model, from a directory or the Hub.
 
     Raises:
-        ConfigError: If there is no model, or no tokenizer that can be loaded.
+        ConfigError: If the model does not exist, or its tokenizer is missing or cannot be loaded.
         CheckpointError: If the directory or repository holds something else.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        # A fault of the model itself comes first.
+        # Errors of the model itself come first.
         Checkpoint.open(name, revision=None if Path(name).is_dir() else revision)
         raise ConfigError(
             f"{name!r} has no tokenizer that can be loaded ({one_line(error)}): without one, text cannot become tokens"
@@ -35,7 +35,7 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
 
 
 class WordStreamer(TextStreamer):  # type: ignore[no-untyped-call, misc, unused-ignore]  # has no annotations
-    """Hands finished words on, in the thread that generates: Ctrl-C ends the answer, and no thread is left behind."""
+    """Writes finished words in the generating thread: Ctrl-C ends the answer and leaves no thread behind."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], Any]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -44,21 +44,21 @@ class WordStreamer(TextStreamer):  # type: ignore[no-untyped-call, misc, unused-
         """All words so far."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Takes words that will not change any more."""
+        """Writes words that will not change any more."""
         self.text += text
         if text:
             self.write(text)
 
 
 class Conversation:
-    """Turns of user and model.
+    """The turns of user and model.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer; without a chat template the model continues the text as typed.
         system: Instructions to the model at the start.
         max_new_tokens: Longest answer.
-        temperature: 0 for the likeliest words.
+        temperature: 0 for greedy decoding.
 
     Raises:
         ConfigError: If the longest answer leaves no room for a prompt.
@@ -86,10 +86,10 @@ class Conversation:
         self._max_new_tokens = max_new_tokens
         self._temperature = temperature
         self.turns: list[dict[str, str]] = []
-        """What has been said so far."""
+        """The conversation so far."""
 
     def forget(self) -> None:
-        """Starts afresh."""
+        """Starts a new conversation."""
         self.turns = []
 
     def answer(self, text: str, write: Callable[[str], Any]) -> None:
@@ -120,7 +120,7 @@ class Conversation:
             self.turns.append({"role": "assistant", "content": streamer.text})
 
     def _fitting(self) -> Tensor:
-        """Returns the tokens of all turns, after forgetting the oldest ones until the rest fits."""
+        """Returns the tokens of all turns, dropping the oldest turns until the rest fits."""
         while True:
             tokens = self._tokens()
             if tokens.shape[1] <= self._room:

@@ -3,9 +3,9 @@
 | module | what |
 |---|---|
 | `messages` | one typed record per message |
-| `channel` | the seam: `Channel`, `Transport`, `Directory`, `Handler` |
-| `wire`, `codec`, `limits` | messages as bytes, and their bounds |
+| `channel` | the interfaces: `Channel`, `Transport`, `Directory`, `Handler` |
+| `wire`, `codec`, `limits` | messages as bytes, and their limits |
 | `stream`, `p2p_channel` | channels over libp2p streams |
 | `node`, `config`, `daemon`, `identity` | a peer of the swarm |
-| `dht`, `records`, `guards` | signed records of who serves what; bounds on what hivemind accepts |
+| `dht`, `records`, `guards` | signed records of who serves what; hardening of hivemind against hostile peers |
 """

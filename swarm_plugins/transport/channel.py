@@ -1,7 +1,7 @@
-"""The seam between client or server and what carries their messages (libp2p, memory, a faulty line).
+"""Interfaces between client or server and what carries their messages (libp2p, memory, a faulty line).
 
-A [`Channel`][swarm_plugins.transport.channel.Channel] is one two-way stream of messages between a client and one
-rpc of one peer. Both ends have the same shape, so a server's handler and a client's caller read alike.
+A [`Channel`][swarm_plugins.transport.channel.Channel] is a two-way stream of messages between a client and one rpc of
+one peer. Both ends have the same interface.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Channel(Protocol):
         ...
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
-        """Sends one message, its floating tensors packed by ``codec``.
+        """Sends one message, packing its floating tensors by ``codec``.
 
         Raises:
             TransportError: If the stream is broken.
@@ -63,7 +63,7 @@ class Transport(Protocol):
 
 
 class Directory(Protocol):
-    """Knows who serves what."""
+    """Looks up servers."""
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers announced under a model version, by peer id."""

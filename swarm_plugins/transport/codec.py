@@ -1,6 +1,6 @@
-"""Packs the numbers of tensors as bytes: as they are, as half precision, or blockwise 8-bit.
+"""Packs tensors as bytes: unchanged, as half precision, or blockwise 8-bit.
 
-Pure torch: a decoder takes a payload only if it has exactly the size that dtype, shape and codec ask for. (The compiled
+Pure torch: a decoder accepts only a payload of exactly the size that dtype, shape and codec imply. (The compiled
 blockwise decoders of other packages trust lengths inside the payload.)
 """
 
@@ -19,7 +19,7 @@ BLOCK_ELEMENTS = 256
 """Elements that share one scale in the ``int8`` codec."""
 
 MIN_PACKED_ELEMENTS = 1024
-"""Smaller tensors travel as they are: packing would cost more than it saves."""
+"""Smaller tensors travel unpacked: packing would cost more than it saves."""
 
 _PACKABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _FLOAT16_MAX = 65504.0
@@ -40,10 +40,10 @@ def packed_bytes(codec: Codec, dtype: torch.dtype, num_elements: int) -> int:
 
 
 def pack(tensor: Tensor, codec: Codec) -> Tensor:
-    """Packs a contiguous tensor on the CPU; the result is contiguous and may be the tensor itself.
+    """Packs a contiguous CPU tensor; the result is contiguous and may be the tensor itself.
 
     ``float16`` saturates: a finite number beyond 65504 becomes 65504 instead of infinity, so that one large
-    activation does not look like a broken computation; infinities and NaN stay what they are.
+    activation does not look like a broken computation; infinities and NaN are kept.
     """
     if codec == "none":
         return tensor
@@ -53,16 +53,10 @@ def pack(tensor: Tensor, codec: Codec) -> Tensor:
 
 
 def unpack(payload: Tensor, codec: Codec, dtype: torch.dtype, num_elements: int) -> Tensor:
-    """Restores a flat tensor of ``dtype`` from the payload of a packing codec.
-
-    Args:
-        payload: Flat ``uint8`` of exactly ``packed_bytes(codec, dtype, num_elements)`` elements.
-        codec: ``float16`` or ``int8``.
-        dtype: Type before packing.
-        num_elements: Size before packing.
+    """Restores a flat tensor from a payload, flat ``uint8``, of the codec ``float16`` or ``int8``.
 
     Raises:
-        ValueError: If the payload has another size.
+        ValueError: If the payload does not have exactly ``packed_bytes(codec, dtype, num_elements)`` elements.
     """
     expected = packed_bytes(codec, dtype, num_elements)
     if payload.numel() != expected:

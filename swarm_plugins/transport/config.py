@@ -1,4 +1,4 @@
-"""How a node joins the swarm."""
+"""Settings of a node."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class NodeConfig:
     """Settings of a [`SwarmNode`][swarm_plugins.transport.node.SwarmNode]. By default it joins nothing."""
 
     initial_peers: tuple[str, ...] = ()
-    """Addresses of peers to join by, each with ``/p2p/`` and the peer's id. Empty: start a new swarm."""
+    """Addresses of peers to join through, each with ``/p2p/`` and the peer's id. Empty: start a new swarm."""
 
     host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    """Addresses to listen on; port 0 picks a free one. ``/ip4/0.0.0.0/tcp/PORT`` serves the outside."""
+    """Addresses to listen on; port 0 picks a free one. ``/ip4/0.0.0.0/tcp/PORT`` listens on all interfaces."""
 
     announce_maddrs: tuple[str, ...] = ()
-    """Addresses to announce instead, such as a router's that forwards to this machine."""
+    """Addresses to announce instead, such as those of a router that forwards to this machine."""
 
     identity_path: Path | None = None
     """File with the private key that makes the peer id, created if missing. None: a new id each time."""
 
     client_mode: bool = False
-    """Only ask, never serve: without a listening socket or a place in the DHT's tables."""
+    """Only send requests: no listening socket, no entry in the DHT's routing tables."""
 
     use_relay: bool = True
     """Reach peers behind firewalls through relays."""
 
     use_auto_relay: bool = False
-    """Be reached through relays, for servers behind a firewall."""
+    """Become reachable through relays, for servers behind a firewall."""
 
     nat_port_map: bool = True
     """Ask the router (UPnP) to forward the port, unless the node listens on loopback addresses only."""
@@ -53,7 +53,7 @@ class NodeConfig:
             _parse(address)
         for address in self.announce_maddrs:
             if "/tcp/0" in f"{address}/" or "/udp/0/" in f"{address}/":
-                raise ConfigError(f"cannot announce {address!r}: port 0 means any; give the real port")
+                raise ConfigError(f"cannot announce {address!r}: port 0 means any port; give the real one")
         for address in self.initial_peers:
             peer_id_in(address)
         if not self.client_mode and not self.host_maddrs:

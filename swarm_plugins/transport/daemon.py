@@ -1,7 +1,7 @@
-"""Starts the libp2p daemon and notices its end.
+"""Starts the libp2p daemon and detects its death.
 
-The daemon is a process of its own that hivemind brings along. It ends when its parent's socket closes, so it cannot
-outlive a killed parent (tests/integration/test_p2p_daemon.py); the opposite case is watched for here.
+The daemon is a separate process, part of hivemind. It ends when its parent's socket closes, so it cannot outlive a
+killed parent (tests/integration/test_p2p_daemon.py); this module watches for the opposite case.
 """
 
 from __future__ import annotations
@@ -50,20 +50,16 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the daemon."""
         return int(self.p2p._child.pid)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return not self._death.done() and self.p2p._child.returncode is None
 
     def check_alive(self) -> None:
-        """Does nothing while the process runs.
-
-        Raises:
-            TransportError: If it has ended.
-        """
+        """Raises TransportError if the process has ended."""
         if not self.is_alive:
             raise TransportError(self._obituary())
 
@@ -72,7 +68,7 @@ class Daemon:
         await asyncio.shield(self._death)
 
     async def race(self, work: Coroutine[Any, Any, _T], *, timeout_s: float, what: str) -> _T:
-        """Awaits ``work`` that talks to the daemon, until the daemon dies, which ``work`` would not notice.
+        """Awaits ``work`` that talks to the daemon, but stops when the daemon dies, which ``work`` would not notice.
 
         Raises:
             RequestTimeoutError: After ``timeout_s``.
@@ -90,7 +86,7 @@ class Daemon:
         raise RequestTimeoutError(f"{what} took longer than {timeout_s:g} s")
 
     async def stop(self) -> None:
-        """Ends the process and waits for its end, by force if need be. Idempotent."""
+        """Stops the process, by force if necessary. Idempotent."""
         self._is_stopping = True
         await _stop(self.p2p)
         await asyncio.wait({self._death}, timeout=_STOP_TIMEOUT_S)
@@ -165,7 +161,7 @@ async def _answers(asking: P2P, peer_id: PeerID) -> bool:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_IDENTITY_CHECK_TIMEOUT_S):
             for pause_s in _IDENTITY_CHECK_PAUSES_S:
-                # A node that has just started knows others, but not yet that they can look up ids.
+                # A node that has just started knows other nodes, but not yet that they can look up ids.
                 await asyncio.sleep(pause_s)
                 with contextlib.suppress(P2PDaemonError):
                     await asking._client.connect(peer_id, [])
@@ -184,7 +180,7 @@ async def _create(arguments: dict[str, Any]) -> P2P:
     try:
         return await TrackedP2P.create(**arguments)
     except BaseException:
-        # hivemind neither ends a daemon that fails to start nor waits for its end.
+        # hivemind does not stop a daemon that failed to start.
         for p2p in created:
             if p2p._child is not None:
                 await _stop(p2p)
@@ -231,7 +227,7 @@ def _translate(exc: Exception, config: NodeConfig) -> TransportError | ConfigErr
         )
     if "not found" in reason or "incompatible" in reason:
         return TransportError(
-            f"hivemind's libp2p daemon cannot be run ({reason}); reinstall it: pip install --force-reinstall hivemind"
+            f"cannot run hivemind's libp2p daemon ({reason}); reinstall it: pip install --force-reinstall hivemind"
         )
     if "failed to start in" in reason:
         return TransportError(

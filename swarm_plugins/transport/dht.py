@@ -1,4 +1,4 @@
-"""Announces in the DHT what a node serves, and looks up who serves what."""
+"""Announces in the DHT what a node serves, and looks up servers."""
 
 from __future__ import annotations
 
@@ -46,22 +46,17 @@ class ModelInfo(NamedTuple):
     """An announced model version."""
 
     model: str
-    """Name, for people."""
+    """Display name."""
     num_blocks: int
     """Blocks of the whole model."""
     num_servers: int
-    """Peers that announce some of it, with this number of blocks."""
+    """Peers that announce parts of it, with this number of blocks."""
 
 
 def majority(records: Iterable[ModelRecord]) -> dict[str, ModelInfo]:
-    """Returns what most peers say about each model version, so that one that lies does not hide what others serve.
+    """Returns the majority's claims about each model version, from one record per peer; a liar cannot hide the rest.
 
-    Args:
-        records: One record of each peer.
-
-    Returns:
-        By version: the number of blocks that most peers agree on, the name that most of these give, and how many
-        these are.
+    That is, by version: the number of blocks most peers agree on, these peers' most common name, and their number.
     """
     names: dict[tuple[str, int], Counter[str]] = {}
     for record in records:
@@ -75,13 +70,7 @@ def majority(records: Iterable[ModelRecord]) -> dict[str, ModelInfo]:
 
 
 class SwarmDHT:
-    """A node's membership of the DHT.
-
-    Args:
-        daemon: The running daemon.
-        identity: Signs this node's announcements.
-        config: The node's settings.
-    """
+    """A node's membership of the DHT; ``identity`` signs its announcements."""
 
     def __init__(self, daemon: Daemon, identity: Identity, config: NodeConfig) -> None:
         self._daemon = daemon
@@ -95,7 +84,7 @@ class SwarmDHT:
         """Joins the DHT.
 
         Raises:
-            TransportError: If none of the initial peers takes part in it.
+            TransportError: If no initial peer is a member of it.
         """
         try:
             dht = await self._daemon.race(
@@ -108,7 +97,7 @@ class SwarmDHT:
                     cache_locally=False,
                     cache_nearest=0,
                     cache_on_store=False,
-                    # A wrong clock, or a firewall in front of a server, deserves a warning, not a refusal.
+                    # A wrong clock, or a firewall in front of a server, should warn, not fail.
                     strict=False,
                 ),
                 timeout_s=_BOOTSTRAP_TIMEOUT_S,
@@ -171,7 +160,7 @@ class SwarmDHT:
         return found
 
     async def models(self) -> dict[str, ModelInfo]:
-        """Returns all model versions that are announced, by version; see `majority`."""
+        """Returns all announced model versions, by version; see `majority`."""
         return majority(record for _, record in await self._find(model_keys()) if isinstance(record, ModelRecord))
 
     def _gone(self) -> dict[str, Record]:
@@ -189,18 +178,18 @@ class SwarmDHT:
             expirations = self._expirations_for(wanted, ttl_s)
             if await self._try_store(wanted, expirations):
                 return
-            # One node that refuses (a wrong clock, full, hostile) hides that others have accepted; and a record of an
-            # earlier run of this peer may outlive the new one: look what is there.
+            # One node that refuses (wrong clock, full, hostile) hides that others have accepted, and a record of this
+            # peer's earlier run may outlive the new one: look up what is stored.
             present = await self._own_expirations(wanted)
             if all(present.get(key) == expiration for key, expiration in expirations.items()):
                 return
             self._expirations.update(present)
         raise TransportError(
-            "the DHT has not taken the announcement: check this machine's clock, and that the initial peers still run"
+            "the DHT did not store the announcement: check this machine's clock, and that the initial peers still run"
         )
 
     def _expirations_for(self, keys: Iterable[str], ttl_s: float) -> dict[str, float]:
-        # A node keeps the record that expires last, so each must expire after the one it replaces.
+        # Nodes keep the record that expires last, so each must expire after the one it replaces.
         soonest = time.time() + ttl_s
         return {key: max(soonest, self._expirations.get(key, 0.0) + _LATER_S) for key in keys}
 
@@ -229,7 +218,7 @@ class SwarmDHT:
 
     async def _look_up(self, keys: Iterable[str]) -> list[tuple[str, str, bytes, float]]:
         """Returns key, owner, content and expiration of all records under some keys."""
-        # Infinity: do not stop at the first node that knows something, it may know only some of the servers.
+        # Infinity: do not stop at the first node with an answer, which may know only some of the servers.
         work = self._running().get_many(list(keys), sufficient_expiration_time=float("inf"))
         found = await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="asking the DHT")
         return [

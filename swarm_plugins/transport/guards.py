@@ -1,7 +1,7 @@
-"""Bounds on what hivemind accepts from its peers.
+"""Hardens hivemind against malicious peers.
 
-hivemind 1.1.12 trusts the network in places that an open swarm cannot. Each guard replaces one internal function by a
-checked one that honest peers do not notice. Drop a guard when a release of hivemind has the check: the attack tests
+hivemind 1.1.12 trusts the network more than an open swarm may. Each guard replaces an internal function with a checked
+one; honest peers notice no difference. Drop a guard when a release of hivemind has the check: the attack tests
 (tests/unit/transport/test_guards.py) then pass without it.
 """
 
@@ -22,7 +22,7 @@ MAX_NESTING = 8
 """Depth of nested extension types that hivemind's msgpack may decode; honest values need 2."""
 
 MAX_STREAM_MESSAGE_BYTES = 16 << 20
-"""Longest message of hivemind's own streams (ours have their own framing)."""
+"""Longest message on hivemind's own streams (ours have their own framing)."""
 
 MAX_SUBKEYS = 4096
 """Owners under one DHT key."""
@@ -34,7 +34,7 @@ MAX_RECORDS = 20_000
 """Records of all keys; at 4 KiB each they take 80 MB."""
 
 MAX_KEYS_PER_OWNER = 16
-"""DHT keys with records of one owner; a server needs two."""
+"""DHT keys under which one owner may have records; a server needs two."""
 
 _depth: contextvars.ContextVar[int] = contextvars.ContextVar("msgpack_depth", default=0)
 _plain_decode = MSGPackSerializer.__dict__["_decode_ext_types"].__func__
@@ -50,18 +50,18 @@ def install_guards() -> None:
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """A DHT node's storage, bounded in keys, in records and in keys per owner."""
+    """A DHT node's storage, with bounds on keys, records and keys per owner."""
 
     @classmethod
     def adopt(cls, storage: DHTLocalStorage) -> BoundedStorage:
-        """Returns a bounded storage with the records of another one."""
+        """Returns a bounded storage that takes over another's records."""
         bounded = cls(maxsize=MAX_KEYS)
         bounded.data, bounded.key_to_heap = storage.data, storage.key_to_heap
         bounded.expiration_heap = storage.expiration_heap
         return bounded
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Stores a record unless the owner's present one is later or a bound is reached; returns whether it did."""
+        """Stores a record unless the owner has a later one or a bound is reached; returns whether it did."""
         present = self.get(key)
         is_new = present is None or not isinstance(present.value, DictionaryDHTValue) or subkey not in present.value
         if is_new and not self._has_room(subkey):
@@ -92,7 +92,7 @@ def _decode_nested(cls: type[MSGPackSerializer], type_code: int, data: bytes) ->
 def _store_finite(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
     """Replaces ``TimedStorage.store``.
 
-    Upstream takes a NaN time, which stops all eviction, forgets a record early when an older one is offered again, and
+    Upstream accepts a NaN time, which stops all eviction, drops a record early when an older one is offered again, and
     grows its heap with every refused offer.
     """
     if not isinstance(expiration_time, int | float) or not math.isfinite(expiration_time):
@@ -113,12 +113,12 @@ def _store_finite(self: Any, key: Any, value: Any, expiration_time: float) -> bo
 
 
 def _init_bounded(self: Any, maxsize: int | None = None) -> None:
-    """Replaces ``DictionaryDHTValue.__init__``: a peer does not decide how large a value grows."""
+    """Replaces ``DictionaryDHTValue.__init__``: peers cannot choose how large a value grows."""
     TimedStorage.__init__(self, MAX_SUBKEYS)
 
 
 def _unpack_dictionary(cls: type[DictionaryDHTValue], raw: bytes) -> DictionaryDHTValue:
-    """Replaces ``DictionaryDHTValue.unpackb``: sizes and times are checked."""
+    """Replaces ``DictionaryDHTValue.unpackb``; checks sizes and times."""
     unpacked = MSGPackSerializer.loads(raw)
     if not isinstance(unpacked, list) or len(unpacked) != 3 or not isinstance(unpacked[2], list):
         raise ValueError("malformed dictionary value")

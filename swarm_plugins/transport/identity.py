@@ -1,6 +1,6 @@
-"""The libp2p key pair of a peer, kept in a file that the daemon reads too.
+"""A peer's libp2p key pair, in a file that the daemon reads too.
 
-The peer id is the public key or its hash, so a record signed by the private key proves its owner without a third party.
+The peer id is the public key or its hash, so a signature proves a record's owner without a third party.
 See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md.
 """
 
@@ -54,7 +54,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def is_signed_by(public_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Returns whether ``signature`` signs ``data`` with the private key to a public key in libp2p's encoding."""
+    """Returns whether ``signature`` over ``data`` matches a public key in libp2p's encoding."""
     try:
         parsed = crypto_pb2.PublicKey.FromString(public_key)
         if parsed.key_type == crypto_pb2.Ed25519:
@@ -91,32 +91,25 @@ def create_identity_file(path: Path) -> None:
 
 
 class IdentityFile:
-    """An identity file, locked against other processes of this machine.
-
-    Args:
-        path: The file.
-        identity: Its content.
-        lock: Descriptor that holds the lock.
-        existed: It was there before, so another peer may have it too.
-        is_temporary: Delete it as soon as the daemon has read it.
-    """
+    """An identity file, locked against other processes on this machine."""
 
     def __init__(self, path: Path, identity: Identity, lock: int, *, existed: bool, is_temporary: bool) -> None:
         self.path = path
         self.identity = identity
         self.existed = existed
+        """Whether it was there before, so that another peer may use it too."""
         self._lock: int | None = lock
         self._is_temporary = is_temporary
 
     @classmethod
     def take(cls, path: Path | None) -> IdentityFile:
-        """Opens an identity file and creates it if it is missing; None: a temporary one.
+        """Opens an identity file, creating it if necessary; None: a temporary one.
 
         Raises:
             ConfigError: If it cannot be read or written, or is in use.
         """
         is_temporary = path is None
-        # A temporary directory is open to its owner only.
+        # Only its owner can enter a temporary directory.
         path = Path(path or Path(tempfile.mkdtemp(prefix="swarm-identity-")) / "identity")
         existed = path.exists()
         if not existed:
@@ -134,7 +127,7 @@ class IdentityFile:
         return cls(path, identity, lock, existed=existed, is_temporary=is_temporary)
 
     def delete_if_temporary(self) -> None:
-        """Deletes a temporary file once its key is in memory, so that a killed process leaves none on disk."""
+        """Deletes a temporary file, once its key is in memory: a killed process then leaves none on disk."""
         if self._is_temporary:
             shutil.rmtree(self.path.parent, ignore_errors=True)
 

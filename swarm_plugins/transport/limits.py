@@ -1,4 +1,4 @@
-"""Bounds on what a peer can make this process hold or wait for."""
+"""Limits on the memory and time that peers can cost this process."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class WireLimits:
     """Largest message. The default holds hidden states of 8 x 2048 tokens of width 8192 in float32, and its masks."""
 
     max_metadata_bytes: int = _MIB
-    """Largest metadata part; the structure of an adapter on thousands of modules fits."""
+    """Largest metadata of a message; fits the structure of an adapter on thousands of modules."""
 
     max_tensors: int = 16_384
     """Most tensors of one message."""
 
     first_chunk_bytes: int = 4 * _MIB
-    """Memory that a declared size alone may claim; beyond it, memory grows only as bytes arrive."""
+    """Memory allocated for a declared size alone; beyond it, memory grows only as bytes arrive."""
 
     max_receiving_bytes: int = 4096 * _MIB
-    """Most memory that all incoming messages of a node may take together, unfinished or unread."""
+    """Most memory for all incoming messages of a node together, unfinished or unread."""
 
     max_streams_per_peer: int = 128
-    """Open streams of one peer at a server; each session is one."""
+    """Most open streams of one peer at a server; each session takes one."""
 
     max_streams: int = 512
-    """Open streams of all peers together; each costs one of the (often 1,024) open files of a process."""
+    """Most open streams of all peers; each takes one of the (often 1,024) open files of a process."""
 
     first_message_timeout_s: float = 20.0
     """Longest silence of a new stream before it is closed."""
 
     min_receive_bytes_per_s: float = 16_384.0
-    """Slowest pace of a first message after ``first_message_timeout_s``, and of the other end's reading after
-    ``send_stall_timeout_s``; a slower stream is given up."""
+    """Slowest pace of a first message after ``first_message_timeout_s``, and of a reader after
+    ``send_stall_timeout_s``; slower streams are closed."""
 
     send_stall_timeout_s: float = 60.0
-    """Longest time that the other end may accept no byte of a message."""
+    """Longest time for which the other end may accept no byte of a message."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,8 +1,8 @@
-"""What client and server say to each other: one typed record per message.
+"""Messages between client and server: one typed record each.
 
-A message is metadata (msgpack, checked against the record's types by msgspec, which neither recurses without bound nor
-builds anything but these records) and the raw bytes of its tensors, in the order in which the metadata names them.
-Nothing received is trusted: sizes, shapes and dtypes are checked before a tensor is made.
+A message consists of metadata (msgpack, validated by msgspec, which neither recurses without bound nor builds anything
+but these records) and the raw bytes of its tensors, in the order in which the metadata names them. Received data is
+untrusted: sizes, shapes and dtypes are checked before a tensor is created.
 
 Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``D`` hidden width.
 """
@@ -17,18 +17,18 @@ from torch import Tensor
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
 
 Codec = Literal["none", "float16", "int8"]
-"""How floating tensors are packed on the wire: as they are, as half precision, or blockwise 8-bit."""
+"""Packing of floating tensors on the wire: none, half precision, or blockwise 8-bit."""
 
 FailureKind = Literal[
     "bad_request",  # the request is malformed or breaks a limit: do not repeat it
     "wrong_version",  # this server serves another model version
     "wrong_span",  # this server does not hold the blocks
     "unknown_adapter",  # upload it, then repeat
-    "unknown_ticket",  # the kept forward is gone: send the inputs again
+    "unknown_ticket",  # the kept graph is gone: send the inputs again
     "unknown_session",  # open a new session and replay
     "out_of_memory",  # a budget is full: try another server, or later
-    "not_finite",  # NaN or infinity came in: another server would refuse it too
-    "not_finite_output",  # NaN or infinity came out: a server of another dtype, or a healthy one, may do better
+    "not_finite",  # NaN or infinity in the inputs: another server would refuse them too
+    "not_finite_output",  # NaN or infinity in the outputs: a server with another dtype, or a healthy one, may do better
     "overloaded",  # too many streams or requests of this peer
     "internal",  # the server's own fault
 ]
@@ -39,7 +39,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkno
 
 
 class Failure(_Message, kw_only=True):
-    """The answer to a request that could not be served."""
+    """Answers a request that could not be served."""
 
     kind: FailureKind
     message: str
@@ -50,12 +50,12 @@ class InfoRequest(_Message, kw_only=True):
 
 
 class ServerInfo(_Message, kw_only=True):
-    """What a server says of itself, in ``rpc_info`` and (signed) in the DHT."""
+    """A server's description of itself, in ``rpc_info`` and (signed) in the DHT."""
 
     version: str
-    """The model version it serves."""
+    """Served model version."""
     model: str
-    """Name of the model, for people."""
+    """Display name of the model."""
     num_blocks: int
     """Blocks of the whole model."""
     start: int
@@ -68,21 +68,21 @@ class ServerInfo(_Message, kw_only=True):
     """``none``, ``int8`` or ``nf4``."""
     state: Literal["joining", "online"] = "online"
     throughput: float = 0.0
-    """Tokens per second through one block in a batched forward, measured by the server itself."""
+    """Tokens per second through one block in a batched forward, as the server measured."""
     decode_s: float = 0.0
-    """Seconds of one single-token step through one block, measured by the server itself."""
+    """Seconds of a single-token step through one block, as the server measured."""
     free_kv_tokens: int = 0
-    """Tokens that still fit in the KV budget, for the whole span."""
+    """Tokens, cached for the whole span, that still fit in the KV budget."""
     total_kv_tokens: int = 0
-    """Tokens that fit in the whole KV budget."""
+    """Tokens, cached for the whole span, that the KV budget holds."""
     max_batch_tokens: int = 0
     """Largest ``B * S`` of one request."""
     max_session_tokens: int = 0
-    """Largest length of one session."""
+    """Longest sequence of one session."""
     load: float = 0.0
-    """Share of the last seconds in which the compute thread was busy, 0 to 1."""
+    """Share of the last seconds the compute thread was busy, 0 to 1."""
     adapters: tuple[str, ...] = ()
-    """Published adapters it has preloaded."""
+    """Preloaded published adapters."""
     software: str = ""
     """Package version of the server."""
 
@@ -93,13 +93,13 @@ class _BlockRequest(_Message, kw_only=True):
     hidden: Tensor
     """``[B, S, D]``."""
     position_ids: Tensor | None = None
-    """``[B or 1, S]``, int64. None: consecutive ones, after what is cached or the prefix."""
+    """``[B or 1, S]``, int64. None: consecutive positions after the cached tokens or the prefix."""
     attention_mask: Tensor | None = None
     """``[B, L]`` (without a session: ``[B, prefix + S]``), bool: True for real tokens. None: no padding."""
     adapters: tuple[str, ...] = ()
     """Digests of the adapters in use."""
     adapter_rows: tuple[int, ...] | None = None
-    """For each row of the batch the index of its adapter in ``adapters``, -1: none. None: all adapters on all rows."""
+    """For each row, the index of its adapter in ``adapters``, -1 for none. None: all adapters on all rows."""
     collect_hidden: bool = False
     """Also return the output of every block but the last."""
     collect_router: bool = False
@@ -116,20 +116,20 @@ class ForwardRequest(_BlockRequest, kw_only=True):
     dropout_seed: int | None = None
     """Seed of the adapters' dropout; None: no dropout."""
     prefix: tuple[Tensor, ...] = ()
-    """Keys and values put before the sequence, K then V for each block: ``[B, kv heads, prefix, head width]``."""
+    """Keys and values before the sequence, K then V for each block: ``[B, kv heads, prefix, head width]``."""
     keep: bool = False
-    """Keep the graph for a backward request if memory allows; the answer then has a ticket."""
+    """Keep the graph for a backward request, if memory permits; the answer then has a ticket."""
 
 
 class ForwardResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """The answer to a forward request."""
+    """Answers a forward request."""
 
     ticket: str | None = None
-    """Names the kept graph in a backward request."""
+    """Identifies the kept graph in a backward request."""
 
 
 class BackwardRequest(_Message, kw_only=True):
-    """Asks for the gradients of a forward request: by ticket, or with the request itself to run again."""
+    """Asks for the gradients of a forward request, given by ticket or as the request itself to run again."""
 
     ticket: str | None = None
     forward: ForwardRequest | None = None
@@ -137,11 +137,8 @@ class BackwardRequest(_Message, kw_only=True):
     grad_hidden_states: tuple[Tensor, ...] = ()
     grad_router_logits: tuple[Tensor, ...] = ()
     needs_hidden: bool = True
-    """Whether the gradient of the input hidden states is wanted."""
     needs_adapters: bool = False
-    """Whether the gradients of the adapters' tensors are wanted."""
     needs_prefix: bool = False
-    """Whether the gradients of the prefix are wanted."""
     reply_codec: Codec = "none"
 
 
@@ -150,52 +147,52 @@ class BackwardResponse(_Message, kw_only=True):
 
     grad_hidden: Tensor | None = None
     grad_adapters: tuple[Tensor, ...] = ()
-    """Of all tensors of all adapters that the request names, in order."""
+    """One for each tensor of each adapter in the request, in order."""
     grad_prefix: tuple[Tensor, ...] = ()
 
 
 class SessionOpen(_Message, kw_only=True):
-    """Opens a session, as the first message of an ``rpc_session`` stream; it ends with the stream."""
+    """Opens a session as the first message of an ``rpc_session`` stream; the session ends with the stream."""
 
     version: str
     start: int
     end: int
     batch_size: int
     fork_of: str | None = None
-    """Session (of the same client) whose cache the new one starts with."""
+    """Session of the same client whose cache is copied."""
     prefix: tuple[Tensor, ...] = ()
-    """Keys and values that the cache starts with, K then V for each block."""
+    """Keys and values the cache starts with, K then V for each block."""
 
 
 class SessionOpened(_Message, kw_only=True):
-    """The answer to an opened session."""
+    """Confirms an opened session."""
 
     session: str
-    """Names the session when it is forked."""
+    """Id of the session, for forks."""
     max_tokens: int
-    """Longest sequence this server will hold for the session."""
+    """Longest sequence the server will hold for the session."""
 
 
 class SessionStep(_BlockRequest, kw_only=True):
-    """New tokens for a session: prefill, chunk of a prefill, or one decode step."""
+    """Sends new tokens to a session: a prefill, a chunk of one, or a decode step."""
 
     cached_tokens: int
-    """Length of the cache after ``ops`` and before this step, as the client counts it."""
+    """Length of the cache after ``ops`` and before this step, by the client's count."""
     ops: tuple[CacheOp, ...] = ()
 
 
 class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """The answer to a session step."""
+    """Answers a session step."""
 
 
 class AdapterUpload(LoadedAdapter, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Ships an adapter; later requests name it by its digest."""
+    """Uploads an adapter; later requests refer to it by its digest."""
 
     digest: str
 
 
 class AdapterStored(_Message, kw_only=True):
-    """The server has checked the adapter and holds it."""
+    """Confirms that the server has checked and stored an adapter."""
 
     digest: str
 

@@ -30,10 +30,6 @@ class SwarmNode:
 
     Call all methods on the event loop that ran ``start``. When the libp2p daemon dies, every waiting and later call
     raises `TransportError` at once; the node cannot be revived: close it, start another, serve and announce again.
-
-    Args:
-        config: How to join.
-        limits: Bounds on what peers send.
     """
 
     def __init__(self, config: NodeConfig | None = None, *, limits: WireLimits = DEFAULT_LIMITS) -> None:
@@ -68,7 +64,7 @@ class SwarmNode:
         log.info("joined as %s", self._daemon.peer_id)
 
     async def close(self) -> None:
-        """Ends all streams, leaves the DHT and ends the daemon. Idempotent."""
+        """Ends all streams, leaves the DHT and stops the daemon. Idempotent."""
         await self._acceptor.close()
         for channel in list(self._opened):
             await channel.close()
@@ -98,7 +94,7 @@ class SwarmNode:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the node is started and its daemon runs."""
+        """Whether the node is started and its daemon is running."""
         return self._daemon is not None and self._daemon.is_alive
 
     @property
@@ -111,7 +107,7 @@ class SwarmNode:
         await _started(self._daemon).wait_dead()
 
     async def addresses(self) -> tuple[str, ...]:
-        """Returns the addresses by which others reach and join this node; empty in client mode."""
+        """Returns the addresses at which others can reach this node; empty in client mode."""
         daemon = _started(self._daemon)
         if self._config.client_mode:
             return ()
@@ -162,7 +158,7 @@ class SwarmNode:
 
         Raises:
             ConfigError: If ``info`` or ``ttl_s`` is out of range, or the node is in client mode.
-            TransportError: If no node of the DHT takes it.
+            TransportError: If no node of the DHT accepts it.
         """
         await _started(self._dht).announce(info, ttl_s)
 

@@ -1,7 +1,7 @@
 """Channels over libp2p streams: a client opens them, a server accepts them.
 
-Each rpc is a two-way stream of frames (wire.py). hivemind's typed servicers would wrap every frame in a protobuf
-message, with two copies and a new task each, and believe an 8-byte length that the peer declares.
+Each rpc is a two-way stream of frames (wire.py). hivemind's typed servicers would wrap each frame in a protobuf
+message, at two copies and a new task each, and trust an 8-byte length that the peer declares.
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
 
 log = logging.getLogger(__name__)
 
-# Raise it when old and new peers could not understand each other: they then refuse each other's streams by name.
+# Increment it on incompatible changes: old and new peers then refuse each other's streams by name.
 _PROTOCOL_VERSION = 1
 
 
 def protocol_name(rpc: str) -> str:
-    """Returns the libp2p protocol id of an rpc.
-
-    Raises:
-        ConfigError: If it is unknown.
-    """
+    """Returns the libp2p protocol id of an rpc; raises ConfigError if it is unknown."""
     if rpc not in RPC_NAMES:
         raise ConfigError(f"unknown rpc {rpc!r}: expected one of {', '.join(RPC_NAMES)}")
     return f"/swarm_plugins/{_PROTOCOL_VERSION}/{rpc}"
@@ -61,7 +57,7 @@ async def open_channel(
             f"peer {peer} has not answered within {timeout_s:g} s: it is down, behind a firewall, or overloaded"
         ) from exc
     except TransportError:
-        # An OSError too, but about the peer; the daemon itself is well.
+        # An OSError too, but about the peer; the daemon itself is fine.
         raise
     except (OSError, asyncio.IncompleteReadError) as exc:
         raise TransportError(
@@ -86,7 +82,7 @@ async def _take_over(
     peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: WireLimits, budget: ReceiveBudget
 ) -> FrameStream:
     stream = FrameStream(peer, limits, budget)
-    # Nothing yields here: with the end marked, reading returns at once what is buffered.
+    # No await in between: at the marked end, reading returns the buffered bytes at once.
     reader.feed_eof()
     stream.attach(writer, await reader.read())
     return stream
@@ -103,13 +99,13 @@ class Acceptor:
 
     @property
     def num_streams(self) -> int:
-        """Streams held open by all peers."""
+        """Number of open streams of all peers."""
         return self._streams.total()
 
     async def accept(
         self, handler: Handler, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serves one stream to its end."""
+        """Serves one stream until it ends."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._tasks.add(task)
         try:
@@ -127,7 +123,7 @@ class Acceptor:
             self._tasks.discard(task)
 
     async def close(self) -> None:
-        """Cancels all handlers and waits for their end."""
+        """Cancels all handlers and waits for them to end."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -170,13 +166,13 @@ class Acceptor:
 
 
 async def _await_first_message(stream: FrameStream, limits: WireLimits) -> None:
-    """Waits until the first message is there, as long as it keeps arriving; silence ends the stream."""
+    """Waits for the first message as long as it keeps arriving; silence raises."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     while True:
         try:
             return await stream.wait(limits.first_message_timeout_s)
         except RequestTimeoutError:
-            # A large message may take longer, but not at a trickle.
+            # A large message may take longer, but must not trickle in.
             if stream.received_bytes < (loop.time() - started) * limits.min_receive_bytes_per_s:
                 raise

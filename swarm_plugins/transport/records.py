@@ -1,15 +1,15 @@
-"""Records of the DHT: small, typed, signed by their owner, and expiring.
+"""DHT records: small, typed, signed by their owner, and expiring.
 
 | key | subkey | record |
 |---|---|---|
 | ``swarm_plugins/1/servers/<model version>/<shard>`` | peer id | ``ServerRecord``: what the peer serves |
 | ``swarm_plugins/1/models/<shard>`` | peer id | ``ModelRecord``: which model version the peer serves |
 
-A peer's shard follows from its id; shards keep each value small. Keys per version need a handful of look-ups, where
-keys per block would store and fetch a server's record once for each of its blocks.
+A peer's id determines its shard; shards keep each value small. Keys per version need a handful of look-ups, where keys
+per block would store and fetch a server's record once for each of its blocks.
 
-Every node accepts a record, when it stores it and again when it reads it, only if its public key hashes to the subkey,
-its signature covers key, expiration and payload, and its payload belongs under its key.
+Every node accepts a record, on storing and again on reading, only if its public key hashes to the subkey, its signature
+covers key, expiration and payload, and its payload belongs under its key.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def own_model_key(peer_id: str) -> str:
 
 
 def sign_record(identity: Identity, key: str, record: Record, expiration: float) -> bytes:
-    """Returns a record as the DHT stores it.
+    """Returns a signed record in the form the DHT stores.
 
     Raises:
         ConfigError: If it is too large.
@@ -114,13 +114,7 @@ def sign_record(identity: Identity, key: str, record: Record, expiration: float)
 
 
 def open_record(hashed_key: bytes, peer_id: str, blob: bytes, expiration: float) -> Record:
-    """Checks and decodes a record.
-
-    Args:
-        hashed_key: Hash of its key.
-        peer_id: Its subkey.
-        blob: The record.
-        expiration: Unix time at which it expires.
+    """Checks and decodes a record stored under the subkey ``peer_id`` that expires at a Unix time.
 
     Raises:
         ProtocolError: If it is malformed, too long-lived, not signed by its owner, or under a wrong key.
@@ -134,7 +128,7 @@ def open_record(hashed_key: bytes, peer_id: str, blob: bytes, expiration: float)
 
 
 def check_server_info(info: ServerInfo) -> None:
-    """Checks a server's claims about itself for plain nonsense.
+    """Sanity-checks a server's claims about itself.
 
     Raises:
         ProtocolError: If a number or name is out of range.
@@ -147,7 +141,7 @@ def check_server_info(info: ServerInfo) -> None:
     if not all(0 <= value < 1 << 53 for value in counts):
         raise ProtocolError(f"server claims impossible token counts {counts}")
     names = (info.version, info.model, info.software, info.dtype, info.quantization, *info.adapters)
-    # People see them: no line breaks, no terminal sequences.
+    # They are shown to people: no line breaks, no terminal sequences.
     if not info.version or any(len(name) > _MAX_NAME_CHARS or not name.isprintable() for name in names):
         raise ProtocolError(f"server claims names that are empty, not printable or above {_MAX_NAME_CHARS} characters")
     if len(info.adapters) > _MAX_ADAPTERS:
@@ -158,7 +152,7 @@ class OwnedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemi
     """Restricts hivemind's DHT to this package's records, each written by its owner."""
 
     def validate(self, record: DHTRecord) -> bool:
-        """Returns whether a record may be stored or believed."""
+        """Returns whether a record may be stored or trusted."""
         try:
             peer_id = msgspec.msgpack.decode(record.subkey, type=str)
             open_record(record.key, peer_id, _bytes_decoder.decode(record.value), record.expiration_time)
@@ -181,7 +175,7 @@ def _open_signed(hashed_key: bytes, peer_id: str, blob: bytes, expiration: float
     except (msgspec.MsgspecError, RecursionError, ValueError) as exc:
         raise ProtocolError(f"malformed record: {exc}") from exc
     if hashed_key != key_id(_key_of(record, peer_id)):
-        raise ProtocolError(f"record of {peer_id} stands under a wrong key")
+        raise ProtocolError(f"record of {peer_id} is stored under a wrong key")
     if isinstance(record, ServerRecord):
         check_server_info(record.info)
     return record
@@ -205,7 +199,7 @@ def _shard_of(peer_id: str) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def key_id(key: str) -> bytes:
-    """Returns the hash under which the DHT keeps a key."""
+    """Returns the hash under which the DHT stores a key."""
     return cast(bytes, DHTID.generate(source=key).to_bytes())
 
 

@@ -1,7 +1,7 @@
-"""Channels over one byte stream (a socket of the libp2p daemon): messages go out and come in as frames.
+"""A channel over one byte stream (a socket of the libp2p daemon) that carries messages as frames.
 
-Bytes are received straight into the memory that the tensors will own: one system call and no copy for a message of
-the usual size, no task per message. Memory grows as bytes arrive, never by what a peer merely declares.
+Bytes are received directly into the memory the tensors will own: one system call and no copy for a message of usual
+size, no task per message. Memory grows as bytes arrive, never by what a peer merely declares.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Frame(NamedTuple):
 
     header: FrameHeader
     body: Tensor
-    """Flat ``uint8``, owned by the taker of the frame."""
+    """Flat ``uint8``, owned by the receiver of the frame."""
 
 
 class ReceiveBudget:
-    """Counts what all streams of a node hold together: memory of unread messages, and streams about to close."""
+    """Tracks a node's memory of unread messages and its lingering streams."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.num_parting = 0
@@ -44,11 +44,7 @@ class ReceiveBudget:
         self.used_bytes = 0
 
     def claim(self, num_bytes: int) -> None:
-        """Takes memory.
-
-        Raises:
-            ProtocolError: If the budget is full.
-        """
+        """Reserves memory; raises ProtocolError if the budget is exhausted."""
         if self.used_bytes + num_bytes > self.limit_bytes:
             raise ProtocolError(
                 f"incoming messages hold {self.used_bytes} bytes, {num_bytes} more exceed the limit of "
@@ -57,12 +53,12 @@ class ReceiveBudget:
         self.used_bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """Gives memory back."""
+        """Releases memory."""
         self.used_bytes -= num_bytes
 
 
 class _Waiter:
-    """Lets one task wait until it is woken, or until a time is up."""
+    """Lets one task wait until it is woken or a time is up."""
 
     def __init__(self) -> None:
         self._future: asyncio.Future[None] | None = None
@@ -118,8 +114,8 @@ class FrameStream(asyncio.BufferedProtocol):
     # -- called by the transport -------------------------------------------------------------------------------
 
     def attach(self, writer: asyncio.StreamWriter, already_read: bytes) -> None:
-        """Takes over a connection from asyncio's streams, with the bytes that they have read."""
-        # Kept until the end: a writer that is collected closes its transport.
+        """Takes over a connection from asyncio's streams, with the bytes already read."""
+        # Kept until the end: a garbage-collected writer closes its transport.
         self._writer = writer
         transport = self._transport = cast(asyncio.Transport, writer.transport)
         # Zero: a send returns only when the kernel has all bytes, so its caller may reuse the memory.
@@ -134,11 +130,11 @@ class FrameStream(asyncio.BufferedProtocol):
             transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Returns the memory that the next bytes go to."""
+        """Returns the memory for the next bytes."""
         return self._staging if self._body is None or self.is_closed else self._body.free_space()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Handles bytes that have arrived in that memory."""
+        """Processes bytes that have arrived in that memory."""
         self.received_bytes += nbytes
         if self.is_closed:
             return
@@ -156,7 +152,7 @@ class FrameStream(asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wakes everything that waits."""
+        """Wakes all waiting tasks."""
         if self._error is None:
             reason = f": {exc}" if exc else ""
             self._error = TransportError(f"the stream to peer {self.remote_peer} broke{reason}")
@@ -169,11 +165,11 @@ class FrameStream(asyncio.BufferedProtocol):
         self._sender.wake()
 
     def pause_writing(self) -> None:
-        """Notes that the kernel accepts no more."""
+        """Makes `write` wait: the kernel's buffer is full."""
         self._is_writing_paused = True
 
     def resume_writing(self) -> None:
-        """Notes that the kernel has accepted everything."""
+        """Resumes `write`: the kernel has accepted everything."""
         self._is_writing_paused = False
         self._sender.wake()
 
@@ -189,11 +185,11 @@ class FrameStream(asyncio.BufferedProtocol):
         return None if frame is None else decode_body(frame.header, frame.body, self._limits)
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Writes one frame; returns when the kernel has taken all of it.
+        """Writes one frame; returns once the kernel has accepted all of it.
 
         Raises:
             TransportError: If the stream is broken.
-            RequestTimeoutError: If the other end takes no byte for ``send_stall_timeout_s``, or only a trickle.
+            RequestTimeoutError: If the other end accepts no byte for ``send_stall_timeout_s``, or only a trickle.
         """
         transport = self._check_usable()
         num_bytes = sum(len(part) for part in parts)
@@ -203,7 +199,7 @@ class FrameStream(asyncio.BufferedProtocol):
         deadline = self._loop.time() + limits.send_stall_timeout_s + num_bytes / limits.min_receive_bytes_per_s
         for part in parts:
             view = memoryview(part)
-            # In slices, because the transport copies what the kernel does not take at once.
+            # In slices: the transport copies what the kernel does not accept at once.
             for offset in range(0, len(view), _SLICE_BYTES):
                 transport.write(view[offset : offset + _SLICE_BYTES])
                 if self._is_writing_paused:
@@ -230,7 +226,7 @@ class FrameStream(asyncio.BufferedProtocol):
         raise TransportError(f"the stream to peer {self.remote_peer} was woken without a frame")
 
     async def wait(self, timeout_s: float) -> None:
-        """Waits until the next frame or the end of the stream is there, and leaves it; raises what `read` raises."""
+        """Waits for the next frame or the end of the stream, without taking it; raises like `read`."""
 
         def give_up() -> None:
             self._receiver.wake(RequestTimeoutError(f"no message from peer {self.remote_peer} within {timeout_s:g} s"))
@@ -271,8 +267,8 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def _part(self, transport: asyncio.Transport) -> None:
         """Lingering close, so the last frame is not lost to a reset."""
-        # A socket closed over unread bytes is reset, and the other end loses the last frame (such as a refusal). So
-        # what still arrives is read and dropped, for a bounded time and on a bounded number of streams.
+        # Closing a socket with unread bytes resets it, and the other end loses the last frame (such as a refusal). So
+        # late bytes are read and dropped, for a bounded time and on a bounded number of streams.
         if self._has_ended or self._budget.num_parting >= _MAX_PARTING:
             transport.close()
         else:
@@ -280,7 +276,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self._is_parting = True
             transport.write_eof()
             self._resume_reading()
-        # Also ends a flush to a peer that reads nothing.
+        # Also ends a flush to a peer that does not read.
         self._loop.call_later(_PART_TIMEOUT_S, transport.abort)
 
     def _feed(self, data: memoryview) -> None:
@@ -336,7 +332,7 @@ class FrameStream(asyncio.BufferedProtocol):
         try:
             await self._sender.wait(stall_s, give_up)
         except asyncio.CancelledError:
-            # Half a frame is out: nothing that follows could be understood.
+            # Half a frame has been sent: nothing after it could be decoded.
             self.abort(TransportError(f"sending to peer {self.remote_peer} was cancelled in mid-message"))
             raise
 
@@ -356,7 +352,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
 
 class _Body:
-    """The body of one frame, while it arrives."""
+    """The body of a frame that is arriving."""
 
     def __init__(self, header: FrameHeader, first_chunk_bytes: int, budget: ReceiveBudget) -> None:
         self.header = header
@@ -373,7 +369,7 @@ class _Body:
         return self._view[self._filled :]
 
     def take(self, data: memoryview) -> int:
-        """Copies what fits in the current chunk; returns how many bytes that is."""
+        """Copies as much as fits in the current chunk; returns the number of bytes."""
         count = min(len(data), len(self._view) - self._filled)
         self._view[self._filled : self._filled + count] = data[:count]
         self.advance(count)
@@ -382,7 +378,7 @@ class _Body:
     def advance(self, num_bytes: int) -> None:
         self._filled += num_bytes
         if self._filled == len(self._view) and self.claimed_bytes < self.header.body_bytes:
-            # Doubling: never more than twice what has really arrived.
+            # Doubling: never more than twice what has arrived.
             self._grow(min(self.header.body_bytes - self.claimed_bytes, self.claimed_bytes))
 
     def joined(self) -> Tensor:

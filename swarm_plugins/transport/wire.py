@@ -1,7 +1,7 @@
 """Encodes messages as frames, and decodes them.
 
-A frame is a header of 16 bytes, the metadata (msgpack) and the raw bytes of the tensors in the order in which the
-metadata names them, each padded to a multiple of 64 bytes:
+A frame is a header of 16 bytes, the metadata (msgpack) and the raw bytes of the tensors, in the order of the metadata,
+each padded to a multiple of 64 bytes:
 
 ```text
 "SW" version kind | metadata bytes (u32) | payload bytes (u64) | metadata, padded | tensor | pad | tensor | pad ...
@@ -48,11 +48,11 @@ _CODECS = frozenset(get_args(Codec))
 _ZEROS = bytes(_ALIGN)
 
 END_FRAME = _HEADER.pack(_MAGIC, _VERSION, _KIND_END, 0, 0)
-"""Tells the other end that the stream is closed on purpose."""
+"""Announces to the other end that the stream is closed on purpose."""
 
 
 class FrameHeader(NamedTuple):
-    """What a frame's header declares, within limits."""
+    """The contents of a frame's header, checked against limits."""
 
     is_end: bool
     metadata_bytes: int
@@ -99,7 +99,7 @@ def decode(data: bytes | bytearray | memoryview, *, limits: WireLimits = DEFAULT
     if header.is_end:
         raise ProtocolError("expected a message, got the end of the stream")
     if len(view) - HEADER_BYTES != header.body_bytes:
-        raise ProtocolError(f"a frame of {len(view)} bytes whose header declares {header.body_bytes} after it")
+        raise ProtocolError(f"frame has {len(view)} bytes, but its header declares {header.body_bytes} after itself")
     body = torch.empty(header.body_bytes, dtype=torch.uint8)
     body.numpy().data[:] = view[HEADER_BYTES:]
     return decode_body(header, body, limits)
@@ -132,12 +132,7 @@ def parse_header(data: bytes | bytearray | memoryview, limits: WireLimits) -> Fr
 
 
 def decode_body(header: FrameHeader, body: Tensor, limits: WireLimits = DEFAULT_LIMITS) -> Message:
-    """Decodes a message; its tensors are views of ``body``, which it thereby owns.
-
-    Args:
-        header: The frame's header.
-        body: Flat ``uint8`` of ``header.body_bytes`` elements, given away by the caller.
-        limits: Bounds.
+    """Decodes a message from a body, flat ``uint8``, that it then owns: the message's tensors are views of it.
 
     Raises:
         ProtocolError: If it is malformed.
@@ -147,15 +142,13 @@ def decode_body(header: FrameHeader, body: Tensor, limits: WireLimits = DEFAULT_
     _local.reader = reader
     try:
         message = cast(Message, _decoder.decode(buffer[: header.metadata_bytes]))
-    except ProtocolError:
-        raise
     # msgspec names the field; recursion and overflow come from hostile nesting and numbers.
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, TypeError) as exc:
         raise ProtocolError(f"malformed message: {exc}") from exc
     finally:
         _local.reader = None
     if reader.cursor != len(buffer):
-        raise ProtocolError(f"{len(buffer) - reader.cursor} bytes of the message belong to no tensor")
+        raise ProtocolError(f"{len(buffer) - reader.cursor} bytes of the message do not belong to a tensor")
     return message
 
 
@@ -236,9 +229,9 @@ def _read_tensor(kind: type, description: Any) -> Tensor:
         raise NotImplementedError(f"cannot receive a {kind}")  # msgspec's contract for dec_hook
     reader: _TensorReader | None = getattr(_local, "reader", None)
     if reader is None:
-        raise ProtocolError("a tensor outside of a message")
+        raise ProtocolError("tensor outside of a message")
     return reader.read(description)
 
 
-# One decoder for all: building its table of types takes longer than decoding a message.
+# One decoder for all messages: building its table of types takes longer than decoding a message.
 _decoder = msgspec.msgpack.Decoder(Message, dec_hook=_read_tensor)

@@ -41,7 +41,7 @@ from swarm_plugins.testing.models import save_tiny
 pytestmark = pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*")
 IDS = torch.tensor([[5, 17, 99, 23]])
 TARGETS = ["q_proj", "v_proj"]
-WORKS = r"on remote blocks work: LoRA .*, IA3, prompt tuning, p-tuning, prefix tuning"
+WORKS = r"remote blocks support LoRA .*, IA3, prompt tuning, p-tuning, prefix tuning"
 
 
 def lora(**options: object) -> LoraConfig:
@@ -113,7 +113,7 @@ def test_options_of_lora(remote: PreTrainedModel, option: str, value: object) ->
     ],
 )
 def test_base_modules_of_blocks_trained_as_a_whole(remote: PreTrainedModel, option: str, value: object) -> None:
-    with pytest.raises(UnsupportedError, match=rf"{option} names .*layers\.0\..* name modules of the client"):
+    with pytest.raises(UnsupportedError, match=rf"{option} names .*layers\.0\..* name only local modules"):
         get_peft_model(remote, lora(**{option: value}))
 
 
@@ -170,15 +170,15 @@ def test_everything_works_on_the_modules_that_are_here(remote: PreTrainedModel, 
 )
 def test_merging(remote: PreTrainedModel, config: PeftConfig, safe_merge: bool) -> None:
     model = get_peft_model(remote, config)
-    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter apart"):
+    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter unmerged"):
         model.merge_adapter(safe_merge=safe_merge)
-    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter apart"):
+    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter unmerged"):
         model.merge_and_unload(safe_merge=safe_merge)
 
 
 def test_merging_into_experts(remote: PreTrainedModel) -> None:
     model = get_peft_model(remote, lora(target_modules=[], target_parameters=["experts.down_proj"]))
-    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter apart"):
+    with pytest.raises(UnsupportedError, match=r"on servers\. Merging.* keep the adapter unmerged"):
         model.merge_and_unload()
 
 
@@ -205,7 +205,7 @@ def test_biases_set_trainable(tmp_path: Path) -> None:
 
 def test_a_tensor_in_the_wrong_place(remote: PreTrainedModel) -> None:
     block = remote.get_submodule("model.layers.1")
-    with pytest.raises(UnsupportedError, match="'weight' of a remote block cannot be replaced here"):
+    with pytest.raises(UnsupportedError, match="cannot replace the parameter 'weight' of a remote block"):
         block.self_attn.q_proj.weight = nn.Parameter(torch.zeros(32, 32))
     with pytest.raises(UnsupportedError, match=r"'mlp' in a remote block cannot be replaced by .*Identity"):
         block.mlp = nn.Identity()

@@ -102,6 +102,14 @@ def test_repeat_and_select_change_the_batch() -> None:
     assert history.steps[0].hidden[0, 0, 0] == 1000.0
 
 
+def test_adapters_of_single_rows_move_with_their_rows() -> None:
+    history = History()
+    history.append(replace(step(2, 0, 3, mask=False), adapters=AdapterUse(rows=(0, -1, 1))))
+    history.apply(CacheOp(kind="repeat", indices=(2,)))
+    history.apply(CacheOp(kind="select", indices=(5, 0, 3)))
+    assert history.steps[0].adapters.rows == (1, 0, -1)
+
+
 def test_a_copy_is_independent() -> None:
     history = History()
     history.append(step(4, 0, 1, mask=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
 from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import CapacityError, MissingBlocksError
+from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
@@ -87,6 +89,41 @@ def test_changes_of_the_prefix_outlive_a_failed_first_step(run_in_swarm: Callabl
 
     run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
     assert [tensor.flatten().tolist() for tensor in server.opened[0].prefix] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_an_interrupted_copy_leaves_no_stream_open(
+    run_in_swarm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Channel] = []
+    closed: list[Channel] = []
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        session = ClientSession(Servers(peers, view), blocks=range(2))
+        await session.step(new_tokens(3))
+        open_one = peers.open
+
+        async def open_or_be_interrupted(peer: str, rpc: str) -> Channel:
+            if opened:
+                raise asyncio.CancelledError
+            channel = await open_one(peer, rpc)
+            close = channel.close
+
+            async def close_noted() -> None:
+                closed.append(channel)
+                await close()
+
+            monkeypatch.setattr(channel, "close", close_noted)
+            opened.append(channel)
+            return channel
+
+        monkeypatch.setattr(peers, "open", open_or_be_interrupted)
+        with pytest.raises(asyncio.CancelledError):
+            await session.fork()
+        assert len(opened) == 1
+        assert closed == opened
+        await session.close()
+
+    run_in_swarm({"a": ((0, 1), Adder()), "b": ((1, 2), Adder())}, use, num_blocks=2)
 
 
 def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Callable[..., Any]) -> None:
