@@ -1,4 +1,4 @@
-"""The model that is measured, its prompt, and greedy decoding with a note of each token."""
+"""The measured model, its prompt, and greedy decoding with a note for each token."""
 
 from __future__ import annotations
 
@@ -25,44 +25,40 @@ TEXT = (
 
 
 def check_directory(directory: Path) -> Path:
-    """Returns the directory of a model.
-
-    Raises:
-        ConfigError: If there is no model in it.
-    """
+    """Returns the directory; raises ConfigError unless it holds a model."""
     if not (directory / "config.json").is_file():
         raise ConfigError(f"there is no model in {directory}: it needs a config.json and safetensors files")
     return directory
 
 
 def local_model(directory: Path) -> PreTrainedModel:
-    """Loads the model as transformers does, in float32, with nothing to train; torch gets one thread.
+    """Loads the frozen model with transformers, in float32, and limits torch to one thread.
 
     Raises:
-        ConfigError: If there is no model in the directory.
+        ConfigError: If the directory does not hold a model.
     """
     torch.set_num_threads(1)
     return frozen(AutoModelForCausalLM.from_pretrained(check_directory(directory), dtype=torch.float32))
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the model in evaluation mode, with nothing to train."""
+    """Puts a model in evaluation mode and freezes it."""
     model.eval()
     model.requires_grad_(False)
     return model
 
 
 def prompt_tokens(directory: Path, *, length: int, vocab_size: int, shift: int = 0) -> Tensor:
-    """Returns ``[1, length]`` tokens of a text, from another place in it for another ``shift``."""
+    """Returns ``[1, length]`` tokens of a text, starting at a place that depends on ``shift``."""
     if (directory / "tokenizer_config.json").is_file() and vocab_size > 1000:
         tokens = AutoTokenizer.from_pretrained(directory)(TEXT * (2 + length // 64))["input_ids"]
         return torch.tensor([tokens[shift * 7 : shift * 7 + length]])
-    # A toy vocabulary would cut the text into single characters or unknown words: any tokens do.
+    # A toy vocabulary would split the text into single characters or unknown words: random tokens will do.
     return torch.randint(3, vocab_size, (1, length), generator=torch.Generator().manual_seed(shift))
 
 
 class _Clock(Generic[Note]):
-    """A streamer that takes a note when each new token comes."""
+    """A streamer that takes a note at each new token."""
 
     def __init__(self, note: Callable[[], Note]) -> None:
         self._note = note
@@ -81,7 +77,7 @@ class _Clock(Generic[Note]):
 def generate(
     model: PreTrainedModel, prompt: Tensor, new_tokens: int, note: Callable[[], Note]
 ) -> tuple[list[int], list[Note]]:
-    """Decodes greedily, always the same number of tokens; returns them, and a note taken when each came."""
+    """Greedily decodes exactly ``new_tokens`` tokens; returns them, with a note taken at each."""
     clock = _Clock(note)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     with torch.no_grad():
@@ -97,11 +93,11 @@ class Decoded:
 
     tokens: list[int]
     times: list[float]
-    """When each new token came, in seconds of a clock that all processes share."""
+    """Arrival of each token, in seconds of a clock that all processes share."""
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds of a single step: the first token, which the prompt is computed for, does not count."""
+        """Seconds of a single step; the first token, which includes the prompt, does not count."""
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 

@@ -1,4 +1,4 @@
-"""A process that works for a benchmark: jobs on its standard input, answers on its standard output, one JSON a line."""
+"""A worker process of a benchmark: JSON lines, jobs on its standard input and answers on its standard output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with quiet_loading():
 
 
 class Child:
-    """Runs ``main`` of a module in a process with one thread; messages call it by its label."""
+    """Runs ``main`` of a module in a process with one thread; the label names it in messages."""
 
     def __init__(self, module: str, label: str) -> None:
         self.label = label
@@ -37,11 +37,11 @@ class Child:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            # -P: a folder in the working directory is not taken for a package of its name.
+            # -P: folders in the working directory are not mistaken for packages.
             [sys.executable, "-P", "-c", _START.format(module=self._module)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Modules that a library imports while it loads must not count as written by the load.
+            # Bytecode of modules imported late must not count as written by a load.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         )
         return self
@@ -50,7 +50,7 @@ class Child:
         if self._process is None:
             return
         pipes: Any = self._process
-        pipes.stdin.close()  # upon which it leaves
+        pipes.stdin.close()  # makes it leave
         try:
             self._process.wait(timeout=_LEAVE_S)
         except subprocess.TimeoutExpired:
@@ -66,11 +66,7 @@ class Child:
         return self._process
 
     def send(self, message: object) -> None:
-        """Sends a message.
-
-        Raises:
-            SwarmError: If the process has ended; what it said is on standard error.
-        """
+        """Sends a message; raises SwarmError if the process has ended (its error is on standard error)."""
         pipe: Any = self.process.stdin
         try:
             pipe.write(msgspec.json.encode(message) + b"\n")
@@ -79,11 +75,7 @@ class Child:
             raise self._ended() from exc
 
     def receive(self, kind: type[Message]) -> Message:
-        """Waits for an answer.
-
-        Raises:
-            SwarmError: If the process has ended; what it said is on standard error.
-        """
+        """Waits for an answer; raises SwarmError if the process has ended (its error is on standard error)."""
         pipe: Any = self.process.stdout
         line = pipe.readline()
         if not line:
@@ -95,7 +87,7 @@ class Child:
 
 
 def jobs(kind: type[Message]) -> Iterator[Message]:
-    """Yields what the parent sends until it closes the pipe; called in the child."""
+    """Yields the parent's messages until it closes the pipe; called in the child."""
     for line in sys.stdin.buffer:
         yield msgspec.json.decode(line, type=kind)
 

@@ -1,4 +1,4 @@
-"""One sequence, one token at a time: what a person who chats with the model feels."""
+"""One sequence, one token at a time: the speed of a chat."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _round(model: PreTrainedModel, prompt: Tensor, new_tokens: int, expected: li
     def run() -> float:
         decoded = decode(model, prompt, new_tokens)
         if decoded.tokens != expected:
-            raise SwarmError(f"decoded {decoded.tokens}, but the local model says {expected}")
+            raise SwarmError(f"decoded {decoded.tokens}, expected the local model's {expected}")
         return decoded.seconds_per_token
 
     return run
@@ -59,10 +59,9 @@ def _round(model: PreTrainedModel, prompt: Tensor, new_tokens: int, expected: li
 
 def _idle_memory(swarm: LocalSwarm, local: PreTrainedModel) -> Figure:
     server = swarm.servers[0]
-    weights = weight_bytes(local, range(*server.span))
-    used = (private_bytes([server.pid]) - weights) / 1e9
+    used = (private_bytes([server.pid]) - weight_bytes(local, range(*server.span))) / 1e9
     return Figure(
-        name="idle server beside its weights",
+        name="idle server, without its weights",
         unit="GB",
         local=None,
         swarm=used,

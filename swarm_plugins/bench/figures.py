@@ -20,7 +20,7 @@ from swarm_plugins.errors import ConfigError
 
 @dataclass(kw_only=True)
 class Report:
-    """All that one run finds; subclasses add figures and their tables."""
+    """Results of one run; subclasses add figures and their tables."""
 
     command: str
     model: str
@@ -31,11 +31,11 @@ class Report:
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything in types that JSON has."""
+        """Returns the report in JSON types."""
         return asdict(self)
 
     def print_tables(self, console: Console) -> None:
-        """Prints the figures and the machine they were measured on."""
+        """Prints the figures and describes the machine."""
         for table in self.tables():
             console.print(table)
         for note in self.notes:
@@ -51,28 +51,28 @@ class Report:
         try:
             path.write_text(json.dumps({**self.as_dict(), "machine": _machine()}, indent=1) + "\n")
         except OSError as exc:
-            raise ConfigError(f"cannot write the figures to {path}: {exc.strerror}; name another file") from exc
+            raise ConfigError(f"cannot write the figures to {path}: {exc.strerror}; give another file") from exc
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One measured number, the swarm's against the local model's."""
+    """A measurement of the swarm, compared with the local model."""
 
     name: str
     unit: str
     """Unit of ``local`` and ``swarm``: ``ms``, ``tokens/s`` or ``GB``."""
     local: float | None
-    """Median of the local model; None where there is nothing to compare with."""
+    """Median of the local model; None without a comparison."""
     swarm: float
     """Median through the swarm."""
     ratio: float
-    """How good the swarm is against the local model (1 is as fast); a bare number where ``local`` is None."""
+    """Speed relative to the local model (1: as fast); a plain number if ``local`` is None."""
     goal: float | None = None
     goal_is_upper_bound: bool = False
     cpu_ratio: float | None = None
-    """CPU seconds of all processes through the swarm over those of the local model, for the same work."""
+    """CPU time of all the swarm's processes relative to the local model, for the same work."""
     rounds: int = 1
-    """Rounds that the medians are of."""
+    """Rounds behind the medians."""
 
     @property
     def reached(self) -> bool | None:
@@ -89,7 +89,7 @@ class SwarmReport(Report):
     figures: list[Figure] = field(default_factory=list)
 
     def tables(self) -> Iterator[Table]:
-        """Yields one table, with a row for each figure."""
+        """Yields one table with a row per figure."""
         table = Table(title=f"{self.command}: {self.model}", title_justify="left")
         for heading in ("figure", "local", "swarm", "unit", "ratio", "goal", "", "CPU ratio"):
             table.add_column(heading, justify="left" if heading in ("figure", "unit", "") else "right", no_wrap=True)
@@ -108,12 +108,12 @@ class SwarmReport(Report):
         yield table
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything in types that JSON has."""
+        """Returns the report in JSON types."""
         return {**asdict(self), "figures": [{**asdict(one), "reached": one.reached} for one in self.figures]}
 
 
 def goal_cells(goal: str | None, reached: bool | None, *, is_upper_bound: bool) -> tuple[str, str]:
-    """Returns the cells of a table that show a goal and whether it is reached; empty ones without a goal."""
+    """Returns the table cells of a goal and its verdict; empty without a goal."""
     if goal is None:
         return "", ""
     verdict = "[green]reached[/green]" if reached else "[yellow]missed[/yellow]"
@@ -121,7 +121,7 @@ def goal_cells(goal: str | None, reached: bool | None, *, is_upper_bound: bool) 
 
 
 def _machine() -> dict[str, str]:
-    """Returns the machine and the libraries: figures can be compared only where these agree."""
+    """Describes machine and libraries: figures are comparable only where these agree."""
     found = {"cpu": _cpu_name(), "cores": str(len(os.sched_getaffinity(0))), "python": platform.python_version()}
     found |= {package: metadata.version(package) for package in ("torch", "transformers", "hivemind")}
     found["swarm_plugins"] = __version__

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-# The system counts CPU time in hundredths of a second.
+# The kernel counts CPU time in hundredths of a second.
 _SHORTEST_CPU_S = 0.1
 
 
@@ -19,9 +19,9 @@ class Sample:
     """One round of one arm."""
 
     seconds: float
-    """Time of the measured part."""
+    """Duration of the measured part."""
     cpu_s: float
-    """CPU seconds of all processes of the arm during the whole round."""
+    """CPU seconds of all the arm's processes in the whole round."""
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Arm:
     """One side of a comparison."""
 
     run: Callable[[], float]
-    """Does one round and returns the seconds of the part that counts."""
+    """Runs one round and returns the seconds of the measured part."""
     pids: tuple[int, ...]
-    """Processes that work for this arm; their children count too."""
+    """Processes of this arm; their children count too."""
     samples: list[Sample] = field(default_factory=list)
 
     @property
@@ -45,16 +45,16 @@ class Arm:
         return sum(sample.cpu_s for sample in self.samples)
 
     def cpu_ratio(self, base: Arm) -> float | None:
-        """Returns CPU time over another arm's; None if the other's is too short to be measured."""
+        """Returns the ratio to another arm's CPU time; None if that is too short to measure."""
         return self.cpu_s / base.cpu_s if base.cpu_s >= _SHORTEST_CPU_S else None
 
 
 def interleave(
     arms: Iterable[Arm], *, rounds: int, warm_up: int = 1, on_round: Callable[[], object] = lambda: None
 ) -> None:
-    """Runs the arms in turns, so that a machine that slows down or speeds up does so for all of them.
+    """Runs the arms in turns, so that changes in the machine's speed affect all of them.
 
-    The order is reversed every other round, so that no arm is always the one after a pause.
+    The order is reversed every other round, so that no arm always follows a pause.
     """
     arms = list(arms)
     for index in range(warm_up + rounds):
@@ -67,7 +67,7 @@ def interleave(
 
 
 def process_tree(pids: Iterable[int]) -> list[psutil.Process]:
-    """Returns living processes and all their descendants, each once."""
+    """Returns the living processes and all their descendants, each once."""
     found: dict[int, psutil.Process] = {}
     for pid in pids:
         try:
@@ -80,7 +80,7 @@ def process_tree(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Returns the CPU seconds, user and system, that processes and their living descendants have used."""
+    """Returns the CPU seconds (user and system) used by processes and their living descendants."""
     total = 0.0
     for process in process_tree(pids):
         try:
@@ -104,13 +104,13 @@ def private_bytes(pids: Iterable[int], *, settle_s: float = 1.0) -> int:
 
 
 class Bystanders:
-    """Measures how much CPU the rest of the machine uses during a run."""
+    """Measures the CPU use of all other processes during a run."""
 
     def __init__(self) -> None:
         self._before = (time.monotonic(), _machine_cpu_s(), _own_cpu_s())
 
     def cores(self) -> float:
-        """Returns the mean number of cores that other processes kept busy; call it when our own children have ended."""
+        """Returns the mean number of cores used by others; call it after this process's children have ended."""
         seconds, machine, own = self._before
         others = (_machine_cpu_s() - machine) - (_own_cpu_s() - own)
         return max(0.0, others / (time.monotonic() - seconds))

@@ -1,4 +1,4 @@
-"""A Linux control group that bounds the memory of a process, page cache included."""
+"""A Linux control group that limits the memory of a process, page cache included."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 _ROOT = Path("/sys/fs/cgroup")
-# Folder for groups, file of the limit, and file where 0 means no swapping: in the unified hierarchy, and in version 1.
+# Folder of groups, file of the limit, and file where 0 disables swapping: in the unified hierarchy, and in version 1.
 _PLACES = (
     (_ROOT, "memory.max", "memory.swap.max"),
     (_ROOT / "memory", "memory.limit_in_bytes", "memory.swappiness"),
@@ -19,7 +19,7 @@ _REMOVE_S = 2.0
 
 
 class MemoryGroup:
-    """Makes a group for processes that may take so many bytes in all, where this user may (root, most often)."""
+    """Creates a group that limits the memory of its processes, where the user may (usually only root)."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes

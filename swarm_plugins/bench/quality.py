@@ -1,4 +1,4 @@
-"""The price of fewer bits: perplexity and size for each pair of widths, as Table 1 of Eliseev and Mazur 2023."""
+"""The cost of fewer bits: perplexity and size for each pair of widths, as in Table 1 of Eliseev and Mazur (2023)."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Row:
     """Size of all weights."""
     perplexity: float
     loss_change: Figure
-    """Against the widest pair, with its standard error over pieces."""
+    """Relative to the widest pair, with its standard error over pieces."""
 
 
 @dataclass(kw_only=True)
 class QualityReport(Report):
-    """All pairs of one run."""
+    """Results for all pairs of widths."""
 
     text: str
     num_tokens: int
     rows: list[Row] = field(default_factory=list)
 
     def tables(self) -> Iterator[Table]:
-        """Yields the pairs, grouped by the width of attention as in the paper."""
+        """Yields one table, grouped by the width of attention as in the paper."""
         table = Table(title=f"{self.command}: {self.model}", title_justify="left")
         for heading in ("attention", "experts", "size", "perplexity", "change of loss"):
             table.add_column(heading, justify="right", no_wrap=True)
@@ -75,7 +75,7 @@ def bench_quality(
     length: int = 256,
     revision: str | None = None,
 ) -> QualityReport:
-    """Measures each pair of widths against the widest, on a text file or the addresses that `swarm demo` holds out.
+    """Compares each pair of widths with the widest, on a text file or the held-out addresses of `swarm demo`.
 
     Raises:
         ConfigError: If the file is too short or cannot be read, or the model has no tokenizer.
@@ -125,7 +125,7 @@ def _measure(
                     loss_change=change(baseline, losses),
                 )
             )
-            # A model has cycles: only this closes its files and frees its memory.
+            # Models contain reference cycles: only this closes their files and frees memory.
             del loaded
             gc.collect()
         shutil.rmtree(store)
@@ -134,7 +134,7 @@ def _measure(
 def _pieces_of_file(tokenizer: Any, text: Path, num_pieces: int, length: int) -> Tensor:
     """Returns the first pieces of a text file, ``[pieces, length]``."""
     try:
-        # Far more characters than a token has.
+        # Tokens have far fewer characters.
         with text.open(encoding="utf-8") as file:
             content = file.read(num_pieces * length * 32)
     except (OSError, UnicodeDecodeError) as exc:

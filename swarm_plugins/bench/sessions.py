@@ -1,4 +1,4 @@
-"""Many clients at once: the gain from a server's packing of their tokens into one forward."""
+"""Many clients at once: the gain when a server packs their tokens into one forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREFIX_TOKENS = 64
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a client process is told at its start."""
+    """The first message to a client process."""
 
     directory: str
     initial_peers: tuple[str, ...]
@@ -35,14 +35,14 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """What a client process answers after each decoding."""
+    """A client process's answer after each decoding."""
 
     tokens: list[int]
     times: list[float]
 
 
 def main() -> None:
-    """Runs a client process: a job, then numbers of tokens to decode until the end of the input."""
+    """Runs a client process: reads a job, then numbers of tokens to decode."""
     job = next(jobs(Job))
     directory = Path(job.directory)
     model = swarm_model(directory, job.initial_peers)
@@ -61,7 +61,7 @@ def bench_sessions(
     rounds: int,
     progress: Progress,
 ) -> SwarmReport:
-    """Compares the tokens per second of several client processes together with one alone.
+    """Compares the joint tokens per second of several client processes with one alone.
 
     Raises:
         SwarmError: If a session's tokens change when others run at the same time.
@@ -79,7 +79,7 @@ def bench_sessions(
         def seconds_per_token(count: int) -> float:
             seconds, tokens = _together(clients[:count], new_tokens)
             if tokens != alone[:count]:
-                raise SwarmError(f"{count} sessions together decode other tokens than each alone")
+                raise SwarmError(f"{count} sessions together decode different tokens than each alone")
             return seconds
 
         arms = {count: Arm(partial(seconds_per_token, count), pids) for count in counts}
@@ -112,7 +112,7 @@ def _prompt(directory: Path, model: PreTrainedModel, shift: int) -> Tensor:
 
 
 def _together(clients: Sequence[Child], new_tokens: int) -> tuple[float, list[list[int]]]:
-    """Lets clients decode at the same time: seconds per token while all of them decode, and their tokens."""
+    """Lets clients decode concurrently; returns the seconds per token while all are decoding, and their tokens."""
     for client in clients:
         client.send(new_tokens)
     answers = [client.receive(Done) for client in clients]
@@ -136,7 +136,7 @@ def _local_rates(
 
 
 def _batch_seconds(model: PreTrainedModel, prompts: Tensor, new_tokens: int) -> float:
-    """Returns the seconds of one step of a whole batch, without the forward of the prompts."""
+    """Returns the seconds per step of a whole batch, without the forward of the prompts."""
     if len(prompts) == 1:
         return decode(model, prompts, new_tokens).seconds_per_token
     with torch.no_grad():

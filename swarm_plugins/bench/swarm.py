@@ -1,4 +1,4 @@
-"""The swarm's side of a comparison: the model through a swarm on this machine, in turns with the local one."""
+"""The swarm's side of a comparison: the model served on this machine, in turns with the local one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def swarm_model(directory: Path, initial_peers: Sequence[str]) -> PreTrainedMode
 
 
 def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
-    """Returns the size in memory of the weights of some blocks of a local model."""
+    """Returns the bytes in memory of some blocks' weights in a local model."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     return sum(tensor.numel() * tensor.element_size() for index in blocks for tensor in layers[index].parameters())
@@ -33,7 +33,7 @@ def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
 def compare(
     name: str, unit: str, here: Arm, there: Arm, *, goal: float | None, rounds: int, progress: Progress
 ) -> Figure:
-    """Runs the local model and the swarm in turns; the figure, in milliseconds, has to reach a ratio of speeds."""
+    """Runs the local model and the swarm in turns; returns milliseconds of both and the ratio of their speeds."""
     bar = progress.add_task(name, total=rounds + 1)
     interleave([here, there], rounds=rounds, on_round=partial(progress.advance, bar))
     return Figure(

@@ -22,7 +22,7 @@ from swarm_plugins.local_swarm import LocalSwarm
 GOALS = {("forward", 1): 0.85, ("forward", 8): 0.95, ("forward + backward", 1): 0.80, ("forward + backward", 8): 0.90}
 TOKENS = 64
 PROMPT_TOKENS = 8
-# float32 gradients, summed in the same order on both sides; what the parts may differ by is the order of their kernels.
+# Float32 gradients, summed in the same order on both sides; only the order inside kernels may differ.
 TOLERANCE = 1e-5
 
 
@@ -53,8 +53,6 @@ def bench_train(directory: Path, *, num_servers: int, rounds: int, progress: Pro
 
 
 def _logits(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
-    """Returns a function that computes the logits of a batch, without a graph."""
-
     def run() -> Tensor:
         with torch.no_grad():
             logits: Tensor = model(input_ids=tokens, use_cache=False).logits
@@ -64,7 +62,6 @@ def _logits(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
 
 
 def _prompt_gradient(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
-    """Returns a function that computes the gradient of a soft prompt."""
     embedded = model.get_input_embeddings()(tokens).detach()
     rest = embedded[:, PROMPT_TOKENS:]
     prompt = nn.Parameter(embedded[:1, :PROMPT_TOKENS].clone())

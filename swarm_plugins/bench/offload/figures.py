@@ -21,7 +21,7 @@ _ACCELERATE_GOAL = 8.0
 _DISK_GOAL = 0.9
 _SPECULATION_GOALS = (0.98, 1.2)
 _FEW_HITS = 0.4
-# The file system writes a block when a file is first read and counts it as this process's; a copy of weights is larger.
+# The file system writes a block when a file is first read, and counts it for this process; copied weights are larger.
 _WRITE_GOAL = 1 << 20
 _LOAD_GOAL_S = 3.0
 _PEAK_GOAL = 1.1
@@ -29,7 +29,7 @@ _FORECAST_GOAL = 0.2
 
 
 class ArmName(StrEnum):
-    """One way to run the model, in the words of the tables."""
+    """One way to run the model, as named in the tables."""
 
     RESIDENT = "all resident (transformers)"
     FULL = "offloaded"
@@ -39,10 +39,10 @@ class ArmName(StrEnum):
 
     @property
     def is_ours(self) -> bool:
-        """Whether experts are offloaded by this package.
+        """Whether this package offloads the experts.
 
-        Without a control group only these run under a limit, on private memory: accelerate maps the files that it
-        reads, and such a limit counts the maps although they are page cache. Its cache is dropped between tokens.
+        Without a control group only these arms run under a limit, on private memory: accelerate maps the files it
+        reads, which such a limit counts although they are page cache. Its cache is dropped between tokens.
         """
         return self in (ArmName.FULL, ArmName.NO_GUESSES, ArmName.BARE)
 
@@ -56,21 +56,21 @@ class ArmFigures:
     spread: tuple[float, float]
     """The slowest and the fastest round."""
     read_bytes: float
-    """Read from the disk for a token."""
+    """Bytes read from disk per token."""
     cpu_s: float
-    """CPU time of a token."""
+    """CPU seconds per token."""
     hit_ratio: float | None
     recall: float | None
     stall_s: float | None
     peak_bytes: int
-    """Peak memory, without what the libraries take."""
+    """Peak memory, without the libraries."""
     load_s: float
     written_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A figure and the bound it is held against."""
+    """A figure and its goal."""
 
     name: str
     value: float
@@ -91,10 +91,10 @@ class OffloadReport(Report):
     expert_bytes: int = 0
     fast_bytes: int = 0
     budget_bytes: int = 0
-    """Bytes of the weights outside experts and of the experts in memory."""
+    """Bytes of all other weights and of the experts in memory."""
     limit_bytes: int = 0
     has_group: bool = False
-    """Whether the limit holds for all memory with page cache, for all arms but the resident one."""
+    """Whether the limit covers all memory with page cache, for all arms but the resident one."""
     rounds: int = 0
     new_tokens: int = 0
     speeds: Speeds | None = None
@@ -112,12 +112,12 @@ class OffloadReport(Report):
         yield _goals_table(self.goals)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything in types that JSON has."""
+        """Returns the report in JSON types."""
         return {**asdict(self), "goals": [{**asdict(one), "reached": one.reached} for one in self.goals]}
 
 
 def add_goals(report: OffloadReport) -> None:
-    """Holds the figures of a report against their goals."""
+    """Compares a report's figures with their goals."""
     full = report.find(ArmName.FULL)
     if full is None:
         return
@@ -145,7 +145,7 @@ def _speed_goals(report: OffloadReport, full: ArmFigures, blind: ArmFigures, res
         _at_least(report, "over all resident", full.tokens_per_s / resident.tokens_per_s, goal)
     if report.speeds is not None:
         ceiling = resident.tokens_per_s
-        # The reads that are needed: guesses read more.
+        # Only necessary reads: speculation reads more.
         if blind.read_bytes > 0:
             ceiling = min(ceiling, report.speeds.disk_bytes_per_s / blind.read_bytes)
         _at_least(report, "over what disk and memory allow", full.tokens_per_s / ceiling, _DISK_GOAL)

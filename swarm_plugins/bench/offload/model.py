@@ -1,6 +1,6 @@
-"""Writes a large mixture of experts with random weights, for figures that depend on size alone.
+"""Writes a large mixture of experts with random weights, for figures that depend only on size.
 
-Its routers are random too, which makes caches look better than they are on real text; figures say so.
+Its routers are random too, which makes caches look better than on real text; reports say so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm_plugins.offload.model.outline import experts_modules, meta_model
 _ABOUT_FILE = "random_model.json"
 _FORMAT = 1
 _SHARD_BYTES = 500_000_000
-# Tensors are windows into one table of random numbers: as fast as the disk, where drawing each would take minutes.
+# Tensors are windows into one table of random numbers: as fast as the disk; drawing each would take minutes.
 _TABLE_VALUES = 1 << 25
 _SPARE_BYTES = 1_000_000_000
 _LAYERS = 16
@@ -31,13 +31,10 @@ _Shape = tuple[str, tuple[int, ...]]
 
 
 def olmoe_config(scale: float = 1.0) -> PreTrainedConfig:
-    """Returns the config of OLMoE-1B-7B (Muennighoff et al. 2024), or of fewer of its layers.
-
-    Args:
-        scale: Share of the 16 layers; 1 makes 13.8 GB in bfloat16.
+    """Returns the config of OLMoE-1B-7B (Muennighoff et al. 2024), with a share of its 16 layers (13.8 GB in bfloat16).
 
     Raises:
-        ConfigError: If it is not above 0 and at most 1.
+        ConfigError: If the share is not above 0 and at most 1.
     """
     if not 0 < scale <= 1:
         raise ConfigError(f"invalid --random-model {scale:g}: expected more than 0 and at most 1")
@@ -70,14 +67,9 @@ def write_random_moe(
     dtype: torch.dtype = torch.bfloat16,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Path:
-    """Writes the model, a shard at a time, unless it exists. Experts are stored one by one, as OLMoE has them.
+    """Writes an OLMoE model, shard by shard, unless the folder already holds it; experts are stored one by one.
 
-    Args:
-        config: A config of the family ``olmoe``.
-        folder: Folder to make; must be absent or hold the same model.
-        seed: The same seed gives the same weights.
-        dtype: Dtype of all weights.
-        progress: Called with the bytes written and the bytes in all.
+    ``progress`` gets the bytes written and the bytes in total.
 
     Raises:
         ConfigError: If the folder holds something else.
@@ -112,7 +104,6 @@ def _check_same(folder: Path, about: dict[str, object]) -> None:
 
 
 def _shards(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[list[_Shape]]:
-    """Yields the names and shapes of each file."""
     shard: list[_Shape] = []
     size = 0
     for name, shape in _shapes(config, dtype):
@@ -126,7 +117,7 @@ def _shards(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[list[_Shap
 
 
 def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[_Shape]:
-    """Yields the names and shapes of the checkpoint: HF's own, but experts one by one."""
+    """Yields names and shapes of all tensors: HF's own, but experts one by one."""
     model = meta_model(config, dtype)
     experts = experts_modules(model)
     inside = {id(parameter) for module in experts.values() for parameter in module.parameters()}
@@ -141,7 +132,7 @@ def _shapes(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[_Shape]:
 
 
 class _Numbers:
-    """Normal random numbers without end."""
+    """An endless supply of normal random numbers."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -155,5 +146,5 @@ class _Numbers:
         for piece in values.split(half):
             start = int(torch.randint(half, (), generator=self._generator))
             piece.copy_(self._table[start : start + len(piece)])
-        # Divided by the root of the inputs' width, so that activations keep their size; embeddings have no inputs.
+        # Scaled by the root of the input width, so that activations keep their size; embeddings have no inputs.
         return values.mul_(1.0 if "embed" in name else shape[-1] ** -0.5).reshape(shape)

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a text use, layer by layer: Figure 1 of Eliseev and Mazur (2023)."""
+"""Plots which experts a text's tokens use, layer by layer, as in Figure 1 of Eliseev and Mazur (2023)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from swarm_plugins.errors import ConfigError, MissingExtraError
 from swarm_plugins.offload.model.outline import experts_modules
 
 ExpertUse = Mapping[int, Sequence[Tensor]]
-"""``[T, experts_per_token]`` for each pass, by layer; tokens in their order."""
+"""``[T, experts_per_token]`` for each pass, by layer; tokens in order."""
 
-# More cannot be told apart on a page.
+# More would not be readable on a page.
 _MOST_LAYERS = 6
 
 
 @contextmanager
 def recorded_use(model: PreTrainedModel) -> Iterator[ExpertUse]:
-    """Records which experts are used inside; for one sequence at a time, all in memory."""
+    """Records the experts used inside the block, one sequence at a time."""
     use: dict[int, list[Tensor]] = {}
     handles = []
 

@@ -1,4 +1,4 @@
-"""Offloaded decoding against everything in memory and against accelerate, under one memory limit."""
+"""Compares offloaded decoding with the model in memory and with accelerate, under one memory limit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ _LEAVE_OUT = {"resident": ArmName.RESIDENT, "accelerate": ArmName.ACCELERATE}
 
 
 def parse_share(text: str) -> float:
-    """Returns the share that ``25%`` means.
-
-    Raises:
-        ConfigError: If it is not above 0 % and at most 100 %.
-    """
+    """Parses a share such as ``25%``; raises ConfigError unless it is above 0 % and at most 100 %."""
     try:
         share = float(text.removesuffix("%")) / 100 if text.endswith("%") else -1.0
     except ValueError:
@@ -58,21 +54,21 @@ def bench_offload(
     plot: Path | None,
     progress: Progress,
 ) -> OffloadReport:
-    """Compares the arms, each in a process of its own, in interleaved rounds, with another piece of text in each.
+    """Compares the arms, each in its own process, in interleaved rounds, each with another piece of text.
 
     Args:
         model: Directory of the model.
-        random_scale: Scale of a random model to use instead; it is written if it does not exist yet.
+        random_scale: Scale of a random model to use instead, written if necessary.
         fast: Share of the experts in memory, such as ``25%``.
         without: Names of arms to leave out.
-        new_tokens: Tokens decoded in each round.
+        new_tokens: Tokens decoded per round.
         rounds: Rounds after one to warm up.
-        plot: File for a picture of the experts that the tokens use.
-        progress: Shows how far the run is.
+        plot: File for a plot of the experts used.
+        progress: Shows the progress of the run.
 
     Raises:
         ConfigError: If an argument is wrong.
-        SwarmError: If the arms decode different tokens, or the process of one ends.
+        SwarmError: If the arms decode different tokens, or an arm's process ends.
     """
     share, arms = parse_share(fast), _arms(without)
     torch.set_num_threads(1)
@@ -140,7 +136,7 @@ def _measure(report: OffloadReport, directory: Path, arms: Sequence[ArmName], pr
     report.budget_bytes = sizes.other_bytes + report.fast_bytes
     report.limit_bytes = int(1.1 * report.budget_bytes) + sizes.cache_bytes + sizes.activation_bytes + _SPARE_BYTES
     bar = progress.add_task("measuring the disk, loading", total=2 + len(arms) * (report.rounds + 2))
-    # Before and after: other processes come and go.
+    # Before and after: the load from other processes varies.
     before = _speeds(checkpoint, sizes)
     progress.advance(bar)
     with ExitStack() as stack:
@@ -173,26 +169,26 @@ def _measure(report: OffloadReport, directory: Path, arms: Sequence[ArmName], pr
 
 
 def _speeds(checkpoint: Checkpoint, sizes: ModelSizes) -> tuple[float, float, float]:
-    """Returns bytes per second of the disk and of experts read one by one, and the seconds of a token's products."""
+    """Returns the rates of disk and single experts in bytes/s, and the seconds of a token's matrix products."""
     disk, experts = measured_disk(checkpoint, sizes.largest_expert_bytes)
     step_s = step_seconds(meta_model(checkpoint.config, sizes.dtype), device=torch.device("cpu"))
     return disk, experts, step_s
 
 
 def _padded(num_bytes: int) -> int:
-    # A buffer of an expert is padded to whole cache lines and pages.
+    # Expert buffers are padded to whole cache lines and pages.
     return int(num_bytes * 1.002)
 
 
 def _round(running: dict[ArmName, ArmProcess], index: int, prompt: list[int], new_tokens: int) -> None:
     order = list(running.items())
     expected: list[int] | None = None
-    # Reversed every other round, so that no arm is always the one after a pause.
+    # Reversed every other round, so that no arm always follows a pause.
     for arm, process in order if index % 2 == 0 else reversed(order):
         done = process.decode(prompt, new_tokens)
         expected = expected or done.tokens
         if done.tokens != expected:
-            raise SwarmError(f"{arm.value!r} decodes other tokens than the arm before it: {done.tokens} and {expected}")
+            raise SwarmError(f"{arm.value!r} decodes {done.tokens}, the arm before it {expected}: must be the same")
         if index > 0:  # the first warms up
             process.rounds.append(done)
 

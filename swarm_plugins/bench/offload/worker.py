@@ -1,4 +1,4 @@
-"""One way of running the model, in a process of its own with a limit on its memory."""
+"""Runs the model in one way, in its own process with limited memory."""
 
 from __future__ import annotations
 
@@ -36,42 +36,42 @@ from swarm_plugins.sizes import format_bytes
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is told to load."""
+    """Tells a process what to load."""
 
     arm: str
     directory: str
     fast_bytes: int
     smallest_bytes: int
     limit_bytes: int
-    """Memory that the process may take, without what the libraries take; 0: no limit."""
+    """Memory limit of the process, without the libraries; 0: no limit."""
     group: str = ""
-    """The control group that sets the limit, page cache included; empty: only private memory is limited."""
+    """Control group with the limit, page cache included; empty: only private memory is limited."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says when the model is loaded."""
+    """Reports that the model is loaded."""
 
     load_s: float
     written_bytes: int
-    """To disk, while loading."""
+    """Bytes written to disk while loading."""
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says after one decoding."""
+    """Reports one decoding."""
 
     tokens: list[int]
     seconds_per_token: float
-    """Seconds of a single step: the prompt's own forward does not count."""
+    """Seconds of a single step, without the prompt's forward."""
     cpu_s: float
-    """CPU time of a token."""
+    """CPU seconds per token."""
     read_bytes: float
-    """Read from the disk itself for a token."""
+    """Bytes read from the disk itself per token."""
     peak_bytes: int
-    """Peak memory, without what the libraries take."""
+    """Peak memory, without the libraries."""
     hit_ratio: float | None
     recall: float | None
     stall_s: float | None
-    """A token waited for the disk."""
+    """Seconds per token spent waiting for the disk."""
 
 
 class ArmProcess(Child):
@@ -103,19 +103,11 @@ class ArmProcess(Child):
             super().__exit__(kind, error, at)
 
     def wait_until_ready(self) -> None:
-        """Waits until the model is loaded.
-
-        Raises:
-            SwarmError: If the process has ended; what it said is on standard error.
-        """
+        """Waits until the model is loaded; raises SwarmError if the process has ended."""
         self.ready = self.receive(Ready)
 
     def decode(self, prompt: list[int], new_tokens: int) -> Round:
-        """Decodes greedily after a prompt.
-
-        Raises:
-            SwarmError: If the process has ended.
-        """
+        """Decodes greedily after a prompt; raises SwarmError if the process has ended."""
         self.send((prompt, new_tokens))
         return self.receive(Round)
 
@@ -124,8 +116,8 @@ class ArmProcess(Child):
             # Its output ends a moment before it does.
             if self.process.wait(timeout=5.0) == -signal.SIGKILL and self.job.group:
                 return SwarmError(
-                    f"{self.job.arm!r} took more than its limit of {format_bytes(self.job.limit_bytes)}, so that the "
-                    "system ended it: give a larger --fast, or leave the arm out with --without"
+                    f"{self.job.arm!r} exceeded its limit of {format_bytes(self.job.limit_bytes)} and was killed by "
+                    "the system: give a larger --fast, or leave the arm out with --without"
                 )
         return super()._ended()
 
@@ -143,14 +135,9 @@ class LoadedArm:
 def load_arm(
     arm: ArmName, directory: Path, *, fast_bytes: int, smallest_bytes: int, has_bounded_cache: bool
 ) -> Iterator[LoadedArm]:
-    """Loads the model in one of the ways.
+    """Loads the model in one of the ways; ``has_bounded_cache`` if the memory limit includes the page cache.
 
-    Args:
-        arm: The way.
-        directory: Directory of the model.
-        fast_bytes: Memory for experts.
-        smallest_bytes: Least memory that experts need: next to no cache.
-        has_bounded_cache: Whether a limit on memory counts the page cache too.
+    Experts get ``fast_bytes``, or ``smallest_bytes`` in the arm without a cache.
     """
     if arm is ArmName.RESIDENT:
         yield LoadedArm(frozen(_load_all(directory, {})), lambda: None)
@@ -195,11 +182,11 @@ def _place(module: nn.Module, name: str, places: dict[str, str]) -> None:
 
 
 def _drop_page_cache(files: list[Path]) -> None:
-    """Makes the next read of the files a read from the disk, as under a limit that has no room for their pages."""
+    """Makes the next read of the files come from disk, as under a limit without room for their pages."""
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            # What is not yet written cannot be dropped.
+            # Dirty pages cannot be dropped.
             os.fdatasync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -207,14 +194,14 @@ def _drop_page_cache(files: list[Path]) -> None:
 
 
 def main() -> None:
-    """Runs an arm: a job, then decodings until the end of the input."""
+    """Runs an arm: reads a job, then decodes until the end of the input."""
     job = next(jobs(Job))
     arm, directory = ArmName(job.arm), Path(job.directory)
     resident = _own("status", "VmRSS")
     _limit_memory(job, arm)
     started, written = time.perf_counter(), _own("io", "write_bytes")
     with ExitStack() as stack:
-        # Bars of several processes would overwrite each other and the command's.
+        # Progress bars of several processes would overwrite each other.
         with contextlib.redirect_stderr(io.StringIO()):
             arm_loading = load_arm(
                 arm,
@@ -232,7 +219,7 @@ def main() -> None:
 
 def _limit_memory(job: Job, arm: ArmName) -> None:
     if job.group:
-        # What the libraries have taken so far stays with the group where this process began.
+        # Memory of the libraries, allocated so far, stays charged to the original group.
         (Path(job.group) / "cgroup.procs").write_text("0")
     elif job.limit_bytes and arm.is_ours:
         limit = _own("status", "VmData") + job.limit_bytes
@@ -241,7 +228,7 @@ def _limit_memory(job: Job, arm: ArmName) -> None:
 
 @dataclass(frozen=True)
 class _Note:
-    """The state of the process when a token came."""
+    """State of the process at a token."""
 
     at: float
     cpu_s: float
@@ -276,7 +263,7 @@ def _decode(loaded: LoadedArm, prompt: Tensor, new_tokens: int, resident: int) -
 
 
 def _experts(first: OffloadStats | None, last: OffloadStats | None, steps: int) -> dict[str, float | None]:
-    """Returns what the experts did between two tokens."""
+    """Returns the expert figures between two tokens."""
     if first is None or last is None:
         return {"hit_ratio": None, "recall": None, "stall_s": None}
     asked = last.hits + last.misses - first.hits - first.misses
@@ -289,7 +276,7 @@ def _experts(first: OffloadStats | None, last: OffloadStats | None, steps: int) 
 
 
 def _own(file: str, field: str) -> int:
-    """Returns a number of bytes that the kernel keeps of this process, such as ``VmHWM`` in ``status``."""
+    """Returns a byte count that the kernel keeps for this process, such as ``VmHWM`` in ``status``."""
     for line in Path("/proc/self", file).read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
