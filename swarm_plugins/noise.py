@@ -1,6 +1,6 @@
-"""Silences what libraries say that users cannot act on: the only module that filters warnings and log lines.
+"""Suppresses library messages that users cannot act on: the only module that filters warnings and log lines.
 
-Imports nothing heavy, so that a command can quiet a library before it is imported.
+Imports nothing heavy, so that a command can quiet a library before importing it.
 """
 
 from __future__ import annotations
@@ -11,53 +11,52 @@ import warnings
 from collections.abc import Callable, Iterator
 
 _BEYOND_REACH = (
-    # Which logger Lightning takes by default.
+    # Lightning's default logger.
     r"Starting from v1\.9\.0, `tensorboardX` has been removed",
     # Lightning's own use of torch, in lightning/pytorch/utilities/_pytree.py.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-    # A base comes in evaluation mode and Lightning keeps the mode of each module; adapters come in training mode.
+    # Lightning keeps each module's mode: the base is in evaluation mode, adapters are in training mode.
     r"Found \d+ module\(s\) in eval mode at the start of training",
 )
 _LIGHTNING = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 
 
 def quiet_command() -> None:
-    """Leaves advice of libraries out of a command's output, for the rest of the process; faults are still told."""
+    """Suppresses libraries' advice for the rest of the process; their errors still appear."""
     _quiet_peft()
-    # Lightning's advice on workers of data loaders, logging intervals and checkpoint folders.
+    # Lightning's advice on data loader workers, logging intervals and checkpoint folders.
     warnings.filterwarnings("ignore", module="lightning")
 
 
 def quiet_recipe() -> None:
-    """Leaves out of a run of a user's own recipe what the recipe cannot change; advice on the recipe is still told."""
+    """Suppresses messages that a user's recipe cannot change; advice on the recipe itself still appears."""
     _quiet_peft()
     for message in _BEYOND_REACH:
         warnings.filterwarnings("ignore", message=message)
     # Lightning recommends packages of its maker's platform.
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addFilter(_without("Tip: For seamless cloud"))
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_without("Tip: For seamless cloud"))
 
 
 def _quiet_peft() -> None:
-    # It says at import that a kernel is missing which nothing here uses.
+    # bitsandbytes logs at import that it lacks a kernel that nothing here uses.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     ignore_peft_deprecation()
-    # PEFT's remark in the middle of an answer; with soft prompts positions are counted anew.
+    # PEFT warns in the middle of an answer; soft prompts renumber positions anyway.
     warnings.filterwarnings("ignore", message="Position ids are not supported for parameter efficient tuning")
 
 
 def ignore_peft_deprecation() -> None:
-    """Ignores a deprecation warning of transformers, about a property that PEFT 0.21 reads of every model it wraps.
+    """Ignores transformers' deprecation warning about a property that PEFT 0.21 reads of every model it wraps.
 
-    PEFT reads it at the end of its constructor, outside of anything called from there, so that the warning cannot be
-    ignored for one model alone. To be dropped with the PEFT that reads ``is_activation_checkpointing``.
+    PEFT reads it at the end of its constructor, outside any hook, so the warning cannot be ignored for one model alone.
+    Drop this with a PEFT that reads ``is_activation_checkpointing``.
     """
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 
 @contextlib.contextmanager
 def without_peft_deprecation() -> Iterator[None]:
-    """Does the same for the length of a block."""
+    """Does the same inside a block only."""
     with warnings.catch_warnings():
         ignore_peft_deprecation()
         yield
@@ -65,24 +64,20 @@ def without_peft_deprecation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cli_remark() -> Iterator[None]:
-    """Leaves out that LightningCLI is for command lines: typer has read ours and passes on what it left over."""
+    """Suppresses LightningCLI's warning about ``args=``: typer has read the command line and passes on the rest."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
         yield
 
 
-@contextlib.contextmanager
-def without_kernel_remark() -> Iterator[None]:
-    """Leaves out that bitsandbytes, imported inside, lacks a kernel that nothing here uses."""
-    with _filtered("bitsandbytes.backends.cpu.ops", "gemm_4bit_forward"):
-        yield
+def without_kernel_remark() -> contextlib.AbstractContextManager[None]:
+    """Suppresses the import message of bitsandbytes about a missing kernel that nothing here uses."""
+    return _filtered("bitsandbytes.backends.cpu.ops", "gemm_4bit_forward")
 
 
-@contextlib.contextmanager
-def without_http_advice() -> Iterator[None]:
-    """Leaves out that huggingface_hub uploads by plain HTTP: here it does so on purpose."""
-    with _filtered("huggingface_hub._commit_api", "Falling back to HTTP upload"):
-        yield
+def without_http_advice() -> contextlib.AbstractContextManager[None]:
+    """Suppresses the advice of huggingface_hub against plain HTTP uploads, which are intended here."""
+    return _filtered("huggingface_hub._commit_api", "Falling back to HTTP upload")
 
 
 @contextlib.contextmanager
@@ -101,7 +96,7 @@ def _without(text: str) -> Callable[[logging.LogRecord], bool]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers to errors, without progress bars."""
+    """Limits transformers to errors, without progress bars."""
     from transformers.utils import logging as hf_logging
 
     level, had_bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
@@ -117,7 +112,7 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Keeps transformers, huggingface_hub and Lightning to errors, without progress bars."""
+    """Limits transformers, huggingface_hub and Lightning to errors, without progress bars."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     # Lightning sets its level when it is imported: before that is too early.

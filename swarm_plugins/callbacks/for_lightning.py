@@ -15,7 +15,7 @@ from swarm_plugins.callbacks.publishing import Publishing, log
 
 
 class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  # two Trainer types
-    """For a Trainer of Lightning; its arguments: [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].
+    """For Lightning's Trainer; arguments as for [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].
 
     ```python
     Trainer(strategy="swarm", callbacks=[HubAdapterCallback("me/my-adapter", monitor="val_loss")])
@@ -32,7 +32,9 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
             log.info("fast_dev_run: nothing is published to %s", self.repo_id)
         elif trainer.is_global_zero:
             self.begin(pl_module, Path(trainer.default_root_dir))
-            if "save" in self.on and any(getattr(one, "save_weights_only", False) for one in _checkpoints(trainer)):
+            if "save" in self.on and any(
+                getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks
+            ):
                 log.warning(
                     "with save_weights_only=True Lightning does not tell callbacks of a save: versions are published "
                     "at the best value and at the end only"
@@ -48,7 +50,7 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
         if not trainer.sanity_checking:
             monitor, mode = self.monitor, self.mode
             if monitor is None:
-                keeper = next((one for one in _checkpoints(trainer) if getattr(one, "monitor", None)), None)
+                keeper = next((one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)), None)
                 monitor, mode = (keeper.monitor, keeper.mode) if keeper is not None else (None, mode)
             self.publish_if_best(monitor, mode, trainer.global_step, trainer.callback_metrics)
 
@@ -72,7 +74,3 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the best value."""
         self.best = state_dict.get("best")
-
-
-def _checkpoints(trainer: Any) -> list[Any]:
-    return list(trainer.checkpoint_callbacks)

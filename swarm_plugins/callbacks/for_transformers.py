@@ -11,7 +11,7 @@ from swarm_plugins.callbacks.publishing import Publishing
 
 
 class HubAdapterTrainerCallback(Publishing, TrainerCallback):
-    """For a Trainer of transformers; its arguments: [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].
+    """For the Trainer of transformers; arguments as for [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].
 
     ```python
     Trainer(model, args, train_dataset=data, callbacks=[HubAdapterTrainerCallback("me/my-adapter")])

@@ -1,7 +1,4 @@
-"""Decides when to publish a version of an adapter; if that fails, training goes on and the files stay.
-
-Common to the callbacks for Lightning and for transformers.
-"""
+"""Decides when to publish a version of an adapter; shared by the callbacks for Lightning and transformers."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 from swarm_plugins.callbacks.saving import AdapterSource, find_adapter, manifest_of, write_version
 from swarm_plugins.errors import ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFacts, PushedVersion, PushTarget, PushWorker, RetryPlan
+from swarm_plugins.hub.folder import push_command
 from swarm_plugins.hub.names import check_repo_id
 
 log = logging.getLogger(__name__)
@@ -32,13 +30,13 @@ _NOT_METRICS = ("_runtime", "_per_second", "epoch", "step", "_jit_compilation_ti
 class Publishing:
     """Publishes versions of the trained adapter to a repository on the Hub, in the background.
 
-    Every version is one commit with the adapter, its card and ``swarm.json``, and then a tag: v1, v2 ... If it cannot
-    be published, training goes on, its files stay in a folder, and a warning tells how to publish them later.
+    A version is one commit with the adapter, its card and ``swarm.json``, and then a tag: v1, v2 ... If publishing
+    fails, training goes on, the files stay in a folder, and a warning names the command that publishes them later.
 
     Args:
         repo_id: The repository, such as ``me/my-adapter``; created if missing.
-        on: When: at each ``save`` of a checkpoint, whenever the monitored metric is at its ``best``, at the ``end``.
-        monitor: The metric that ``best`` goes by. None: the one that the trainer keeps its best checkpoint by.
+        on: When: at each ``save`` of a checkpoint, at each new ``best`` of the monitored metric, at the ``end``.
+        monitor: Metric for ``best``. None: the one by which the trainer keeps its best checkpoint.
         mode: Whether the best value is the smallest (``min``) or the largest (``max``).
         folder: Where versions are written. None: ``hub_adapters`` in the trainer's own folder.
         private: Whether a new repository is private.
@@ -46,9 +44,9 @@ class Publishing:
         endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
         base_model: Id of the base on the Hub, if it was loaded from a directory.
         tags: More tags for the card.
-        dataset: Id of the dataset that the metrics are measured on, for the card.
-        finish_s: Longest wait for what is still to be published when training has ended.
-        retries: How often and how long each version is tried.
+        dataset: Id of the dataset behind the metrics, for the card.
+        finish_s: Longest wait for pending uploads after training.
+        retries: Attempts and pauses of each upload.
 
     Raises:
         ConfigError: If a setting is wrong.
@@ -148,8 +146,10 @@ class Publishing:
         if step > 0 and step != self._step:
             written = self._write("interrupted", step, metrics)
             if written is not None:
-                self.unpushed.append(written[0])
-                log.warning("training was interrupted: the adapter is in %s; publish it with: %s", *_advice(written[0]))
+                folder, _ = written
+                self.unpushed.append(folder)
+                how = push_command(folder)
+                log.warning("training was interrupted: the adapter is in %s; publish it with: %s", folder, how)
         self._close(min(_INTERRUPTED_S, self.finish_s))
 
     def _close(self, timeout_s: float) -> None:
@@ -199,14 +199,9 @@ class Publishing:
     def _tidy(self, pushed: PushedVersion) -> None:
         """Deletes older published versions from disk. Called in the worker's thread."""
         worker = self._worker
-        earlier = worker.pushed[:-1] if worker is not None else []
-        for version in earlier:
+        for version in worker.pushed if worker is not None else []:
             if version.folder != pushed.folder:
                 shutil.rmtree(version.folder, ignore_errors=True)
-
-
-def _advice(folder: Path) -> tuple[Path, str]:
-    return folder, f"swarm push {folder}"
 
 
 def _hub_name(source: AdapterSource) -> str | None:

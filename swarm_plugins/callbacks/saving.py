@@ -32,7 +32,7 @@ _TASKS = {
     "QUESTION_ANS": "question-answering",
     "FEATURE_EXTRACTION": "feature-extraction",
 }
-_CLASS_TASKS = (("ForCausalLM", "text-generation"), ("ForSequenceClassification", "text-classification"))
+_CLASS_TASKS = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +51,21 @@ class AdapterSource:
     @property
     def peft_type(self) -> str:
         """PEFT's name of the method."""
-        kind = self.model.peft_config[self.name].peft_type
-        return str(getattr(kind, "value", kind))
+        return _word(self.model.peft_config[self.name].peft_type)
 
     @property
     def pipeline_tag(self) -> str:
         """The Hub's word for the task."""
-        task = self.model.peft_config[self.name].task_type
-        known = _TASKS.get(str(getattr(task, "value", task)))
-        if known is not None:
-            return known
+        known = _TASKS.get(_word(self.model.peft_config[self.name].task_type))
         name = type(self.model.get_base_model()).__name__
-        return next((tag for ending, tag in _CLASS_TASKS if name.endswith(ending)), "feature-extraction")
+        return known or next(
+            (tag for ending, tag in _CLASS_TASKS.items() if name.endswith(ending)), "feature-extraction"
+        )
+
+
+def _word(value: object) -> str:
+    # PEFT takes members of its enums and plain strings.
+    return str(getattr(value, "value", value))
 
 
 def find_adapter(module: nn.Module) -> AdapterSource:
@@ -97,15 +100,7 @@ def _blocks_of(model: PeftModel) -> tuple[str, ...]:
 def write_version(
     source: AdapterSource, root: Path, name: str, facts: AdapterFacts, manifest: Manifest, target: PushTarget
 ) -> tuple[Path, str]:
-    """Writes a version into a new folder.
-
-    Args:
-        source: The adapter.
-        root: Folder of all versions; created if needed.
-        name: The folder's name; a number is added if it exists.
-        facts: Content of the card.
-        manifest: Content of ``swarm.json``.
-        target: Where to publish it.
+    """Writes a version into a new folder of ``root``, numbered if ``name`` is taken.
 
     Returns:
         The folder, and the digest of the adapter's tensors.
@@ -144,18 +139,15 @@ def _save_peft(source: AdapterSource, folder: Path, base_model: str | None) -> N
     path = folder / CONFIG_FILE
     config = json.loads(path.read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = base_model
-    is_commit = source.base is not None and not source.base.is_local
     # A local base has no commit; swarm.json has its fingerprint.
-    config["revision"] = source.base.revision if is_commit and source.base is not None else None
+    config["revision"] = source.base.revision if source.base is not None and not source.base.is_local else None
     path.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _changes_embeddings(source: AdapterSource) -> bool:
-    config = source.model.peft_config[source.name]
-    targets = getattr(config, "target_modules", None)
-    if isinstance(targets, str) or not targets:
-        return False
-    return any(target.split(".")[-1] in EMBEDDING_LAYER_NAMES for target in targets)
+    targets = getattr(source.model.peft_config[source.name], "target_modules", None)
+    names = () if isinstance(targets, str) else targets or ()
+    return any(name.split(".")[-1] in EMBEDDING_LAYER_NAMES for name in names)
 
 
 def manifest_of(source: AdapterSource, *, event: str, step: int, metrics: dict[str, float]) -> Manifest:

@@ -1,4 +1,4 @@
-"""Downloads one version of an adapter: only its known files, only safetensors, and none beyond a size limit."""
+"""Downloads one version of an adapter: known files only, safetensors only, up to a size limit."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def fetch_adapter(
     label = f"{repo_id}@{version}"
     try:
         with translated_hub_errors(f"load {label}"):
-            revision = _latest(api, repo_id) if version == "latest" else version
+            revision = version
+            if version == "latest":
+                revision = newest_tag(ref.name for ref in _refs(api, repo_id).tags) or "main"
             label = f"{repo_id}@{revision}"
             info = _info(api, repo_id, revision)
     except HubError as exc:
@@ -146,10 +148,6 @@ def _info(api: HfApi, repo_id: str, revision: str) -> ModelInfo:
 
 def _refs(api: HfApi, repo_id: str) -> GitRefs:
     return within(_ANSWER_S, f"list the versions of {repo_id}", lambda: api.list_repo_refs(repo_id))
-
-
-def _latest(api: HfApi, repo_id: str) -> str:
-    return newest_tag(ref.name for ref in _refs(api, repo_id).tags) or "main"
 
 
 def _check_names(label: str, names: Collection[str]) -> None:

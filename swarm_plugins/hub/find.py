@@ -50,11 +50,11 @@ def find_adapters(
     token: str | bool | None = None,
     endpoint: str | None = None,
 ) -> list[FoundAdapter]:
-    """Returns the newest version of each adapter of a base model that fits.
+    """Returns the newest fitting version of each adapter of a base model.
 
     Args:
         base: Id of the base on the Hub, or its version.
-        revision: Branch, tag or commit of the base that adapters must be made for. None: any.
+        revision: Branch, tag or commit of the base. None: any.
         limit: Largest number of repositories to look at.
         token: Access token of the Hub. None: the stored one.
         endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
@@ -108,26 +108,20 @@ def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAda
     """
     try:
         manifest = _read(api, repo_id, commit, MANIFEST_FILE)
+        config = None if manifest is not None else _read(api, repo_id, commit, CONFIG_FILE)
         if manifest is not None:
-            known = Manifest.parse(manifest)
-            return FoundAdapter(
-                repo_id=repo_id,
-                tag=tag,
-                commit=commit,
-                base=known.base,
-                peft_type=known.peft_type,
-                metrics=known.metrics,
-            )
-        config = _read(api, repo_id, commit, CONFIG_FILE)
-        if config is None:
+            facts: Manifest | PeftFacts = Manifest.parse(manifest)
+        elif config is not None:
+            facts = PeftFacts.parse(config)
+        else:
             return None
-        written = PeftFacts.parse(config)
+        metrics = facts.metrics if isinstance(facts, Manifest) else {}
+        return FoundAdapter(
+            repo_id=repo_id, tag=tag, commit=commit, base=facts.base, peft_type=facts.peft_type or "", metrics=metrics
+        )
     except (CapacityError, CheckpointError) as exc:
         log.warning("%s@%s is left out: %s", repo_id, tag or commit, exc)
         return None
-    return FoundAdapter(
-        repo_id=repo_id, tag=tag, commit=commit, base=written.base, peft_type=str(written.peft_type or "")
-    )
 
 
 def _read(api: HfApi, repo_id: str, commit: str, name: str) -> bytes | None:

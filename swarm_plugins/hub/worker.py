@@ -54,11 +54,8 @@ class PushWorker:
             if len(self._waiting) == self._max_waiting:
                 oldest, _ = self._waiting.popleft()
                 self.failed.append(oldest)
-                log.warning(
-                    "upload queue is full: %s stays on disk; publish it with: %s",
-                    oldest,
-                    push_command(oldest),
-                )
+                how = push_command(oldest)
+                log.warning("upload queue is full: %s stays on disk; publish it with: %s", oldest, how)
             self._waiting.append((folder, target))
             self._changed.notify_all()
             if self._thread is None or not self._thread.is_alive():

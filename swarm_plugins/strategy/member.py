@@ -30,7 +30,7 @@ class SwarmMember:
         self.swarm = swarm
 
     def setup_environment(self) -> None:
-        """Joins the swarm, before the model is built and not when the strategy is."""
+        """Joins the swarm: before the model is built, and not yet when the strategy is constructed."""
         self.join()
         super().setup_environment()  # type: ignore[misc]  # of Lightning's strategy, mixed in after this class
 
@@ -50,19 +50,19 @@ class SwarmMember:
 
     @property
     def root_device(self) -> torch.device:
-        """Where the client's weights and the adapters live."""
+        """Device of the client's weights and the adapters."""
         return self._devices[0] if self._devices else torch.device("cpu")
 
     @property
     def is_distributed(self) -> bool:
-        """Whether several processes of this machine step together: never."""
+        """Always False: one process trains."""
         return False
 
     def join(self) -> None:
-        """Joins the swarm, if it is known by now which one; a model that is loaded later may name its own.
+        """Joins the swarm if its peers are known by now; a model loaded later may name its own.
 
         Raises:
-            UnsupportedError: If several machines were asked for.
+            UnsupportedError: If several machines are requested.
             ConfigError: If an address is malformed.
             TransportError: If the swarm cannot be joined.
         """
@@ -78,7 +78,7 @@ class SwarmMember:
             self._connection = self.settings.connection().start()
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which models that are loaded find the swarm."""
+        """Returns a context in which newly loaded models find the swarm."""
         return contextlib.nullcontext() if self.settings is None else active_swarm(self.settings)
 
 
@@ -86,12 +86,12 @@ def check_precision(plugin: Any) -> None:
     """Checks Lightning's precision plugin.
 
     Raises:
-        ConfigError: If it cannot work with blocks that are elsewhere.
+        ConfigError: If it cannot work with remote blocks.
     """
     if "bitsandbytes" in type(plugin).__name__.lower():
         raise ConfigError(
-            f"precision plugin {type(plugin).__name__} cannot work with strategy 'swarm': it quantizes weights, and "
-            "those of the blocks are on servers ('swarm serve --quantization' does it there); "
+            f"precision plugin {type(plugin).__name__} cannot work with strategy 'swarm': it quantizes weights, but "
+            "the blocks' weights are on servers ('swarm serve --quantization' does it there); "
             f"use precision {' or '.join(map(repr, _PRECISIONS))}"
         )
     name = getattr(plugin, "precision", None)

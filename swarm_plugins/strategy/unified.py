@@ -10,26 +10,22 @@ from swarm_plugins.strategy.trainer import TrainerStrategy
 
 
 class SwarmStrategy(TrainerStrategy, _TrainerDevice):
-    """Trains a module whose blocks run on a swarm: one client, one device, checkpoints of what is trained.
+    """Trains a module whose blocks run on a swarm, on one device; checkpoints hold the trained tensors only.
 
-    ``Trainer(strategy="swarm")`` makes one without arguments. The swarm is joined when fitting starts, before
-    ``configure_model``; models that are loaded there find it. For ``pytorch_lightning`` use
+    ``Trainer(strategy="swarm")`` makes one without arguments. It joins the swarm when fitting starts, before
+    ``configure_model``, and models loaded there use it. For ``pytorch_lightning`` use
     ``swarm_plugins.strategy.standalone.SwarmStrategy``, or the name.
 
     Args:
-        initial_peers: Addresses of peers to join the swarm through. None: from the environment variable
-            ``SWARM_INITIAL_PEERS``; if that is not set either, the model must name them when it is loaded.
-        swarm: How the client behaves: deadlines, retries, codec.
+        initial_peers: Addresses of peers to join the swarm through. None: from ``SWARM_INITIAL_PEERS``, or else from
+            the call that loads the model.
+        swarm: Deadlines, retries and codec of the client.
     """
 
 
 class FabricSwarmStrategy(FabricStrategy, _FabricDevice):
-    """The same for Fabric: load the model inside ``fabric.init_module()``, after ``fabric.launch()``.
+    """Trains with Fabric: load the model inside ``fabric.init_module()``, after ``fabric.launch()``.
 
-    For ``lightning_fabric`` use ``swarm_plugins.strategy.standalone_fabric.FabricSwarmStrategy``, or the name.
-
-    Args:
-        initial_peers: Addresses of peers to join the swarm through. None: from the environment variable
-            ``SWARM_INITIAL_PEERS``; if that is not set either, the model must name them when it is loaded.
-        swarm: How the client behaves: deadlines, retries, codec.
+    Takes the arguments of `SwarmStrategy`. For ``lightning_fabric`` use
+    ``swarm_plugins.strategy.standalone_fabric.FabricSwarmStrategy``, or the name.
     """
