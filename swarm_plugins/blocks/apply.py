@@ -100,20 +100,22 @@ def _by_adapter(
     uses: Sequence[tuple[AdapterUse, int]],
 ) -> Iterable[tuple[LoadedAdapter, tuple[int, ...] | None, tuple[int, int] | None]]:
     """Joins the rows of all sessions that use the same adapter, so its products run once."""
-    rows_of: dict[int, list[int]] = {}
-    found: dict[int, tuple[LoadedAdapter, tuple[int, int] | None]] = {}
+    rows_of: dict[tuple[int, int], list[int]] = {}
+    found: dict[tuple[int, int], tuple[LoadedAdapter, tuple[int, int] | None]] = {}
     first = 0
     for use, num_rows in uses:
         for index, adapter in enumerate(use.adapters):
             rows = [row for row in range(num_rows) if use.rows is None or use.rows[row] == index]
-            rows_of.setdefault(id(adapter), []).extend(first + row for row in rows)
+            # Equal adapters of a client are held once: an adapter counts as often as a session names it.
+            key = (id(adapter), use.adapters[:index].count(adapter))
+            rows_of.setdefault(key, []).extend(first + row for row in rows)
             dropout = None if use.dropout_seed is None else (use.dropout_seed, index)
-            found.setdefault(id(adapter), (adapter, dropout))
+            found.setdefault(key, (adapter, dropout))
         first += num_rows
     for key, (adapter, dropout) in found.items():
         rows = rows_of[key]
         if rows:
-            yield adapter, None if len(set(rows)) == first else tuple(rows), dropout
+            yield adapter, None if len(rows) == first else tuple(rows), dropout
 
 
 def _patched(module: nn.Module, layers: list[_Applied]) -> Forward:

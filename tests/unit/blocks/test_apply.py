@@ -13,7 +13,10 @@ from peft.tuners.lora.layer import LoraLayer
 from peft_kit import Tuned, tune
 from torch import Tensor, nn
 
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks import AdapterUse, SpanInputs, StepInputs
+from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.apply import adapter_dropout_mask
 
 # Products of experts and routers are added to the output here and to the weight in PEFT.
@@ -281,3 +284,27 @@ def test_dropout_numbers_depend_on_every_argument() -> None:
     numbers = adapter_dropout_mask(5, 0, "m", 0, (400, 500))
     # 200,000 draws: the share below 0.1 has a standard deviation of 0.0007.
     assert abs(float((numbers < 0.1).float().mean()) - 0.1) < 0.004
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 2)], ids=["all-rows", "some-rows"])
+def test_an_adapter_named_twice_is_applied_twice(llama: Pair, rows: slice) -> None:
+    def loaded(scaling: float) -> LoadedAdapter:
+        one = AdapterModule(
+            block=1, module="self_attn.q_proj", kind="lora", shapes=((2, WIDTH), (WIDTH, 2)), scaling=scaling
+        )
+        tensors = [states(2, WIDTH, seed=1), states(WIDTH, 2, seed=2)]
+        return check_adapter(AdapterSpec(modules=(one,)), tensors, llama.span)
+
+    hidden = states(2, 3, WIDTH)
+    once, double = loaded(0.5), loaded(1.0)
+
+    def stepped(*adapters: LoadedAdapter) -> Tensor:
+        # With two rows, a second session without adapters is in the call.
+        steps = [
+            StepInputs(cache=llama.span.new_cache(1, BLOCKS), blocks=BLOCKS, hidden=row[None], adapters=use)
+            for row, use in zip(hidden[rows], [AdapterUse(adapters=adapters), AdapterUse()], strict=False)
+        ]
+        return llama.span.step(steps)[0].hidden
+
+    torch.testing.assert_close(stepped(once, once), stepped(double), **CLOSE)
+    assert not torch.allclose(stepped(once), stepped(double), **CLOSE)
