@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from fake_server import VERSION, WIDTH, FakeCache, FakeRunner, transport_to
+from fake_server import MAX_POSITIONS, VERSION, WIDTH, FakeCache, FakeRunner, transport_to
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import CacheOp, LoadedAdapter
@@ -20,6 +21,7 @@ from swarm_plugins.server.state.sessions import MAX_OPS, apply_ops
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
+    BackwardRequest,
     Failure,
     ForwardRequest,
     Message,
@@ -174,5 +176,70 @@ def test_an_answer_too_large_to_be_sent_is_not_computed(service: Service, runner
         assert "4 hidden states of 48 bytes = 192 bytes, the limit is 96" in answer.message
         assert runner.events == []
         assert not isinstance(await ask(message), Failure)
+
+    play(service, rpc, scene)
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "hidden-nan": {"hidden": HIDDEN * torch.nan},
+    "hidden-integers": {"hidden": HIDDEN.long()},
+    "hidden-width": {"hidden": torch.ones(1, 1, WIDTH + 1)},
+    "hidden-empty": {"hidden": torch.ones(1, 0, WIDTH)},
+    "hidden-rank": {"hidden": HIDDEN[0]},
+    "hidden-rows": {"hidden": torch.ones(300, 1, WIDTH)},
+    "hidden-length": {"hidden": torch.ones(1, MAX_POSITIONS + 1, WIDTH)},
+    "positions-beyond": {"position_ids": torch.full((1, 1), MAX_POSITIONS)},
+    "positions-negative": {"position_ids": torch.full((1, 1), -1)},
+    "positions-rows": {"position_ids": torch.zeros(2, 1, dtype=torch.int64)},
+    "positions-length": {"position_ids": torch.zeros(1, 2, dtype=torch.int64)},
+    "positions-rank": {"position_ids": torch.zeros(1, dtype=torch.int64)},
+    "positions-floats": {"position_ids": torch.zeros(1, 1)},
+    "mask-floats": {"attention_mask": torch.ones(1, 1)},
+    "mask-length": {"attention_mask": torch.ones(1, 2, dtype=torch.bool)},
+    "mask-rows": {"attention_mask": torch.ones(2, 1, dtype=torch.bool)},
+    "adapter-rows": {"adapter_rows": (-1, -1)},
+    "adapter-row-beyond": {"adapter_rows": (0,)},
+    "adapter-row-negative": {"adapter_rows": (-2,)},
+    "adapter-unknown": {"adapters": ("unknown",)},
+}
+STATELESS: dict[str, dict[str, Any]] = {
+    "seed-negative": {"dropout_seed": -1},
+    "prefix-nan": {"prefix": (torch.full((1, 1, 2, 2), torch.nan),) * 8},
+    "prefix-integers": {"prefix": (torch.ones(1, 1, 2, 2, dtype=torch.int64),) * 8},
+    "prefix-few": {"prefix": (torch.ones(1, 1, 2, 2),) * 7},
+    "prefix-heads": {"prefix": (torch.ones(1, 2, 2, 2),) * 8},
+    "prefix-lengths": {"prefix": (torch.ones(1, 1, 2, 2),) * 7 + (torch.ones(1, 1, 3, 2),)},
+    "prefix-rows": {"prefix": (torch.ones(2, 1, 2, 2),) * 8},
+    "prefix-rank": {"prefix": (torch.ones(1, 1, 2),) * 8},
+    "blocks-elsewhere": {"start": 0},
+    "blocks-reversed": {"start": 5, "end": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("rpc", "changes"),
+    [
+        pytest.param(rpc, changes, id=f"{rpc.removeprefix('rpc_')}-{name}")
+        for rpc in ("rpc_forward", "rpc_backward", "rpc_session")
+        for name, changes in (HOSTILE if rpc == "rpc_session" else HOSTILE | STATELESS).items()
+    ],
+)
+def test_every_door_refuses_what_does_not_fit(
+    service: Service, runner: FakeRunner, rpc: str, changes: dict[str, Any]
+) -> None:
+    def message(**changes: Any) -> Message:
+        if rpc == "rpc_session":
+            return SessionStep(**{"hidden": HIDDEN, "cached_tokens": 0, **changes})
+        request = ForwardRequest(**{"version": VERSION, "start": 2, "end": 6, "hidden": HIDDEN, **changes})
+        return BackwardRequest(forward=request, grad_hidden=HIDDEN) if rpc == "rpc_backward" else request
+
+    async def scene(ask: Ask) -> None:
+        if rpc == "rpc_session":
+            await ask(OPEN)
+        answer = await ask(message(**changes))
+        assert isinstance(answer, Failure)
+        assert answer.kind in ("bad_request", "not_finite", "unknown_adapter", "wrong_span")
+        assert runner.events == []
+        assert not isinstance(await ask(message()), Failure)
 
     play(service, rpc, scene)
