@@ -47,10 +47,9 @@ class RangeReader:
         self._is_closed = False
 
     def read(self, ranges: Sequence[FileRange], into: Bytes, job: Job) -> int:
-        """Reads one expert into ``[num_bytes]`` of uint8; its job may be cancelled between chunks.
+        """Reads one expert into ``[num_bytes]`` of uint8 and returns the bytes taken from disk.
 
-        Returns:
-            Bytes taken from disk.
+        The job may be cancelled between chunks.
 
         Raises:
             CheckpointError: If a file is missing, ends early, was replaced or written to since its identity was

@@ -88,11 +88,8 @@ class MoeCheckpoint:
     ) -> Self:
         """Finds the experts of an open checkpoint.
 
-        Args:
-            checkpoint: The model.
-            quantized: The store of its experts, if it is one.
-            dtype: Floating type to compute in; None: the checkpoint's.
-            layers: Layers whose experts are wanted; None: all. A quantized store need not have any in them.
+        ``quantized`` is the store of its experts, if it is one. ``layers`` are those whose experts are wanted, None
+        for all; a quantized store need not have any in them.
 
         Raises:
             ConfigError: If ``dtype`` cannot be computed in.
@@ -160,10 +157,7 @@ class MoeCheckpoint:
         self.store.fetch()
 
     def load_rest(self, device: torch.device) -> PreTrainedModel:
-        """Loads everything but the experts.
-
-        Returns:
-            HF's own class, its experts without weights, in evaluation mode.
+        """Returns HF's own class with everything but the weights of experts, in evaluation mode.
 
         Raises:
             CheckpointError: If a tensor is missing, truncated or of a wrong shape.

@@ -39,10 +39,7 @@ _Pool: TypeAlias = Callable[[torch.Size, torch.dtype], Tensor]
 
 
 def disk_rate(files: Sequence[Path], *, block_bytes: int, seconds: float = 0.7) -> float:
-    """Measures reads of pieces at random places, past the page cache where the file system allows it.
-
-    Returns:
-        Bytes per second, all threads together.
+    """Returns bytes per second of all threads for pieces at random places, past the page cache where possible.
 
     Raises:
         CheckpointError: If a file cannot be read.
@@ -133,15 +130,12 @@ def link_rate(device: torch.device) -> float | None:
 
 
 def step_seconds(model: PreTrainedModel, *, device: torch.device, seconds: float = 1.5) -> float:
-    """Measures one decoding step of a model that has no weights, as if all of them were in fast memory.
+    """Returns the median seconds of one decoding step of a model without weights, as if all were in fast memory.
 
     Every parameter is replaced by one of its shape from a pool that is larger than the processor's caches but far
     smaller than the model. So all of HF's own code runs, on meaningless numbers.
 
     The model, on the meta device, is unusable afterwards. Runs at least one step after one to warm up.
-
-    Returns:
-        Seconds of one token: the median.
     """
     _fill(model, device)
     ids = torch.zeros((1, 1), dtype=torch.long, device=device)

@@ -51,11 +51,7 @@ def forward_only(runner: SpanRunner, inputs: SpanInputs) -> SpanOutputs:
 def forward_keeping(
     runner: SpanRunner, inputs: SpanInputs, *, limit_bytes: int, weights: Collection[int]
 ) -> tuple[SpanOutputs, KeptForward | None, int]:
-    """Runs a forward and keeps its graph.
-
-    Returns:
-        The outputs without graph, the kept forward (None if it is too large) and the bytes it holds.
-    """
+    """Returns outputs without graph, the forward with its graph (None if too large) and the bytes it holds."""
     meter = GraphMeter(limit_bytes, weights)
     leaves = _as_leaves(inputs, hidden=True, adapters=True, prefix=True)
     with torch.enable_grad(), meter.recording():
