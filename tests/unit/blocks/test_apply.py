@@ -304,7 +304,10 @@ def test_an_adapter_named_twice_is_applied_twice(llama: Pair, rows: slice) -> No
             StepInputs(cache=llama.span.new_cache(1, BLOCKS), blocks=BLOCKS, hidden=row[None], adapters=use)
             for row, use in zip(hidden[rows], [AdapterUse(adapters=adapters), AdapterUse()], strict=False)
         ]
-        return llama.span.step(steps)[0].hidden
+        output = llama.span.step(steps)[0].hidden
+        for step in steps:
+            step.cache.close()
+        return output
 
     torch.testing.assert_close(stepped(once, once), stepped(double), **CLOSE)
     assert not torch.allclose(stepped(once), stepped(double), **CLOSE)
