@@ -1,12 +1,12 @@
 """Fine-tune and use language models that do not fit your machine.
 
 ```text
-AutoSwarmModelForCausalLM ...   HF's own model class, its decoder layers on other people's servers
+AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on other people's servers
 SwarmConfig                     deadlines, retries and codec of a client
-load_offloaded, OffloadConfig   HF's own model class, its experts on disk and a bounded set of them in memory
+load_offloaded, OffloadConfig   HF's own model class, experts on disk and a bounded number in memory
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
-HubAdapterCallback, HubAdapterTrainerCallback   publish adapters while they are trained
-find_adapters, load_adapter     published adapters of a base, checked against its version
+HubAdapterCallback, HubAdapterTrainerCallback   publish adapters during training
+find_adapters, load_adapter     find published adapters; load one, checking the version of its base
 LocalSwarm                      a swarm of `swarm serve` processes on this machine
 swarm serve | status | bench    the same from the command line
 ```

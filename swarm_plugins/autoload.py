@@ -1,13 +1,12 @@
-"""Makes the strategy name ``swarm`` known to Lightning, whichever of its packages is imported, and whenever.
+"""Registers the strategy name ``swarm`` in every package of Lightning, imported before or after this one.
 
-Lightning has no entry point for strategies: a name is known once it stands in the registry of the package in use
-(``lightning.*`` or ``pytorch_lightning``/``lightning_fabric``, Trainer or Fabric). `install` registers in those that
-are imported already and watches for the others; nothing heavy is imported here, the strategy itself only when a
-Trainer or Fabric asks for it.
+Lightning has no entry point for strategies: a name must be in the registry of the package in use (``lightning.*`` or
+``pytorch_lightning``/``lightning_fabric``, Trainer or Fabric). `install` registers in the imported ones and watches for
+the others; the strategy itself is imported only when a Trainer or Fabric needs it.
 
-It runs on ``import swarm_plugins``. The entry point of torch's backends runs it too, at the end of ``import torch``,
-so that ``fabric run --strategy swarm`` knows the name before any script of the user runs. That group is made for
-devices; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches it off, and then the import of the package is what counts.
+It runs on ``import swarm_plugins``, and at the end of ``import torch`` through the entry point of torch's backends, so
+that ``fabric run --strategy swarm`` knows the name before a user's script runs. That entry point is made for devices;
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches it off, and importing this package still works.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 NAME = "swarm"
-# Module with a registry -> the registry's name, and the class to make, as module:name in swarm_plugins.strategy.
+# Module with a registry -> name of the registry, and module:class in swarm_plugins.strategy.
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "unified:SwarmStrategy"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "unified:FabricSwarmStrategy"),
@@ -33,7 +32,7 @@ _REGISTRIES = {
 
 
 def install() -> None:
-    """Registers the strategy where Lightning is imported, and sees to the rest. Never raises; may be called again."""
+    """Registers the strategy in all registries, now or when they are imported. Never raises; may be called again."""
     # An exception here would make ``import torch`` fail for programs that have nothing to do with this package.
     try:
         for name in _REGISTRIES:
@@ -48,7 +47,7 @@ def install() -> None:
 def _register(module: ModuleType) -> None:
     registry_name, target = _REGISTRIES[module.__name__]
     registry = getattr(module, registry_name, None)
-    # Missing while the module is being imported: then its import ends in the watcher.
+    # Missing while the module is being imported: the watcher registers at the end of that import.
     if registry is not None:
         registry.register(NAME, _creator(target), description="Blocks on a swarm, adapters here", override=True)
 
@@ -63,12 +62,12 @@ def _creator(target: str) -> Callable[..., Any]:
 
 
 class _Watcher:
-    """A finder that finds nothing by itself: it registers the strategy once a module with a registry was imported."""
+    """A finder that registers the strategy after a module with a registry is imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns the spec that the usual finder gives, with a loader that registers afterwards."""
+        """Returns the usual spec, with a loader that registers afterwards."""
         if name not in _REGISTRIES:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -78,18 +77,18 @@ class _Watcher:
 
 
 class _Registering:
-    """Loads a module by its own loader, gives it back, and registers the strategy."""
+    """Loads a module with its own loader, then restores that loader and registers the strategy."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Leaves it to the module's own loader."""
+        """Delegates to the module's own loader."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs the module, then registers; from then on nothing shows that it was watched."""
+        """Runs the module, then registers; the module shows no trace of being watched."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -5,19 +5,19 @@ SwarmError
 ├── ConfigError (ValueError)                 a wrong setting, found before any network use
 ├── UnsupportedError (NotImplementedError)   a model, adapter or call that cannot work on remote blocks
 ├── MissingExtraError (ImportError)          an optional package is absent
-├── CheckpointError (OSError)                a checkpoint is missing, truncated or not what it says
+├── CheckpointError (OSError)                a checkpoint is missing, truncated or inconsistent
 ├── MissingBlocksError (LookupError)         no living server holds a needed block
-├── CapacityError (MemoryError)              a budget is full: says used, asked and limit
+├── CapacityError (MemoryError)              a budget is full
 ├── HubError (OSError)                       a Hub refused something or cannot be reached
 └── TransportError (ConnectionError)         a request left this machine and failed
-    ├── ProtocolError                        the peer sent something that is not allowed
+    ├── ProtocolError                        the peer violated the protocol
     ├── RequestTimeoutError (TimeoutError)   no answer within the deadline
     └── RemoteError                          the peer answered with an error: its message is inside
-        ├── UnknownAdapterError              the peer does not hold an adapter: upload it
-        └── SessionLostError                 the peer does not hold a session (any more)
+        ├── UnknownAdapterError              the peer does not hold an adapter
+        └── SessionLostError                 the peer no longer holds a session
 ```
 
-Each also derives from the builtin that a caller would expect, so ``except ValueError`` keeps working.
+Each also derives from the builtin that callers expect, so ``except ValueError`` keeps working.
 A message says what is wrong, the value, what is allowed and what to do.
 """
 
@@ -47,7 +47,7 @@ HubErrorKind = Literal["unreachable", "no repository", "no revision", "no file",
 
 
 def one_line(exc: BaseException, *, with_kind: bool = False, max_chars: int = 300) -> str:
-    """Returns the text of an exception as one short line, to be quoted in a message.
+    """Returns the text of an exception as one short line, to quote in a message.
 
     Args:
         exc: The exception; other libraries' may have paragraphs of advice, or no text at all.
@@ -80,7 +80,7 @@ class MissingExtraError(SwarmError, ImportError):
 
 
 class CheckpointError(SwarmError, OSError):
-    """A checkpoint is missing, truncated or not what it says; the message names file and tensor."""
+    """A checkpoint is missing, truncated or inconsistent; the message names file and tensor."""
 
 
 class MissingBlocksError(SwarmError, LookupError):
@@ -88,7 +88,7 @@ class MissingBlocksError(SwarmError, LookupError):
 
 
 class CapacityError(SwarmError, MemoryError):
-    """A budget is full; the message says what is used, what was asked and the limit."""
+    """A budget is full; the message gives the use, the request and the limit."""
 
 
 class HubError(SwarmError, OSError):
@@ -96,7 +96,7 @@ class HubError(SwarmError, OSError):
 
     Args:
         message: What, why, and what to do.
-        kind: What is missing or in the way.
+        kind: What is missing or in conflict.
         is_passing: Whether trying again later can help.
     """
 
@@ -111,7 +111,7 @@ class TransportError(SwarmError, ConnectionError):
 
 
 class ProtocolError(TransportError):
-    """A peer sent something that is not allowed: malformed, oversized, or out of turn."""
+    """A peer violated the protocol: a malformed, oversized or out-of-turn message."""
 
 
 class RequestTimeoutError(TransportError, TimeoutError):
@@ -127,4 +127,4 @@ class UnknownAdapterError(RemoteError):
 
 
 class SessionLostError(RemoteError):
-    """A peer does not hold a session (any more); open one and replay."""
+    """A peer no longer holds a session; open one and replay."""

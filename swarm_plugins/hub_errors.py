@@ -42,7 +42,7 @@ def translated_hub_errors(what: str, right: Literal["read", "write"] = "read") -
 
     Args:
         what: The action, such as ``push to me/my-adapter``; the message begins with it.
-        right: The right that the action takes.
+        right: The right that the action needs.
 
     Raises:
         HubError: If the Hub refuses or cannot be reached.
@@ -65,17 +65,12 @@ def repo_id_fault(name: str) -> str | None:
 
 
 def within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """Returns the result of a call, or raises its error; huggingface_hub itself may wait without end.
+    """Returns the result of a call, or raises its error; huggingface_hub itself may wait forever.
 
-    A call that takes longer is left behind in its thread, which does not keep the process from ending.
-
-    Args:
-        seconds: Longest time.
-        what: The action, such as ``push to me/my-adapter``.
-        call: The call.
+    A call that takes longer stays behind in a daemon thread, which does not keep the process alive.
 
     Raises:
-        HubError: If it takes longer.
+        HubError: If the call takes longer than ``seconds``; the message begins with ``what``.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -113,21 +108,19 @@ def _translation(what: str, right: str, exc: Exception) -> HubError:
     if isinstance(exc, json.JSONDecodeError):
         return HubError(f"{what}: the Hub's answer is not JSON ({one_line(exc)}); try again later", is_passing=True)
     if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
-        message = (
-            f"{what}: the disk is full ({one_line(exc)}); free space, or set HF_HOME or cache_dir to a larger disk"
-        )
-        return HubError(message)
+        cure = "free space, or set HF_HOME or cache_dir to a larger disk"
+        return HubError(f"{what}: the disk is full ({one_line(exc)}); {cure}")
     cause = f" ({one_line(exc.__cause__)})" if exc.__cause__ is not None else ""
     return HubError(f"{what}: {one_line(exc)}{cause}")
 
 
 def _hidden(exc: Exception) -> Exception | None:
-    """Returns the error behind one that huggingface_hub raised in its place; None if it tells all itself."""
+    """Returns the more informative error that huggingface_hub wrapped in this one, if any."""
     if isinstance(exc, RuntimeError | LocalEntryNotFoundError):
-        # Large uploads are wrapped in RuntimeError; files in neither Hub nor cache hide why the Hub had no answer.
+        # Errors of large uploads come in a RuntimeError; LocalEntryNotFoundError hides why the Hub did not answer.
         return exc.__cause__ if isinstance(exc.__cause__, _FOREIGN) else None
     if isinstance(exc, HfUriError) and isinstance(exc.__context__, HfHubHTTPError):
-        # The library cannot parse the address of another Hub while it looks into a refusal.
+        # The library fails to parse another Hub's address while it handles a refusal.
         return exc.__context__
     return None
 
@@ -146,7 +139,7 @@ def _refusal(what: str, right: str, exc: HfHubHTTPError) -> HubError:
 
 
 _TAKEN = "the name belongs to another user, or the token may only read; use a repository and a token of your own"
-# Error class or status, right that was needed (None: any), kind, sentence. The first match counts: a gated repository
+# Error class or status, right needed (None: any), kind, sentence. The first match counts: a gated repository
 # is also a missing one.
 _REFUSALS: tuple[tuple[type[Exception] | int, str | None, HubErrorKind, str], ...] = (
     (RevisionNotFoundError, None, "no revision", "no such revision ({said}); give a branch, a tag or a commit of it"),

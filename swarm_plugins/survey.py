@@ -1,4 +1,4 @@
-"""Survey of a swarm: the DHT names the servers, the servers say how they are."""
+"""Surveys a swarm: finds the servers in the DHT and asks each for its state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ServerStatus:
 
     peer: str
     info: ServerInfo
-    """What it says now; what it last announced if it cannot be reached."""
+    """Its present state; its last announcement if it cannot be reached."""
     is_reachable: bool
 
 
@@ -53,7 +53,7 @@ class ModelStatus:
         return [block for block, count in enumerate(self.coverage) if count == 0]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything in types that JSON has."""
+        """Returns everything in JSON's types."""
         return {
             "version": self.version,
             "model": self.model,

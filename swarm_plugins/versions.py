@@ -1,4 +1,4 @@
-"""The identity of a model's weights, so that two fine-tunes of one name never mix.
+"""Identifies a model's weights, so that two fine-tunes of one name never mix.
 
 On the Hub it is the commit; for a directory, a fingerprint of its content
 ([`fingerprint`][swarm_plugins.checkpoint.fingerprint]). Imports nothing heavy: every part may use it.
@@ -44,7 +44,7 @@ class ModelVersion:
 
     @classmethod
     def parse(cls, text: str) -> ModelVersion:
-        """Reads back what `str` wrote.
+        """Parses the result of `str`.
 
         Raises:
             ConfigError: If ``text`` is not ``NAME@REVISION``.
@@ -56,7 +56,7 @@ class ModelVersion:
 
     @property
     def is_local(self) -> bool:
-        """Whether it names a directory's content, not a commit of the Hub."""
+        """Whether it names a directory's content rather than a commit on the Hub."""
         return self.revision.startswith("local-")
 
     @property

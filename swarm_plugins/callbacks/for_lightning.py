@@ -32,9 +32,8 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
             log.info("fast_dev_run: nothing is published to %s", self.repo_id)
         elif trainer.is_global_zero:
             self.begin(pl_module, Path(trainer.default_root_dir))
-            if "save" in self.on and any(
-                getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks
-            ):
+            no_hook = any(getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks)
+            if "save" in self.on and no_hook:
                 log.warning(
                     "with save_weights_only=True Lightning does not tell callbacks of a save: versions are published "
                     "at the best value and at the end only"

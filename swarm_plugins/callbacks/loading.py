@@ -20,7 +20,6 @@ from swarm_plugins.noise import without_peft_deprecation
 
 log = logging.getLogger(__name__)
 
-
 # Settings that make PEFT import a module by its name, or unpickle a file.
 _REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "prompt_tuning_init_state_dict_path")
 
@@ -42,10 +41,10 @@ def load_adapter(
     Works for models with remote blocks and for plain ones; nothing is unpickled.
 
     Args:
-        model: A model of transformers, or one that PEFT made of it (the adapter is added then).
+        model: A model of transformers, or a PEFT model, to which the adapter is added.
         repo: The adapter's repository on the Hub, or a directory.
         version: A tag, branch or commit; ``latest`` for the newest version.
-        on_mismatch: ``refuse`` or ``warn`` if the adapter was made for another version of the base.
+        on_mismatch: Whether to ``refuse`` or ``warn`` if the adapter was made for another version of the base.
         adapter_name: PEFT's name for it.
         is_trainable: Whether to train it further.
         token: Access token of the Hub. None: the stored one.
@@ -109,7 +108,7 @@ def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> N
         if actual.is_local != wanted.is_local
         else "its outputs would be wrong"
     )
-    cure = f"load the base with revision={wanted.revision!r}" if not wanted.is_local else "load that very base"
+    cure = f"load the base with revision={wanted.revision!r}" if not wanted.is_local else "load exactly that base"
     message = f"{adapter.label} was made for {wanted}, the model is {actual}: {why}"
     if on_mismatch == "refuse":
         raise ConfigError(f"{message}; {cure}, or pass on_mismatch='warn' to load it anyway")

@@ -58,9 +58,8 @@ class AdapterSource:
         """The Hub's word for the task."""
         known = _TASKS.get(_word(self.model.peft_config[self.name].task_type))
         name = type(self.model.get_base_model()).__name__
-        return known or next(
-            (tag for ending, tag in _CLASS_TASKS.items() if name.endswith(ending)), "feature-extraction"
-        )
+        by_class = (tag for ending, tag in _CLASS_TASKS.items() if name.endswith(ending))
+        return known or next(by_class, "feature-extraction")
 
 
 def _word(value: object) -> str:

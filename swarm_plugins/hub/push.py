@@ -34,7 +34,6 @@ class RetryPlan:
     """Attempts and pauses of a push."""
 
     attempts: int = 5
-    """Number of attempts."""
     first_pause_s: float = 1.0
     """Pause before the second attempt; doubled for each further one."""
     max_pause_s: float = 30.0

@@ -48,7 +48,7 @@ class Route:
     is_write: bool = False
     """Whether it needs a token that may write."""
     is_open: bool = False
-    """Whether everybody may use it, without a look at the repository."""
+    """Whether it skips the repository's permissions."""
 
     def match(self, method: str, path: str) -> re.Match[str] | None:
         """Returns the match of a request; None if it belongs to another route."""

@@ -1,7 +1,7 @@
-"""Repositories with commits, branches and tags. Pure bookkeeping, no network.
+"""Repositories with commits, branches and tags, without any network.
 
-Commits are named by their content, as in git: the same files give the same hashes. With a folder, contents are written
-first and then the repository's record, renamed into place, so that a commit exists as a whole or not at all.
+Commits are named by their content, as in git: the same files give the same hashes. On disk, contents are written first
+and then the repository's record, renamed into place, so that a commit exists as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -272,14 +272,8 @@ def _record(repo: Repo, root: Path) -> dict[str, Any]:
         }
         for commit in repo.commits.values()
     ]
-    return {
-        "repo_id": repo.repo_id,
-        "gated": repo.gated,
-        "private": repo.private,
-        "branches": repo.branches,
-        "tags": repo.tags,
-        "commits": commits,
-    }
+    facts = {name: getattr(repo, name) for name in ("repo_id", "gated", "private", "branches", "tags")}
+    return {**facts, "commits": commits}
 
 
 def _read_repo(path: Path, root: Path) -> Repo:

@@ -35,9 +35,9 @@ class FabricStrategy(SwarmMember, _Base):
         self._precision = plugin
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Runs inside ``fabric.init_module()``: models that are loaded inside have their blocks on the swarm."""
+        """Runs inside ``fabric.init_module()``: models loaded there have their blocks on the swarm."""
         stack = contextlib.ExitStack()
-        # Never empty: an adapter made here is not filled in later, as a base model is.
+        # Never empty: unlike a base model, an adapter made here is not filled in later.
         stack.enter_context(super().module_init_context(empty_init=False))
         stack.enter_context(self.loading())
         return stack
@@ -90,10 +90,10 @@ class FabricStrategy(SwarmMember, _Base):
         """Loads a checkpoint into the objects of ``state``.
 
         Raises:
-            CheckpointError: If it was trained on another base model, does not fit, or is none.
+            CheckpointError: If it was trained on another base model, does not fit, or cannot be read.
         """
         for module in _remote_in(state) if isinstance(state, dict) else []:
-            # Read twice (it is small): nothing may be changed by a checkpoint that is refused.
+            # Read twice (it is small): a refused checkpoint must not change anything.
             with readable(path):
                 described = super().load_checkpoint(path, weights_only=weights_only)
             check_base(described, module)

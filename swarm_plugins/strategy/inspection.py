@@ -38,7 +38,7 @@ def check_remote(module: nn.Module) -> None:
     """Checks that some block is remote.
 
     Raises:
-        UnsupportedError: If none is: the strategy could do nothing for the module.
+        UnsupportedError: If none is.
     """
     if not has_remote_blocks(module):
         raise UnsupportedError(
@@ -49,7 +49,7 @@ def check_remote(module: nn.Module) -> None:
 
 
 def check_trainable(module: nn.Module) -> None:
-    """Checks that there is something to train, and that it was chosen.
+    """Checks that some parameters are trainable and others frozen.
 
     Raises:
         ConfigError: If nothing is trainable, or nothing is frozen.

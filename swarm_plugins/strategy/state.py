@@ -1,4 +1,4 @@
-"""Checkpoints of what is trained, tied to the version of the base model that it was trained on."""
+"""Checkpoints of the trained tensors, tied to the version of their base model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarm_plugins.versions import ModelVersion
 log = logging.getLogger(__name__)
 
 KEY = "swarm_plugins"
-"""Where a checkpoint says what it belongs to."""
+"""Key of a checkpoint under which it describes its base."""
 _MAX_NAMES = 3
 
 
@@ -33,11 +33,10 @@ def trained_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_trained(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Puts a state back.
+    """Restores a state.
 
     Raises:
-        CheckpointError: If a tensor has another shape; or, if ``strict``, if a trainable tensor is missing or one
-            has no place in the module.
+        CheckpointError: If a shape differs or, if ``strict``, a trainable tensor is missing or unknown to the module.
     """
     here = module.state_dict()
     cure = "build the same adapter (kind, rank, target modules) as the run that wrote it, or start without ckpt_path"
@@ -58,15 +57,15 @@ def load_trained(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -
 
 
 def describe_base(module: nn.Module) -> dict[str, Any]:
-    """Returns what a checkpoint says of itself: plain strings, so that it loads without trusting it."""
+    """Returns a checkpoint's description of its base, in plain strings that load without trusting the file."""
     return {"version": __version__, "base": [str(version) for version in base_versions(module)]}
 
 
 def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
-    """Checks that a checkpoint was made on the base model that is here.
+    """Checks that a checkpoint was trained on this base model.
 
     Raises:
-        CheckpointError: If it was made on another one.
+        CheckpointError: If it was trained on another one.
     """
     described = checkpoint.get(KEY)
     if not isinstance(described, Mapping) or not isinstance(described.get("base"), list):
@@ -85,7 +84,7 @@ def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def readable(path: Any) -> Iterator[None]:
-    """Translates errors of reading a checkpoint to CheckpointError.
+    """Translates errors while reading a checkpoint to CheckpointError.
 
     Raises:
         CheckpointError: If the file is missing or cannot be read.
@@ -97,11 +96,11 @@ def readable(path: Any) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; give the path of a .ckpt file") from error
     except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
-        # The advice of torch's unpickler is to trust the file: it is not repeated.
+        # torch's unpickler advises to trust the file, which must not be repeated.
         is_advice = isinstance(error, pickle.UnpicklingError)
         reason = "not what torch.save writes of tensors and numbers" if is_advice else one_line(error)
         raise CheckpointError(
-            f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, or none of Lightning's; give "
+            f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, or not from Lightning; give "
             "another one"
         ) from error
 

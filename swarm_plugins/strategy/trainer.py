@@ -33,7 +33,7 @@ class TrainerStrategy(SwarmMember, _Base):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Runs around ``configure_model``: models that are loaded inside have their blocks on the swarm."""
+        """Runs around ``configure_model``: models loaded there have their blocks on the swarm."""
         with self.loading():
             yield
 

@@ -1,6 +1,6 @@
-"""A whole swarm in this process: real spans, handlers and wire format, no network and no other process.
+"""A whole swarm in this process, for tests: real spans, handlers and wire format, without libp2p.
 
-For tests that compare many models and modes: only libp2p is missing. Use `swarm_plugins.LocalSwarm` for the rest.
+`swarm_plugins.LocalSwarm` starts real servers instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STORE_BYTES = 1 << 28
 
 
 class InProcessSwarm:
-    """Serves spans of a model inside this process and gives a connection to them.
+    """Serves spans of a model inside this process; ``connection`` reaches them.
 
     Args:
         directory: The model.
@@ -102,7 +102,7 @@ class InProcessSwarm:
         return sum(len(service.sessions) for service in self.services.values())
 
     def kill(self, peer: str) -> None:
-        """Makes a server vanish, as a crash does."""
+        """Makes a server vanish, as in a crash."""
         self.connection.loop.run(self.transport.kill(peer))
 
     def close(self) -> None:

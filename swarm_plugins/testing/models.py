@@ -1,7 +1,7 @@
-"""Small models to test with: every family's own HF class, random, tiny, and the same for the same seed.
+"""Tiny random models for tests: each family's own HF class, reproducible by seed.
 
 Weights are scaled by fan-in, so that activations and logits have a spread of about one: with HF's own initial
-values a four-layer toy is so close to the identity that a skipped layer would not be noticed.
+values a four-layer model is so close to the identity that a skipped layer would go unnoticed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DENSE: dict[str, object] = {
 _MOE: dict[str, object] = {**_DENSE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _MIXTRAL: dict[str, object] = {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2}
 
-# HF's model type and the settings of each family's toy.
+# HF's model type and settings of each family's tiny model.
 _SETTINGS: Mapping[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", _DENSE),
     "mixtral": ("mixtral", _MIXTRAL),
@@ -93,15 +93,11 @@ _SETTINGS: Mapping[str, tuple[str, dict[str, object]]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_SETTINGS)
-"""Names that the functions of this module know."""
+"""Families of the tiny models."""
 
 
 def tiny_config(family: str, *, num_layers: int = 4) -> PreTrainedConfig:
-    """Returns the config of a family's toy.
-
-    Args:
-        family: One of `FAMILIES`.
-        num_layers: Number of decoder layers.
+    """Returns the config of a family's tiny model; ``family`` is one of `FAMILIES`.
 
     Raises:
         ConfigError: If the family is not known.
@@ -114,9 +110,9 @@ def tiny_config(family: str, *, num_layers: int = 4) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, *, seed: int = 0, num_layers: int = 4) -> PreTrainedModel:
-    """Returns a family's toy as a causal language model in float32, in evaluation mode.
+    """Returns a family's tiny causal language model in float32, in evaluation mode.
 
-    The same arguments give the same weights; the state of torch's global generator is left as it was.
+    The same arguments give the same weights; torch's global generator is untouched.
 
     Raises:
         ConfigError: If the family is not known.
@@ -132,7 +128,7 @@ def tiny_model(family: str, *, seed: int = 0, num_layers: int = 4) -> PreTrained
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer that makes one token of each printable ASCII character."""
+    """Returns a tokenizer with one token for each printable ASCII character."""
     characters = sorted(set(string.printable) - set("\r\x0b\x0c"))
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *characters])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
@@ -153,17 +149,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def save_tiny(
     family: str, directory: str | Path, *, seed: int = 0, num_layers: int = 4, max_shard_size: str = "5GB"
 ) -> Path:
-    """Writes a family's toy and its tokenizer the way `save_pretrained` does.
+    """Saves a family's tiny model and its tokenizer with `save_pretrained`; returns the directory.
 
     Args:
         family: One of `FAMILIES`.
-        directory: Where to; made if needed.
+        directory: Where to save; created if needed.
         seed: Seed of the weights.
         num_layers: Number of decoder layers.
         max_shard_size: Largest file; ``"50KB"`` gives a sharded checkpoint with an index.
-
-    Returns:
-        The directory.
 
     Raises:
         ConfigError: If the family is not known.
@@ -176,7 +169,7 @@ def save_tiny(
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Fills matrices by fan-in and disturbs vectors, so that no weight can be lost without notice."""
+    """Fills matrices by fan-in and perturbs vectors, so that a lost weight changes outputs."""
     embeddings = model.get_input_embeddings().get_parameter("weight")
     # Saved buffers too (DeepSeek's router bias is one); tables that are computed from the config are not saved.
     saved = model.state_dict(keep_vars=True)
