@@ -41,11 +41,7 @@ def active_swarm(settings: SwarmSettings) -> Iterator[None]:
 
 
 def resolve_settings(initial_peers: Sequence[str] | str | None, config: SwarmConfig | None) -> SwarmSettings:
-    """Returns the swarm to use.
-
-    Raises:
-        ConfigError: If no peers are given anywhere, or an address is malformed.
-    """
+    """Returns the swarm to use; raises ConfigError if no peers are given anywhere, or an address is malformed."""
     settings = find_settings(initial_peers, config)
     if settings is None:
         raise ConfigError(

@@ -43,11 +43,7 @@ class Report:
         console.print("  " + ", ".join(f"{key} {value}" for key, value in _machine().items()))
 
     def write_json(self, path: Path) -> None:
-        """Writes the figures to a file.
-
-        Raises:
-            ConfigError: If the file cannot be written.
-        """
+        """Writes the figures to a file; raises ConfigError if the file cannot be written."""
         try:
             path.write_text(json.dumps({**self.as_dict(), "machine": _machine()}, indent=1) + "\n")
         except OSError as exc:

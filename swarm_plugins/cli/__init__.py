@@ -1,4 +1,4 @@
-"""The ``swarm`` command, one file for each command or two; they import their machinery when they run."""
+"""The ``swarm`` command: one file per command or two, each of which imports its machinery when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``swarm bench``: speed of a swarm, or of offloading, against the same model run by transformers, in one run."""
+"""``swarm bench``: speed of a swarm, or of offloading, compared with the same model in transformers."""
 
 from __future__ import annotations
 

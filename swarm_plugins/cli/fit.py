@@ -1,4 +1,4 @@
-"""``swarm fit``: training by a recipe."""
+"""``swarm fit``: trains by a recipe."""
 
 from __future__ import annotations
 

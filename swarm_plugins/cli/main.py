@@ -1,4 +1,4 @@
-"""Puts the commands together."""
+"""Assembles the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``swarm plan`` and ``swarm quantize``: what a model will take and do here, and its experts in few bits."""
+"""``swarm plan`` and ``swarm quantize``: a model's memory and speed here, and its experts in few bits."""
 
 from __future__ import annotations
 

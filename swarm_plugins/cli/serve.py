@@ -1,4 +1,4 @@
-"""``swarm serve``: hosting a span of a model's blocks."""
+"""``swarm serve``: hosts a span of a model's blocks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def serve(
     Only the tensors of these blocks are read or downloaded. Ends cleanly on Ctrl-C.
     """
     with one_sentence_errors("serve", SERVE_WORDS):
-        # Before anything heavy is imported: an embedded server must notice early that its parent is gone.
+        # Before heavy imports: an embedded server must notice early that its parent is gone.
         from swarm_plugins.server.embedding import Embedding
 
         embedding = Embedding.take_over() if embedded else None
@@ -123,11 +123,7 @@ def serve(
 
 
 def parse_blocks(text: str | None) -> tuple[range | None, tuple[int, int] | None]:
-    """Returns the span ``A:B``, or the part ``K/N``, that ``--blocks`` names.
-
-    Raises:
-        ConfigError: If it is neither.
-    """
+    """Parses ``--blocks`` as a span ``A:B`` or a part ``K/N``; raises ConfigError if it is neither."""
     if text is None:
         return None, None
     for sign in (":", "/"):

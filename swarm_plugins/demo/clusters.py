@@ -1,7 +1,7 @@
-"""A router from hidden states: balanced spherical k-means of the states without their mean.
+"""Makes a router from hidden states, by balanced spherical k-means of the states minus their mean.
 
-Mixtral's router has no bias. Centres are kept at a right angle to the mean ``m`` of the states, so that ``h @ c``
-equals ``(h - m) @ c``; a part along ``m`` acts as a bias, since ``h @ m / |m|^2`` is about one for every state.
+Mixtral's router has no bias. Centres are kept orthogonal to the mean ``m`` of the states, so that ``h @ c`` equals
+``(h - m) @ c``; a component along ``m`` acts as a bias, since ``h @ m / |m|^2`` is about one for every state.
 
 Letters: N states, D width, E experts.
 """
@@ -22,14 +22,7 @@ _BIAS_STEP = 0.5
 
 
 def router_of(states: Tensor, num_experts: int, *, top_k: int, generator: torch.Generator) -> Tensor:
-    """Returns the weight ``[E, D]`` of a router that keeps similar states together and loads experts about equally.
-
-    Args:
-        states: Inputs of the router, ``[N, D]``.
-        num_experts: Experts to choose from.
-        top_k: Experts of a token.
-        generator: Chooses the states to start from.
-    """
+    """Returns the weight ``[E, D]`` of a router that groups similar states ``[N, D]`` and balances the experts."""
     mean = states.mean(0)  # [D]
     axis = mean / mean.norm().clamp_min(1e-6)
     centred = states - (states @ axis)[:, None] * axis  # [N, D]
@@ -43,19 +36,19 @@ def router_of(states: Tensor, num_experts: int, *, top_k: int, generator: torch.
 
 
 def uses(states: Tensor, weight: Tensor, top_k: int) -> Tensor:
-    """Returns which experts each state goes to, ``[N, E]`` of zeros and ones."""
+    """Returns the experts of each state, ``[N, E]`` of zeros and ones."""
     picked = (states @ weight.T).topk(top_k).indices  # [N, top_k]
     return torch.zeros(len(states), len(weight)).scatter_(1, picked, 1.0)
 
 
 def load_entropy(used: Tensor) -> float:
-    """Returns how evenly experts are used, from 0 (one does everything) to 1 (all equally)."""
+    """Returns how evenly experts are used, from 0 (a single one) to 1 (all equally)."""
     share = used.sum(0) / used.sum()
     return float(-(share * share.clamp_min(1e-12).log()).sum() / math.log(len(share)))
 
 
 def _even_bias(scores: Tensor, bias_scale: Tensor, top_k: int) -> Tensor:
-    """Returns the bias ``[E]`` with which ``scores + bias_scale * bias``, ``[N, E]``, picks all experts equally."""
+    """Returns a bias ``[E]`` with which ``scores + bias_scale * bias``, ``[N, E]``, picks all experts equally."""
     bias = torch.zeros(scores.shape[1])
     for step in range(_BIAS_ROUNDS):
         picked = (scores + bias_scale[:, None] * bias).topk(top_k).indices  # [N, top_k]

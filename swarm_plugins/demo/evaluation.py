@@ -34,7 +34,7 @@ class Figure:
 
 
 def change(before: Tensor, after: Tensor) -> Figure:
-    """Returns the mean of paired changes: documents differ more from one another than each changes."""
+    """Returns the mean of paired changes: documents differ from one another more than each changes."""
     return Figure.of(after - before)
 
 
@@ -47,7 +47,7 @@ def losses_of(model: nn.Module, pieces: Tensor, what: str) -> Tensor:
         with torch.no_grad(), Progress(what, len(pieces), "pieces") as bar:
             for batch in pieces.split(_ROWS_AT_ONCE):
                 output: Any = model(input_ids=batch, use_cache=False)
-                # Soft prompts stand in front of the text.
+                # Soft prompts precede the text.
                 logits = output.logits[:, -batch.shape[1] :].float()  # [B, S, V]
                 found.append(_of_each(logits, batch))
                 bar.advance(len(batch))

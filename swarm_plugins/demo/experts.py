@@ -1,6 +1,6 @@
-"""Cuts an expert out of a dense MLP: the neurons that its tokens use most, and a second layer fitted to them.
+"""Cuts an expert from a dense MLP: the neurons its tokens use most, and a second layer fitted to them.
 
-Letters: T tokens, D width, F neurons of the dense MLP, K neurons that are kept.
+Letters: T tokens, D width, F neurons of the dense MLP, K kept neurons.
 """
 
 from __future__ import annotations
@@ -34,16 +34,11 @@ def moments(dense: GatedMLP, states: Tensor) -> Tensor:
 
 
 def cut_expert(dense: GatedMLP, over: Tensor, num_neurons: int) -> GatedMLP:
-    """Returns an expert with fewer neurons that approximates the dense MLP on some states.
+    """Returns an expert with fewer neurons that approximates the dense MLP on states with these moments ``[F, F]``.
 
-    The second layer is the ridge regression of the dense output on the kept neurons, drawn towards the dense weights
+    The second layer is the ridge regression of the dense output on the kept neurons, shrunk towards the dense weights
     instead of zero: they stay where the states carry no information. The ridge is relative to each neuron, since a few
     neurons have values a thousand times larger than the rest.
-
-    Args:
-        dense: The dense MLP.
-        over: Second moments of its neurons over these states, ``[F, F]``.
-        num_neurons: Neurons to keep.
     """
     weight_of_neuron = over.diagonal().sqrt() * dense.down.norm(dim=0)  # [F]
     kept = weight_of_neuron.topk(num_neurons).indices.sort().values  # [K]

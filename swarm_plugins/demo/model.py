@@ -1,4 +1,4 @@
-"""The model of the demonstration: a real mixture of experts made from SmolLM2-135M-Instruct, checked and kept."""
+"""Makes, checks and caches the demonstration's model: a real mixture of experts from SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.noise import quiet_loading
 
 VARIANTS = {one.name: one for one in (Variant(num_experts=4, neurons=1536), Variant(num_experts=8, neurons=1152))}
-"""Variants by name: 4x1536 computes exactly what the dense model does; the experts of 8x1152 really differ."""
+"""Variants by name: 4x1536 computes exactly the dense model's outputs; the experts of 8x1152 really differ."""
 _ABOUT_FILE = "demo_model.json"
 _FORMAT = 1
 _CALIBRATION_PIECES = {4: 16, 8: 32}
-"""Pieces of text by number of experts: routers alone need less than experts that are fitted."""
+"""Pieces of text by number of experts: routers alone need less text than fitted experts."""
 _NEEDED_BYTES = 2_500_000_000
 _LOCK_S = 1800.0
-# Thirty layers in another order of additions; measured 5e-5, and a wrong expert changes logits by whole numbers.
+# Thirty layers with another order of additions; measured 5e-5, while a wrong expert changes logits by whole numbers.
 _LOGIT_TOLERANCE = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltModel:
-    """The model that was made, as recorded in its folder."""
+    """A finished model, as recorded in its folder."""
 
     variant: str
     seed: int
     load_entropy: float
-    """How evenly experts are used in the worst layer, 0 to 1."""
+    """Evenness of the experts' use in the worst layer, 0 to 1."""
     logit_difference: float
     """Largest difference of a logit from the dense model's."""
     dense_loss: float
@@ -52,11 +52,7 @@ class BuiltModel:
 
 
 def find_variant(name: str) -> Variant:
-    """Returns a variant by its name.
-
-    Raises:
-        ConfigError: If the name is unknown.
-    """
+    """Returns a variant by its name; raises ConfigError if it is unknown."""
     if name not in VARIANTS:
         raise ConfigError(f"unknown variant {name!r}; known: {', '.join(VARIANTS)}")
     return VARIANTS[name]
@@ -68,17 +64,13 @@ def default_folder(variant: Variant) -> Path:
 
 
 def demo_model(variant: Variant, folder: Path, *, seed: int = 0, source: Path | None = None) -> BuiltModel:
-    """Makes the model unless it exists: an ordinary checkpoint in the format of Mixtral, with its tokenizer.
+    """Makes the model unless ``folder`` already holds it: an ordinary checkpoint in Mixtral's format, with tokenizer.
 
-    Args:
-        variant: How the experts are made.
-        folder: Folder to make; must be absent, empty or hold the same model.
-        seed: Seed of the routers.
-        source: Directory of the dense model. None: SmolLM2-135M-Instruct, made or downloaded if need be.
+    ``seed`` is the routers'; ``source`` is the dense model's directory, by default SmolLM2-135M-Instruct.
 
     Raises:
         ConfigError: If the folder holds something else.
-        CheckpointError: If the model cannot be written, or computes something else than it should.
+        CheckpointError: If the model cannot be written, or computes wrong outputs.
         MissingExtraError: If text or converter are not installed.
     """
     target = folder.expanduser().absolute()

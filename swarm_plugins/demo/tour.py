@@ -1,4 +1,4 @@
-"""``swarm demo``: model, servers, training, talk, Hub, and back into the plain model."""
+"""``swarm demo``: model, servers, training, generation, Hub, and back into the plain model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 _NUM_SERVERS = 3
 _REPO = "me/sotu-adapter"
-# A Hub of one's own takes any token, but the libraries do not push without one.
+# A local Hub accepts any token, but the libraries do not push without one.
 _TOKEN = "local"
 _PROMPT = "Fellow citizens, the state of the Union this year is"
 _SAME = 1e-3
-"""Largest difference of losses of one adapter on the swarm and in the plain model: additions in another order."""
+"""Largest difference between an adapter's losses on the swarm and in the plain model: additions in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,15 @@ class TourSettings:
     """Length of the tour."""
 
     method: str
-    """Name of the method of tuning."""
+    """A name of `demo.tuning.METHODS`."""
     steps: int = 24
-    """Steps of training."""
+    """Training steps."""
     held_out: int = 16
     """Documents to measure on."""
     new_tokens: int = 32
-    """Tokens of each answer."""
+    """Tokens per answer."""
     threads: int
-    """CPU threads of each process."""
+    """CPU threads per process."""
     model: Path | None = None
     """Directory of a model. None: the demonstration's own."""
 
@@ -68,7 +68,7 @@ class Tour:
         settings: Length of the tour.
         folder: Folder for Hub and adapter.
         tune: `demo.tuning.tune`, which trains and publishes.
-        write: Takes text; nothing is added to it.
+        write: Prints text as given, without a newline.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Tour:
         self._started = 0.0
 
     def run(self) -> None:
-        """Goes the whole way.
+        """Runs all steps.
 
         Raises:
-            SwarmError: If a step fails, or the adapter that comes back from the Hub differs from the one trained.
+            SwarmError: If a step fails, or the adapter loaded from the Hub differs from the trained one.
         """
         self._started = time.monotonic()
         torch.set_num_threads(self.settings.threads)

@@ -1,4 +1,4 @@
-"""Training of the demonstration: an ordinary module of Lightning, measured and published."""
+"""Training in the demonstration: an ordinary Lightning module, measured and published."""
 
 from __future__ import annotations
 
@@ -34,18 +34,12 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
         1e-2,
     ),
 }
-"""PEFT's settings and the step size, by name."""
+"""PEFT's settings and the learning rate, by name."""
 _BATCH = 2
 
 
 class DemoTuner(AdapterTuner):
-    """Keeps the losses before the first step and after the last; the rest is as in the recipes.
-
-    Args:
-        base: Directory of the model.
-        method: A name of ``METHODS``.
-        held_out: Tokens to measure on, ``[pieces, length]``.
-    """
+    """The recipes' tuner with a method of ``METHODS``; keeps the losses on ``[pieces, length]`` before and after."""
 
     def __init__(self, base: Path, method: str, held_out: Tensor) -> None:
         if method not in METHODS:
@@ -71,7 +65,7 @@ class DemoTuner(AdapterTuner):
 
 
 class _Measure(Callback):
-    """Measures the held-out loss; listed before the callback that publishes, so that the card has it."""
+    """Measures the held-out loss; goes before the publishing callback, so that the card has it."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         with pl_module.tuned.disable_adapter():
@@ -83,14 +77,14 @@ class _Measure(Callback):
 
 
 class _Bar(Callback):
-    """Shows how far the training is."""
+    """Shows the progress of the training."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._progress: Progress | None = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        # Not before the loss has been measured, which shows its own progress.
+        # Not earlier: measuring the loss shows its own progress.
         self._progress = self._progress or Progress("training", self._steps, "steps")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -113,10 +107,7 @@ def tune(
     endpoint: str,
     token: str,
 ) -> tuple[DemoTuner, str]:
-    """Trains an adapter on the active swarm, measures it, and publishes it from ``folder`` to a Hub.
-
-    Returns:
-        The module, with its losses, and the tag of the published version.
+    """Trains an adapter on the active swarm, measures it, and publishes it; returns the module and the version's tag.
 
     Raises:
         SwarmError: If the adapter could not be published.
@@ -142,7 +133,7 @@ def tune(
     try:
         trainer.fit(tuner, data)
     except SystemExit:
-        # How Lightning answers Ctrl-C, once it has told its callbacks.
+        # Lightning raises this on Ctrl-C, after notifying its callbacks.
         raise KeyboardInterrupt from None
     if not publish.pushed:
         raise SwarmError(f"the adapter was not published; it is in {folder / 'adapters'}")

@@ -1,6 +1,6 @@
-"""A dense Llama as a Mixtral checkpoint, layer by layer, so that no second model stands in memory.
+"""Turns a dense Llama into a Mixtral checkpoint, layer by layer, so that memory never holds a second model.
 
-A variant with all neurons computes exactly what the dense model does, whatever the router picks: its experts are equal,
+A variant with all neurons computes exactly the dense model's outputs, whatever the router picks: its experts are equal,
 and their weights add up to one. Experts with fewer neurons differ, as in a trained mixture.
 """
 
@@ -21,11 +21,11 @@ from swarm_plugins.demo.progress import Progress
 from swarm_plugins.demo.writing import Shards
 
 TOP_K = 2
-"""Experts of a token."""
+"""Experts per token."""
 _OF_ALL = 0.2
-"""Weight of all states in the fit of an expert: it is sent few states, and a fit to them alone follows their noise."""
+"""Weight of all states in the fit of an expert: it gets few states, and fitting these alone would fit their noise."""
 _OF_FIRST = 1 / 64
-"""Weight of first positions against the others of a text: their frequency in short texts."""
+"""Weight of first positions relative to all others: their frequency in short texts."""
 _LAYERS_PER_FILE = 5
 _ROWS_AT_ONCE = 8
 _KEPT = (
@@ -69,11 +69,11 @@ class Seen(NamedTuple):
     states: Tensor
     """Inputs at all positions but the first."""
     first: Tensor
-    """Inputs at the first position, to which all later ones attend: a hundred times as large as any other."""
+    """Inputs at the first position, which all later ones attend to: a hundred times as large as any other."""
 
 
 def mixtral_config(dense: LlamaConfig, variant: Variant) -> MixtralConfig:
-    """Returns the config of the mixture: the dense model's, but for its MLPs."""
+    """Returns the config of the mixture: the dense model's, except for the MLPs."""
     return MixtralConfig(
         **{name: getattr(dense, name) for name in _KEPT},
         architectures=["MixtralForCausalLM"],
@@ -109,7 +109,7 @@ def calibrate(model: PreTrainedModel, pieces: Tensor) -> list[Seen]:
 
 
 def write_weights(model: PreTrainedModel, seen: list[Seen], variant: Variant, folder: Path, *, seed: int) -> float:
-    """Writes the mixture's weights, emptying ``seen``; returns how evenly the worst layer uses its experts, 0 to 1."""
+    """Writes the mixture's weights, emptying ``seen``; returns the lowest `load_entropy` of a layer."""
     generator = torch.Generator().manual_seed(seed)
     layers = _layers(model)
     files = Shards(folder, 1 + -(-len(layers) // _LAYERS_PER_FILE))
@@ -150,7 +150,7 @@ def _mixture_layer(
     weights = [layer.get_parameter(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")]
     for number, expert in enumerate(cut_experts(GatedMLP(*weights), router, inputs, neurons)):
         names = f"{prefix}block_sparse_moe.experts.{number}."
-        # Each a copy of its own: the file format has no shared tensors.
+        # Separate copies: the file format has no shared tensors.
         yield f"{names}w1.weight", expert.gate.clone().contiguous()
         yield f"{names}w3.weight", expert.up.clone().contiguous()
         yield f"{names}w2.weight", expert.down.clone().contiguous()
@@ -162,7 +162,7 @@ def cut_experts(dense: GatedMLP, router: Tensor, inputs: Seen, neurons: int) -> 
         yield from [dense] * len(router)
         return
     used = uses(inputs.states, router, TOP_K)  # [N, E]
-    # Any expert may get a first position; one that fails there spoils all later positions.
+    # Any expert may get a first position; a bad fit there spoils all later positions.
     common = _OF_ALL * moments(dense, inputs.states) + _OF_FIRST * moments(dense, inputs.first)
     for number in range(len(router)):
         its_own = moments(dense, inputs.states[used[:, number] > 0])

@@ -1,4 +1,4 @@
-"""A checkpoint written file by file, in a folder that appears only when it is whole."""
+"""Writes a checkpoint file by file, in a folder that appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from swarm_plugins.errors import CheckpointError
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, needed_bytes: int, cure: str) -> Iterator[Path]:
-    """Yields a folder that becomes the target at the end: a half-made one is never taken for the model.
+    """Yields a folder that becomes the target at the end: an incomplete one is never taken for the model.
 
     Raises:
-        CheckpointError: If the disk lacks the room that is needed; the message names another cure than freeing space.
+        CheckpointError: If the disk is too full; ``cure`` is what to do instead of freeing space.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
@@ -37,7 +37,7 @@ def new_folder(target: Path, *, needed_bytes: int, cure: str) -> Iterator[Path]:
 
 
 class Shards:
-    """Writes so many files of a checkpoint, then their index."""
+    """Writes a given number of checkpoint files, then their index."""
 
     def __init__(self, folder: Path, num_files: int) -> None:
         self._folder = folder

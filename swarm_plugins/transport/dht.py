@@ -81,11 +81,7 @@ class SwarmDHT:
         self._expirations: dict[str, float] = {}
 
     async def start(self) -> None:
-        """Joins the DHT.
-
-        Raises:
-            TransportError: If no initial peer is a member of it.
-        """
+        """Joins the DHT; raises TransportError if no initial peer is a member of it."""
         try:
             dht = await self._daemon.race(
                 DHTNode.create(

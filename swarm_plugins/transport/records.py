@@ -98,11 +98,7 @@ def own_model_key(peer_id: str) -> str:
 
 
 def sign_record(identity: Identity, key: str, record: Record, expiration: float) -> bytes:
-    """Returns a signed record in the form the DHT stores.
-
-    Raises:
-        ConfigError: If it is too large.
-    """
+    """Returns a signed record in the form the DHT stores; raises ConfigError if it is too large."""
     payload = msgspec.msgpack.encode(record)
     signature = identity.sign(_signed_bytes(key_id(key), expiration, payload))
     blob = msgspec.msgpack.encode(_Envelope(identity.public_key, signature, payload))
@@ -128,11 +124,7 @@ def open_record(hashed_key: bytes, peer_id: str, blob: bytes, expiration: float)
 
 
 def check_server_info(info: ServerInfo) -> None:
-    """Sanity-checks a server's claims about itself.
-
-    Raises:
-        ProtocolError: If a number or name is out of range.
-    """
+    """Sanity-checks a server's claims about itself; raises ProtocolError if a number or name is out of range."""
     if not 0 <= info.start < info.end <= info.num_blocks <= _MAX_BLOCKS:
         raise ProtocolError(f"server claims blocks [{info.start}, {info.end}) of {info.num_blocks}")
     if not all(math.isfinite(value) and value >= 0 for value in (info.throughput, info.decode_s, info.load)):

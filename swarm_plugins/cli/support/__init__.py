@@ -1,3 +1,3 @@
-"""Shared by commands: arguments, output, tables."""
+"""Arguments, output and tables shared by commands."""
 
 from __future__ import annotations

@@ -23,16 +23,12 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likelie
 
 
 def split_addresses(entries: Sequence[str] | None) -> list[str]:
-    """Returns addresses that are separated by commas or blanks."""
+    """Splits addresses at commas and blanks."""
     return [address for entry in entries or () for address in entry.replace(",", " ").split()]
 
 
 def require_addresses(entries: Sequence[str] | None) -> list[str]:
-    """Returns the addresses of the swarm.
-
-    Raises:
-        ConfigError: If there are none.
-    """
+    """Returns the addresses of the swarm; raises ConfigError if there are none."""
     addresses = split_addresses(entries)
     if not addresses:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Reads options whose value has a form of its own: ``fast=4GB,bits=4``, ``nf4``."""
+"""Parses option values with a syntax of their own: ``fast=4GB,bits=4``, ``nf4``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFETCH: Mapping[str, bool | str] = {"on": True, "off": False, "auto": "auto"}
 
 
 def parse_offload(text: str) -> OffloadConfig:
-    """Returns the config that ``fast=4GB,ram=16GB,prefetch=off`` means; an empty text means the defaults.
+    """Parses a config such as ``fast=4GB,ram=16GB,prefetch=off``; an empty text means the defaults.
 
     Raises:
         ConfigError: If a name is unknown or given twice, or a value cannot be read or is out of range.
@@ -38,7 +38,7 @@ def parse_offload(text: str) -> OffloadConfig:
 
 
 def format_offload(config: OffloadConfig) -> str:
-    """Returns the text that `parse_offload` reads as the same config; sizes are rounded down to megabytes."""
+    """Formats a config for `parse_offload`, with sizes rounded down to megabytes."""
     parts: list[str] = []
     for name, value in (("fast", config.fast_bytes), ("ram", config.ram_bytes)):
         if value is not None:
@@ -56,11 +56,7 @@ def format_offload(config: OffloadConfig) -> str:
 
 
 def parse_width(option: str, text: str, allowed: Iterable[Width]) -> Width:
-    """Returns the width that a text such as ``4`` or ``nf4`` names; the message names the option.
-
-    Raises:
-        ConfigError: If it is not one of those to choose from.
-    """
+    """Parses an option's width, such as ``4`` or ``nf4``; raises ConfigError unless it is one of ``allowed``."""
     widths = _by_name(allowed)
     if text not in widths:
         raise ConfigError(f"invalid {option} {text!r}: expected {_one_of(widths)}")
@@ -68,7 +64,7 @@ def parse_width(option: str, text: str, allowed: Iterable[Width]) -> Width:
 
 
 def _one_of(names: Iterable[str]) -> str:
-    """Returns names to choose from as people list them: ``2, 4 or nf4``."""
+    """Lists choices: ``2, 4 or nf4``."""
     *most, last = names
     return f"{', '.join(most)} or {last}"
 

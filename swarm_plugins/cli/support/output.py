@@ -1,4 +1,4 @@
-"""What a command prints: faults as one sentence, tables at full width."""
+"""Output of commands: errors as one sentence, tables at full width."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OFFLOAD_WORDS = {
     "pinned_share": "--offload pinned",
     "num_readers": "--offload readers",
 }
-"""The library's messages name fields of a config; people have typed options."""
+"""Options by the config fields that the library's messages name; users have typed options."""
 _SERVE_FIELDS = (
     "num_blocks",
     "initial_peers",
@@ -44,9 +44,7 @@ SERVE_WORDS = OFFLOAD_WORDS | {field: f"--{field.replace('_', '-')}" for field i
 def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) -> Iterator[None]:
     """Turns an error of the package or the system into one sentence and exit code 1; Ctrl-C into code 130.
 
-    Args:
-        command: Name of the command.
-        words: Its options, by the fields that the package's messages name.
+    ``words`` are the command's options by the config fields that messages name.
     """
     try:
         yield
@@ -65,7 +63,7 @@ def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) ->
 
 
 def in_options(message: str, words: Mapping[str, str]) -> str:
-    """Returns a message with options in place of fields; parts of a path, a call or a longer name stay."""
+    """Replaces fields by options in a message, except inside a path, a call or a longer name."""
     if not words:
         return message
     fields = "|".join(map(re.escape, words))
@@ -73,7 +71,7 @@ def in_options(message: str, words: Mapping[str, str]) -> str:
 
 
 def wide_console(columns: int = 120) -> Console:
-    """Returns a console for tables: a pipe has no width of its own, and 80 columns would fold them."""
+    """Returns a console for tables: pipes have no width, and the default of 80 columns would fold them."""
     from rich.console import Console
 
     console = Console()

@@ -1,4 +1,4 @@
-"""A memory plan as tables for people and as numbers for programs."""
+"""Formats a memory plan as tables for people and as numbers for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(console: Console, planned: Planned) -> None:
-    """Prints the memory layout, the expected speed, and the command to use."""
+    """Prints memory layout, expected speed, and the command to run."""
     plan, sizes, speeds = planned.plan, planned.plan.sizes, planned.plan.speeds
     name = str(sizes.dtype).removeprefix("torch.")
     console.print(_memory_table(planned))

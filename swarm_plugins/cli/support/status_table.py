@@ -1,4 +1,4 @@
-"""The survey of a swarm as tables."""
+"""Prints the survey of a swarm as tables."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")
 _COLUMNS = (*_NARROW, "tokens/s a block")
 _WIDE_CHARS = 140
 _END_CHARS = 8
-"""Characters of a peer id in a narrow terminal, from its end: all ids start alike."""
+"""Characters kept from the end of a peer id in a narrow terminal: all ids start alike."""
 
 
 def print_tables(
     found: Sequence[ModelStatus], console: Console | None = None, *, initial_peers: Sequence[str] = ()
 ) -> None:
-    """Prints one table for each model version, and the commands that would serve its missing blocks.
+    """Prints one table per model version, and commands to serve its missing blocks.
 
-    A narrow terminal gets the ends of the peer ids, and no throughput.
+    A narrow terminal shows only the ends of peer ids, and no throughput.
     """
     console = console or Console()
     is_wide = console.width >= _WIDE_CHARS
     for one in found:
         table = Table(title=escape(f"{one.model}@{one.version}"), title_justify="left", title_style="bold")
         for name in _COLUMNS if is_wide else _NARROW:
-            # Only this column is folded: 80 characters hold the others.
+            # Fold only this column: the others fit in 80 characters.
             is_folded = name == "dtype"
             justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
             table.add_column(name, justify=justify, no_wrap=not is_folded, overflow="fold")
@@ -76,7 +76,7 @@ def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
 
 
 def _short(number: float) -> str:
-    """Returns a number in three digits: ``4.19 M``."""
+    """Formats a number with three digits: ``4.19 M``."""
     for unit in ("", " k", " M"):
         if number < 1000:
             return f"{number:.3g}{unit}"
