@@ -13,6 +13,10 @@ class Counters:
     def __init__(self, num_experts: Mapping[int, int]) -> None:
         self._num_experts = num_experts
         self._first_layer = min(num_experts, default=0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts from zero."""
         self.hits = self.misses = self.bytes_read = self.passes = self.tokens = 0
         self.guesses = self.guesses_used = self.guesses_late = 0
         self.guessed_loads = self.guessed_loads_used = self.asked_after_guess = 0
@@ -34,7 +38,7 @@ class Counters:
             uses[expert] += 1
 
     def stats(self) -> OffloadStats:
-        """Returns what was counted."""
+        """Returns what was counted since the last reset."""
         counts = {name: value for name, value in vars(self).items() if name in OffloadStats.__slots__}
         return OffloadStats(
             **counts,

@@ -47,7 +47,7 @@ def test_it_is_never_more_than_all_experts(free: Any) -> None:
 
 def test_a_machine_that_is_full_says_so(free: Any) -> None:
     free(GB // 2)
-    with pytest.raises(CapacityError, match=rf"{GB // 2} bytes are free, of which 0 can be used .* at least {3 * GB}"):
+    with pytest.raises(CapacityError, match=rf"{GB // 2} bytes are free, and 0 can be used .* at least {3 * GB}"):
         budget.choose_fast_bytes(OffloadConfig(), {0: GB}, {0: 100}, CPU)
 
 
