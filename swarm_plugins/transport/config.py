@@ -53,7 +53,7 @@ class NodeConfig:
             _parse(address)
         for address in self.announce_maddrs:
             if "/tcp/0" in f"{address}/" or "/udp/0/" in f"{address}/":
-                raise ConfigError(f"cannot announce {address!r}: port 0 means any port; give the real one")
+                raise ConfigError(f"cannot announce {address!r}: port 0 means any; give the real port")
         for address in self.initial_peers:
             peer_id_in(address)
         if not self.client_mode and not self.host_maddrs:
