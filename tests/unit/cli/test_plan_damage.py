@@ -72,7 +72,7 @@ def sentence_of(model: Path) -> str:
         pytest.param(text("{"), "not a valid JSON file.*: correct it, or fetch", id="no-json"),
         pytest.param(text("[1]"), "Unrecognized model .*: correct it", id="no-object"),
         pytest.param(config(model_type="nosuch"), "model type `nosuch`.*or update transformers", id="unknown-type"),
-        pytest.param(config(model_type="vit"), "no causal language model for model_type 'vit'", id="images"),
+        pytest.param(config(model_type="vit"), "no language model for model_type 'vit'", id="images"),
         pytest.param(config(rms_norm_eps="a"), "'rms_norm_eps' expected float.*: correct it", id="wrong-type"),
         pytest.param(config(hidden_size=-1), f"negative dimension.*{CORRECT}", id="negative"),
         pytest.param(config(hidden_size=1 << 40), f"overflowed.*{CORRECT}", id="huge"),
