@@ -60,7 +60,7 @@ def record() -> dict[str, object]:
 
 
 def draw_terminal(text: str, path: Path) -> None:
-    """Draws the terminal as it looks at the end; the words are those of the run, the colors are added."""
+    """Draws the terminal as it looks at the end; the words come from the run, the colors are added."""
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), color_system="truecolor")  # noqa: SIM115
     console.print(Text.assemble(("\n $ ", "green"), ("swarm demo", "bold")))
     for line in text.splitlines():
