@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import torch
@@ -20,7 +21,7 @@ from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.messages import Message, ServerInfo
 
 VERSION = "tiny@local-0123456789abcdef"
 WIDTH = 4
@@ -142,3 +143,29 @@ def transport_to(service: Service, client: str = "alice") -> LocalTransport:
         "rpc_adapter": lambda channel: adapter_handler(service, channel),
     }
     return LocalTransport({"server": handlers}, client=client)
+
+
+Ask = Callable[[str, Message], Awaitable[Message]]
+
+
+def play(service: Service, scene: Callable[[Ask], Awaitable[None]], *, client: str = "alice") -> None:
+    """Runs a scene in which each rpc has one stream that is kept for all its requests."""
+
+    async def run() -> None:
+        transport: LocalTransport = transport_to(service, client)
+        channels = {}
+
+        async def ask(rpc: str, message: Message) -> Message:
+            if rpc not in channels:
+                channels[rpc] = await transport.open("server", rpc, timeout_s=5)
+            await channels[rpc].send(message)
+            answer = await channels[rpc].receive(timeout_s=5)
+            assert answer is not None
+            return answer
+
+        try:
+            await scene(ask)
+        finally:
+            await transport.close()
+
+    asyncio.run(run())

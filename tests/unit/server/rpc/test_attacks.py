@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from fake_server import MAX_POSITIONS, VERSION, WIDTH, FakeCache, FakeRunner, transport_to
+from fake_server import MAX_POSITIONS, VERSION, WIDTH, FakeCache, FakeRunner
+from fake_server import play as play_all
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import CacheOp, LoadedAdapter
@@ -38,22 +39,7 @@ Ask = Callable[[Message], Awaitable[Message]]
 
 
 def play(service: Service, rpc: str, scene: Callable[[Ask], Awaitable[None]]) -> None:
-    async def run() -> None:
-        transport = transport_to(service)
-        channel = await transport.open("server", rpc, timeout_s=5)
-
-        async def ask(message: Message) -> Message:
-            await channel.send(message)
-            answer = await channel.receive(timeout_s=5)
-            assert answer is not None
-            return answer
-
-        try:
-            await scene(ask)
-        finally:
-            await transport.close()
-
-    asyncio.run(run())
+    play_all(service, lambda ask: scene(partial(ask, rpc)))
 
 
 def test_rows_cannot_explode_between_two_operations(service: Service) -> None:

@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-
 import msgspec
 import pytest
 import torch
-from fake_server import MAX_POSITIONS, VERSION, WIDTH, FakeRunner, transport_to
+from fake_server import MAX_POSITIONS, VERSION, WIDTH, Ask, FakeRunner, play
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
-from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import (
     AdapterStored,
     AdapterUpload,
@@ -36,32 +32,6 @@ def upload_of(*values: float) -> AdapterUpload:
     module = AdapterModule(block=2, module="q", kind="lora", shapes=tuple(tuple(tensor.shape) for tensor in tensors))
     spec = AdapterSpec(modules=(module,))
     return AdapterUpload(digest=adapter_digest(spec, tensors), spec=spec, tensors=tensors)
-
-
-Ask = Callable[[str, Message], Awaitable[Message]]
-
-
-def play(service: Service, scene: Callable[[Ask], Awaitable[None]], *, client: str = "alice") -> None:
-    """Runs a scene in which each rpc has one stream that is kept for all its requests."""
-
-    async def run() -> None:
-        transport: LocalTransport = transport_to(service, client)
-        channels = {}
-
-        async def ask(rpc: str, message: Message) -> Message:
-            if rpc not in channels:
-                channels[rpc] = await transport.open("server", rpc, timeout_s=5)
-            await channels[rpc].send(message)
-            answer = await channels[rpc].receive(timeout_s=5)
-            assert answer is not None
-            return answer
-
-        try:
-            await scene(ask)
-        finally:
-            await transport.close()
-
-    asyncio.run(run())
 
 
 def refused(answer: Message, kind: str, words: str) -> None:
