@@ -13,11 +13,11 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short pictures test lint format types docs build clean
+.PHONY: help venv demo demo-short pictures test test-all lint format types docs build clean
 
 help:
 	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
-	@echo "make test    the default test suite"
+	@echo "make test    the default test suite; make test-all: also the long matrices"
 	@echo "make lint | types | docs | pictures | build | format | clean"
 
 venv: $(STAMP)
@@ -50,6 +50,10 @@ pictures: $(STAMP)
 test: export SWARM_TEST_SMOLLM2 ?= 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+test-all: export SWARM_TEST_SMOLLM2 ?= 1
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not network" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
