@@ -1,8 +1,9 @@
-"""Registers the strategy name ``swarm`` in every package of Lightning, imported before or after this one.
+"""Registers our names in the registries of other packages, imported before or after this one.
 
-Lightning has no entry point for strategies: a name must be in the registry of the package in use (``lightning.*`` or
-``pytorch_lightning``/``lightning_fabric``, Trainer or Fabric). `install` registers in the imported ones and watches for
-the others; the strategy itself is imported only when a Trainer or Fabric needs it.
+Lightning has no entry point for strategies: the name ``swarm`` must be in the registry of the package in use
+(``lightning.*`` or ``pytorch_lightning``/``lightning_fabric``, Trainer or Fabric). The same holds for the experts
+implementation ``swarm_table`` of transformers. `install` registers in the imported packages and watches for the others;
+what a name stands for is imported only when it is used.
 
 It runs on ``import swarm_plugins``, and at the end of ``import torch`` through the entry point of torch's backends, so
 that ``fabric run --strategy swarm`` knows the name before a user's script runs. That entry point is made for devices;
@@ -22,6 +23,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 NAME = "swarm"
+EXPERTS = "swarm_table"
 # Module with a registry -> name of the registry, and module:class in swarm_plugins.strategy.
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "unified:SwarmStrategy"),
@@ -32,24 +34,25 @@ _REGISTRIES = {
 
 
 def install() -> None:
-    """Registers the strategy in all registries, now or when they are imported. Never raises; may be called again."""
+    """Registers all names, now or when the registries are imported. Never raises; may be called again."""
     # An exception here would make ``import torch`` fail for programs that have nothing to do with this package.
     try:
-        for name in _REGISTRIES:
-            if name in sys.modules:
-                _register(sys.modules[name])
+        halfway = {
+            name for name, register in _WATCHED.items() if name in sys.modules and not register(sys.modules[name])
+        }
         if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _Watcher())
+            sys.meta_path.insert(0, _Watcher(halfway))
     except Exception:
-        log.warning("the strategy %r could not be registered", NAME, exc_info=True)
+        log.warning("the names of swarm_plugins could not be registered", exc_info=True)
 
 
-def _register(module: ModuleType) -> None:
+def _register_strategy(module: ModuleType) -> bool:
     registry_name, target = _REGISTRIES[module.__name__]
     registry = getattr(module, registry_name, None)
-    # Missing while the module is being imported: the watcher registers at the end of that import.
+    # Missing while the module is being imported: the watcher registers later.
     if registry is not None:
         registry.register(NAME, _creator(target), description="Blocks on a swarm, adapters here", override=True)
+    return registry is not None
 
 
 def _creator(target: str) -> Callable[..., Any]:
@@ -61,14 +64,42 @@ def _creator(target: str) -> Callable[..., Any]:
     return create
 
 
+def _register_experts(module: ModuleType) -> bool:
+    registry = getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
+    if registry is not None:
+        registry.register(EXPERTS, _run_experts)
+    return registry is not None
+
+
+def _run_experts(*args: Any, **kwargs: Any) -> Any:
+    return importlib.import_module("swarm_plugins.moe.table").run_table(*args, **kwargs)
+
+
+_WATCHED: dict[str, Callable[[ModuleType], bool]] = {
+    **dict.fromkeys(_REGISTRIES, _register_strategy),
+    "transformers.integrations.moe": _register_experts,
+}
+"""Module with a registry -> what registers in it once the module is imported; it returns False if that is too early."""
+
+
 class _Watcher:
-    """A finder that registers the strategy after a module with a registry is imported."""
+    """A finder that registers names after a module with a registry is imported.
+
+    Args:
+        halfway: Modules whose import had begun before (it imported torch, which called `install`): they are looked at
+            again whenever something else is imported.
+    """
+
+    def __init__(self, halfway: set[str]) -> None:
+        self._halfway = halfway
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Returns the usual spec, with a loader that registers afterwards."""
-        if name not in _REGISTRIES:
+        if self._halfway:
+            self._halfway = {one for one in self._halfway if one in sys.modules and not _registered(sys.modules[one])}
+        if name not in _WATCHED:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
@@ -77,7 +108,7 @@ class _Watcher:
 
 
 class _Registering:
-    """Loads a module with its own loader, then restores that loader and registers the strategy."""
+    """Loads a module with its own loader, then restores that loader and registers our names."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -93,7 +124,13 @@ class _Registering:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        try:
-            _register(module)
-        except Exception:  # as in `install`
-            log.warning("the strategy %r could not be registered in %s", NAME, module.__name__, exc_info=True)
+        _registered(module)
+
+
+def _registered(module: ModuleType) -> bool:
+    """Registers in a module; returns False if it is too early."""
+    try:
+        return _WATCHED[module.__name__](module)
+    except Exception:  # as in `install`
+        log.warning("the names of swarm_plugins could not be registered in %s", module.__name__, exc_info=True)
+        return True

@@ -49,6 +49,25 @@ def test_a_later_import_is_watched_and_the_strategy_itself_stays_unloaded() -> N
     assert seen == {"before": [], "known": True, "loader": "SourceFileLoader", "strategy_loaded": False}
 
 
+EXPERTS = """
+import json, sys
+import swarm_plugins
+from transformers.integrations import moe
+from transformers import MixtralModel  # the name is needed when a model is made
+print(json.dumps({
+    "known": "swarm_table" in moe.ALL_EXPERTS_FUNCTIONS,
+    "loader": type(moe.__loader__).__name__,
+    "table_loaded": "swarm_plugins.moe.table" in sys.modules,
+}))
+"""
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["transformers later", "transformers first"])
+def test_transformers_knows_the_experts_implementation_that_stays_unloaded(is_first: bool) -> None:
+    code = EXPERTS if is_first else f"from transformers.integrations import moe\n{EXPERTS}"
+    assert json.loads(run(code)) == {"known": True, "loader": "SourceFileLoader", "table_loaded": False}
+
+
 @pytest.fixture
 def installed(tmp_path: Path) -> str:
     """A folder that makes the entry points of pyproject.toml visible, as an installation does."""
