@@ -4,6 +4,7 @@
 AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on other people's servers
 SwarmConfig                     deadlines, retries and codec of a client
 load_offloaded, OffloadConfig   HF's own model class, experts on disk and a bounded number in memory
+parallelize                     HF's own model class, experts divided over the ranks of torch.distributed
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
 HubAdapterCallback, HubAdapterTrainerCallback   publish adapters during training
 find_adapters, load_adapter     find published adapters; load one, checking the version of its base
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from swarm_plugins.hub import find_adapters
     from swarm_plugins.local_swarm import LocalSwarm
     from swarm_plugins.offload import OffloadConfig, load_offloaded
+    from swarm_plugins.parallel import parallelize
     from swarm_plugins.strategy.unified import FabricSwarmStrategy, SwarmStrategy
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "find_adapters",
     "load_adapter",
     "load_offloaded",
+    "parallelize",
 ]
 
 __version__ = "0.1.0"
@@ -73,6 +76,7 @@ _HOMES = {
     "find_adapters": "swarm_plugins.hub",
     "load_adapter": "swarm_plugins.callbacks.loading",
     "load_offloaded": "swarm_plugins.offload",
+    "parallelize": "swarm_plugins.parallel",
 }
 
 

@@ -1,0 +1,88 @@
+"""Device meshes of an expert-parallel model, with deadlines: one for the batch, one per distinct layout of experts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from swarm_plugins.errors import ConfigError
+
+BATCH_DIMS = ("data", "tp")
+EXPERT_DIMS = ("replica", "ep", "slice")
+
+
+def start_torch_distributed(device_type: str, timeout_s: float) -> None:
+    """Joins the process group that torchrun describes, unless there is one.
+
+    Raises:
+        ConfigError: If this process was not started by torchrun.
+    """
+    if dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"torch.distributed is not initialized and {', '.join(missing)} are not set: "
+            "start the program with `torchrun --nproc-per-node N program.py`, or call init_process_group first"
+        )
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = dist.get_default_backend_for_device(device_type)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def own_device(device_type: str) -> torch.device:
+    """Returns the device whose tensors this rank's collectives take."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def batch_ranks(mesh: DeviceMesh | None) -> torch.Tensor:
+    """Returns the ranks by batch: ``[data, tp]``; the ranks of a row share one batch.
+
+    Args:
+        mesh: A mesh of the whole world. A dimension named "tp" must be its last; the others hold distinct batches.
+            None: every rank has a batch of its own.
+
+    Raises:
+        ConfigError: If the mesh leaves out a rank, or if "tp" is not the last dimension.
+    """
+    world_size = dist.get_world_size()
+    if mesh is None:
+        return torch.arange(world_size).unsqueeze(1)
+    names = mesh.mesh_dim_names or ()
+    if mesh.size() != world_size:
+        raise ConfigError(f"the mesh has {mesh.size()} of {world_size} ranks: make it of all of them")
+    if "tp" not in names:
+        return mesh.mesh.reshape(-1, 1).cpu()
+    if names[-1] != "tp":
+        raise ConfigError(f"the dimensions of the mesh are {names}: 'tp' must be the last one")
+    return mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).cpu()
+
+
+def build_mesh(
+    ranks: torch.Tensor, shape: Sequence[int], names: tuple[str, ...], device_type: str, timeout_s: float
+) -> DeviceMesh:
+    """Returns a mesh of all ranks whose collectives end after ``timeout_s`` seconds at the latest.
+
+    Args:
+        ranks: All ranks, in an order in which neighbours are close.
+        shape: Sizes of the dimensions.
+        names: Their names.
+        device_type: For example "cpu".
+        timeout_s: Deadline of each collective.
+    """
+    # DeviceMesh would create its groups with torch's default deadline, half an hour for gloo.
+    grid = ranks.reshape(*shape)
+    groups = []
+    for dim in range(grid.ndim):
+        members = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=timeout_s))
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=names)

@@ -1,0 +1,102 @@
+"""What a parallel model knows about itself, and its state dict: gathered from all ranks, scattered to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.parallel.agreement import translated
+from swarm_plugins.parallel.layout import LayerLayout
+
+_ATTRIBUTE = "swarm_parallelism"
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Which groups of ranks a parallel model uses."""
+
+    batch_mesh: DeviceMesh
+    """``[data, tp]``: ranks along "data" have batches of their own, ranks along "tp" share one."""
+    layouts: Sequence[LayerLayout]
+    """One entry per layer with experts."""
+    expert_meshes: Mapping[tuple[int, int], DeviceMesh]
+    """``[replica, ep, slice]`` by sizes of "ep" and "slice"."""
+    ep_implementation: str
+
+    @property
+    def num_batches(self) -> int:
+        """Number of ranks with a batch of their own, not counting tensor-parallel ones twice."""
+        return self.batch_mesh["data"].size()
+
+    def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
+        """Returns the ranks that hold the same part of a parameter and have seen other tokens."""
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+            if "ep" in sizes:
+                return self.expert_meshes[sizes["ep"], sizes.get("slice", 1)]["replica"].get_group()
+        return self.batch_mesh["data"].get_group()
+
+
+def remember(model: nn.Module, parallelism: Parallelism) -> None:
+    """Attaches the description to the model."""
+    setattr(model, _ATTRIBUTE, parallelism)
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Returns whether the module or one inside it has been parallelized."""
+    return any(_ATTRIBUTE in vars(module) for module in model.modules())
+
+
+def parallelism_of(model: nn.Module) -> Parallelism:
+    """Returns how a model lies on the ranks.
+
+    Args:
+        model: A model given to :func:`parallelize`, or a module around it (PEFT, Lightning).
+
+    Raises:
+        ConfigError: If there is no such model.
+    """
+    for module in model.modules():
+        if found := vars(module).get(_ATTRIBUTE):
+            parallelism: Parallelism = found
+            return parallelism
+    raise ConfigError(f"{type(model).__name__} is not expert-parallel: call swarm_plugins.parallelize first")
+
+
+def gather_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Returns the state dict of the whole model on rank 0, and an empty one elsewhere; call it on every rank.
+
+    The tensors are on the CPU and have the names and shapes of the model before it was parallelized.
+
+    Args:
+        model: A parallel model, or a module around it.
+
+    Raises:
+        TransportError: If another rank is lost.
+    """
+    with translated("gathering the state dict"):
+        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def scatter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Loads a whole state dict into a parallel model, each rank its part; call it on every rank.
+
+    Args:
+        model: A parallel model, or a module around it, with groups of any size.
+        state_dict: Whole tensors on rank 0, as :func:`gather_state_dict` returns them; ignored elsewhere.
+
+    Raises:
+        TransportError: If another rank is lost.
+    """
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with translated("scattering the state dict"):
+        set_model_state_dict(model, dict(state_dict), options=options)

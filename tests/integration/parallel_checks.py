@@ -1,0 +1,82 @@
+"""What ranks do in the tests of expert parallelism; each function runs on every rank of a gloo group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from swarm_plugins.parallel import parallelism_of, parallelize, synchronize_gradients
+from swarm_plugins.testing import tiny_config, tiny_model
+
+SEQUENCE = 6
+
+
+def mixture(family: str = "mixtral", num_experts: int = 8, num_layers: int = 2, **more: Any) -> PreTrainedModel:
+    """A tiny model with as many experts in each layer as asked for; the same on every rank."""
+    config = tiny_config(family, num_layers=num_layers)
+    name = "num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"
+    config.update({name: num_experts, **more})
+    torch.manual_seed(3)
+    model = type(tiny_model(family, num_layers=1))(config)
+    generator = torch.Generator().manual_seed(4)
+    for parameter in model.parameters():
+        scale = 1.0 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale + (parameter.ndim < 2)
+    return model.eval()
+
+
+def tokens(num_rows: int) -> Tensor:
+    return torch.randint(4, 128, (num_rows, SEQUENCE), generator=torch.Generator().manual_seed(7))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(one.grad) for name, one in model.named_parameters() if one.grad is not None}
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def differences(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:
+    """One training step of both, the parallel one on this rank's rows: the largest differences, relative."""
+    data = parallelism_of(model).batch_mesh["data"]
+    batch = tokens(2 * data.size())
+    rows = batch[2 * data.get_local_rank() :][:2]
+    logits, wanted = model(rows).logits, reference(batch).logits
+    loss_of(logits, rows).backward()
+    loss_of(wanted, batch).backward()
+    synchronize_gradients(model)
+    found, right = grads_of(model), grads_of(reference)
+    assert found.keys() == right.keys()
+    errors = {"logits": relative(logits, wanted[2 * data.get_local_rank() :][:2])}
+    for kind, word in (("experts", ".experts."), ("router", ".gate."), ("dense", "")):
+        names = [name for name in right if word in name and (word or not {".experts.", ".gate."} & parts(name))]
+        errors[kind] = max(relative(found[name], right[name]) for name in names)
+    return errors
+
+
+def parts(name: str) -> set[str]:
+    return {word for word in (".experts.", ".gate.") if word in name}
+
+
+def relative(found: Tensor, right: Tensor) -> float:
+    return float((found - right).abs().max() / right.abs().max())
+
+
+def equal_to_one_process(cases: list[tuple[str, Any, str]]) -> list[dict[str, float]]:
+    """For each of (family, ep_size, implementation): the differences from one process."""
+    found = []
+    for family, ep_size, implementation in cases:
+        model = parallelize(mixture(family), ep_size=ep_size, ep_implementation=implementation, timeout_s=30)
+        found.append(differences(model, mixture(family)))
+        dist.barrier()
+    return found
