@@ -3,6 +3,7 @@
 ```text
 AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on other people's servers
 SwarmConfig                     deadlines, retries and codec of a client
+PRMoEConfig, PRMoEForCausalLM ...   DeepSpeed-MoE's pyramid-residual mixture, known to HF's auto classes
 load_offloaded, OffloadConfig   HF's own model class, experts on disk and a bounded number in memory
 parallelize                     HF's own model class, experts divided over the ranks of torch.distributed
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
@@ -13,7 +14,7 @@ swarm serve | status | bench    the same from the command line
 ```
 
 Importing this package opens no socket, starts no process and loads no torch: names are resolved at first use. It makes
-the strategy name "swarm" known to Lightning.
+the strategy name "swarm" known to Lightning and the model type "prmoe" to transformers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from swarm_plugins.client import SwarmConfig
     from swarm_plugins.hub import find_adapters
     from swarm_plugins.local_swarm import LocalSwarm
+    from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM, PRMoEForSequenceClassification, PRMoEModel
     from swarm_plugins.offload import OffloadConfig, load_offloaded
     from swarm_plugins.parallel import parallelize
     from swarm_plugins.strategy.unified import FabricSwarmStrategy, SwarmStrategy
@@ -50,6 +52,10 @@ __all__ = [
     "HubAdapterTrainerCallback",
     "LocalSwarm",
     "OffloadConfig",
+    "PRMoEConfig",
+    "PRMoEForCausalLM",
+    "PRMoEForSequenceClassification",
+    "PRMoEModel",
     "SwarmConfig",
     "SwarmError",
     "SwarmStrategy",
@@ -71,6 +77,10 @@ _HOMES = {
     "HubAdapterTrainerCallback": "swarm_plugins.callbacks.for_transformers",
     "LocalSwarm": "swarm_plugins.local_swarm",
     "OffloadConfig": "swarm_plugins.offload",
+    "PRMoEConfig": "swarm_plugins.models",
+    "PRMoEForCausalLM": "swarm_plugins.models",
+    "PRMoEForSequenceClassification": "swarm_plugins.models",
+    "PRMoEModel": "swarm_plugins.models",
     "SwarmConfig": "swarm_plugins.client",
     "SwarmStrategy": "swarm_plugins.strategy.unified",
     "find_adapters": "swarm_plugins.hub",

@@ -2,8 +2,9 @@
 
 Lightning has no entry point for strategies: the name ``swarm`` must be in the registry of the package in use
 (``lightning.*`` or ``pytorch_lightning``/``lightning_fabric``, Trainer or Fabric). The same holds for the experts
-implementation ``swarm_table`` of transformers. `install` registers in the imported packages and watches for the others;
-what a name stands for is imported only when it is used.
+implementation ``swarm_table`` of transformers and the model type ``prmoe`` of its `AutoConfig`. `install` registers in
+the imported packages and watches for the others; what a name stands for is imported only when it is used, but for the
+config class of ``prmoe``, which is light: its models are imported when the first of its configs is made.
 
 It runs on ``import swarm_plugins``, and at the end of ``import torch`` through the entry point of torch's backends, so
 that ``fabric run --strategy swarm`` knows the name before a user's script runs. That entry point is made for devices;
@@ -75,9 +76,31 @@ def _run_experts(*args: Any, **kwargs: Any) -> Any:
     return importlib.import_module("swarm_plugins.moe.table").run_table(*args, **kwargs)
 
 
+def _register_model(module: ModuleType) -> bool:
+    if "AutoConfig" not in vars(module):
+        # Nothing else need be imported between the end of this module and the first look-up of a model type.
+        module.__class__ = _HalfwayAutoConfig
+        return True
+    module.__class__ = ModuleType
+    config_class = importlib.import_module("swarm_plugins.models.prmoe.configuration").PRMoEConfig
+    module.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    return True
+
+
+class _HalfwayAutoConfig(ModuleType):
+    """`AutoConfig`'s module if its import had begun before: registers when that class is first taken out of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Returns the attribute; once the module is complete, its class is the usual one again."""
+        if name in ("AutoConfig", "CONFIG_MAPPING"):
+            _registered(self)
+        return ModuleType.__getattribute__(self, name)
+
+
 _WATCHED: dict[str, Callable[[ModuleType], bool]] = {
     **dict.fromkeys(_REGISTRIES, _register_strategy),
     "transformers.integrations.moe": _register_experts,
+    "transformers.models.auto.configuration_auto": _register_model,
 }
 """Module with a registry -> what registers in it once the module is imported; it returns False if that is too early."""
 

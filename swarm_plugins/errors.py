@@ -8,6 +8,7 @@ SwarmError
 ├── CheckpointError (OSError)                a checkpoint is missing, truncated or inconsistent
 ├── MissingBlocksError (LookupError)         no living server holds a needed block
 ├── CapacityError (MemoryError)              a budget is full
+├── NumericError (ArithmeticError)           a model computed NaN or infinity where it cannot go on
 ├── HubError (OSError)                       a Hub refused something or cannot be reached
 └── TransportError (ConnectionError)         a request left this machine and failed
     ├── ProtocolError                        the peer violated the protocol
@@ -32,6 +33,7 @@ __all__ = [
     "HubError",
     "MissingBlocksError",
     "MissingExtraError",
+    "NumericError",
     "ProtocolError",
     "RemoteError",
     "RequestTimeoutError",
@@ -89,6 +91,10 @@ class MissingBlocksError(SwarmError, LookupError):
 
 class CapacityError(SwarmError, MemoryError):
     """A budget is full; the message gives the use, the request and the limit."""
+
+
+class NumericError(SwarmError, ArithmeticError):
+    """A model computed NaN or infinity where it cannot go on."""
 
 
 class HubError(SwarmError, OSError):

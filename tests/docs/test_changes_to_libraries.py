@@ -14,6 +14,7 @@ CHANGES = re.compile(
     \b(?:Attention|AttentionMask|Experts)Interface\.register\(
     | \bALL_[A-Z_]+\.register\(
     | \bregistry\.register\(
+    | \bAuto[A-Z]\w+\.register\(
     | \bLORA_TARGETS\.(?:setdefault|update)\(
     | ^\s+[A-Z]\w+\.\w+\ =\ (?!.*\bself\b)                # an attribute of an imported class
     | ^\s+weight_conversion\.\w+\ =\                     # a function of an imported module

@@ -1,0 +1,1 @@
+"""PR-MoE for transformers: configuration and models."""

@@ -1,0 +1,156 @@
+"""Configuration of PR-MoE: how many experts each layer has, and what runs next to them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.llama.configuration_llama import LlamaConfig
+
+from swarm_plugins.errors import ConfigError
+
+# By name, as transformers' own auto classes find the models of a config: the models import this module.
+_MODELS = "swarm_plugins.models.prmoe.modeling"
+_ATTENTION_TP = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+
+
+@strict
+class PRMoEConfig(LlamaConfig):
+    """Configuration of a Pyramid-Residual mixture of experts (DeepSpeed-MoE, Rajbhandari et al. 2022, section 4.1).
+
+    Attention, norms and positions are Llama's, and so are the settings that are not listed here.
+
+    Args:
+        experts_per_layer: Experts of each decoder layer, 0 for a dense one: a list of ``num_hidden_layers`` entries.
+            With ``moe_layers`` also one number for all of them, or a list of one entry per MoE layer. It is stored as
+            the full list.
+        moe_layers: Indices of the layers with experts; None: those with experts in the full list, or every second
+            layer if ``experts_per_layer`` is one number.
+        residual: How a dense MLP of ``intermediate_size`` neurons runs next to the experts. ``"sum"`` adds it (the
+            paper's section 4.1.2), ``"learned"`` mixes both by a softmax of two learned coefficients (DeepSpeed's
+            code), None leaves it out.
+        num_experts_per_tok: Experts each token takes. The weight of a single one is its probability among all experts,
+            so that the router learns from the task; two and more are normalised to a sum of one.
+        capacity_factor: Most tokens an expert takes, relative to an even load ``T k / E``; None: no limit. See
+            `swarm_plugins.moe.gating.within_capacity`.
+        router_aux_loss_coef: Weight of the load-balancing loss, the sum over the layers, while routers are trained.
+        output_router_logits: Return router logits and the load-balancing loss in evaluation too.
+        moe_intermediate_size: Neurons of an expert; None: ``intermediate_size``.
+        mlp_gated: Use gated MLPs, ``down(act(gate(x)) * up(x))``; False: ``down(act(up(x)))``, as in GPT.
+
+    Raises:
+        ConfigError: If counts, layers and top-k do not fit together.
+    """
+
+    model_type = "prmoe"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  # transformers' declaration
+
+    vocab_size: int = 32000
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    experts_per_layer: list[int] | int = 8
+    moe_layers: list[int] | None = None
+    residual: Literal["sum", "learned"] | None = "sum"
+    num_experts_per_tok: int = 1
+    capacity_factor: float | None = None
+    router_aux_loss_coef: float = 0.01
+    output_router_logits: bool = False
+    moe_intermediate_size: int | None = None
+    mlp_gated: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Completes the list of experts, then checks it."""
+        if self.moe_intermediate_size is None:
+            self.moe_intermediate_size = self.intermediate_size
+        self.experts_per_layer = _full_list(self.experts_per_layer, self.moe_layers, self.num_hidden_layers)
+        self.moe_layers = [layer for layer, experts in enumerate(self.experts_per_layer) if experts]
+        _check_picks(self.experts_per_layer, self.num_experts_per_tok)
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
+            raise ConfigError(
+                f"invalid capacity_factor {self.capacity_factor}: expected a number above 0, such as 1.25, or None to "
+                "drop no token"
+            )
+        super().__post_init__(**kwargs)
+        # Auto classes look models up by the class of a config in hand. Registering earlier, while transformers is being
+        # imported, would be circular: the models need modules that import the auto classes themselves.
+        importlib.import_module(_MODELS)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # a plan names only what is there
+        """Tensor-parallel styles of transformers by module."""
+        plan = dict(_ATTENTION_TP)
+        ups = ("gate_proj", "up_proj") if self.mlp_gated else ("up_proj",)
+        holders = []
+        if len(self.moe_layers or ()) < self.num_hidden_layers:
+            holders.append("layers.*.mlp")
+        if self.moe_layers and self.residual is not None:
+            holders.append("layers.*.mlp.residual_mlp")
+        for holder in holders:
+            plan |= {f"{holder}.{up}": "colwise" for up in ups} | {f"{holder}.down_proj": "rowwise"}
+        if self.moe_layers:
+            up = {"gate_up_proj": "packed_colwise"} if self.mlp_gated else {"up_proj": "colwise"}
+            plan |= {f"layers.*.mlp.experts.{name}": style for name, style in (up | {"down_proj": "rowwise"}).items()}
+            plan["layers.*.mlp.experts"] = "moe_tp_experts"
+        return plan
+
+    @property
+    def base_model_ep_plan(self) -> dict[str, str]:  # type: ignore[override]  # as above
+        """Expert-parallel styles of transformers by module."""
+        if not self.moe_layers:
+            return {}
+        up = "gate_up_proj" if self.mlp_gated else "up_proj"
+        return {
+            f"layers.*.mlp.experts.{up}": "grouped_gemm",
+            "layers.*.mlp.experts.down_proj": "grouped_gemm",
+            "layers.*.mlp.experts": "ep_dispatch_experts",
+        }
+
+
+def _full_list(experts: list[int] | int, moe_layers: list[int] | None, num_layers: int) -> list[int]:
+    """Returns the number of experts of every layer."""
+    if isinstance(experts, int):
+        layers = list(range(1, num_layers, 2)) if moe_layers is None else moe_layers
+        counts = [experts] * len(layers)
+    elif len(experts) == num_layers:
+        layers = [layer for layer, count in enumerate(experts) if count]
+        if moe_layers is not None and sorted(moe_layers) != layers:
+            raise ConfigError(
+                f"moe_layers {moe_layers} contradicts experts_per_layer {experts}, which has experts in layers "
+                f"{layers}: leave moe_layers out"
+            )
+        counts = [experts[layer] for layer in layers]
+    else:
+        layers, counts = moe_layers or [], experts
+        if len(layers) != len(counts):
+            raise ConfigError(
+                f"experts_per_layer has {len(experts)} entries for {num_layers} layers: give one per layer, 0 for a "
+                "dense one, or one per entry of moe_layers"
+            )
+    if len(set(layers)) != len(layers) or not all(0 <= layer < num_layers for layer in layers):
+        raise ConfigError(f"invalid moe_layers {layers}: expected different indices below {num_layers}")
+    wrong = [count for count in counts if count < 0]
+    if wrong:
+        raise ConfigError(f"invalid experts_per_layer {experts}: expected counts of at least 0, got {wrong[0]}")
+    full = [0] * num_layers
+    for layer, count in zip(layers, counts, strict=True):
+        full[layer] = count
+    return full
+
+
+def _check_picks(experts_per_layer: list[int], picks: int) -> None:
+    if picks < 1:
+        raise ConfigError(f"invalid num_experts_per_tok {picks}: expected at least 1")
+    for layer, experts in enumerate(experts_per_layer):
+        if 0 < experts < picks:
+            raise ConfigError(
+                f"num_experts_per_tok {picks} is above the {experts} experts of layer {layer} (experts_per_layer "
+                f"{experts_per_layer}): pick at most {experts}, or give that layer {picks} experts or 0"
+            )
