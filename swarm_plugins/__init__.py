@@ -7,6 +7,8 @@ PRMoEConfig, PRMoEForCausalLM ...   DeepSpeed-MoE's pyramid-residual mixture, kn
 load_offloaded, OffloadConfig   HF's own model class, experts on disk and a bounded number in memory
 parallelize                     HF's own model class, experts divided over the ranks of torch.distributed
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
+make_student                    a shallower copy of a model (Mixture-of-Students of DeepSpeed-MoE)
+StagedDistillation, StagedDistillationTrainerCallback   teach it by its teacher, until a step
 HubAdapterCallback, HubAdapterTrainerCallback   publish adapters during training
 find_adapters, load_adapter     find published adapters; load one, checking the version of its base
 LocalSwarm                      a swarm of `swarm serve` processes on this machine
@@ -32,10 +34,13 @@ if TYPE_CHECKING:
         AutoSwarmModelForCausalLM,
         AutoSwarmModelForSequenceClassification,
     )
+    from swarm_plugins.callbacks.distill_lightning import StagedDistillation
+    from swarm_plugins.callbacks.distill_transformers import StagedDistillationTrainerCallback
     from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
     from swarm_plugins.callbacks.for_transformers import HubAdapterTrainerCallback
     from swarm_plugins.callbacks.loading import load_adapter
     from swarm_plugins.client import SwarmConfig
+    from swarm_plugins.distill import make_student
     from swarm_plugins.hub import find_adapters
     from swarm_plugins.local_swarm import LocalSwarm
     from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM, PRMoEForSequenceClassification, PRMoEModel
@@ -56,6 +61,8 @@ __all__ = [
     "PRMoEForCausalLM",
     "PRMoEForSequenceClassification",
     "PRMoEModel",
+    "StagedDistillation",
+    "StagedDistillationTrainerCallback",
     "SwarmConfig",
     "SwarmError",
     "SwarmStrategy",
@@ -63,6 +70,7 @@ __all__ = [
     "find_adapters",
     "load_adapter",
     "load_offloaded",
+    "make_student",
     "parallelize",
 ]
 
@@ -81,11 +89,14 @@ _HOMES = {
     "PRMoEForCausalLM": "swarm_plugins.models",
     "PRMoEForSequenceClassification": "swarm_plugins.models",
     "PRMoEModel": "swarm_plugins.models",
+    "StagedDistillation": "swarm_plugins.callbacks.distill_lightning",
+    "StagedDistillationTrainerCallback": "swarm_plugins.callbacks.distill_transformers",
     "SwarmConfig": "swarm_plugins.client",
     "SwarmStrategy": "swarm_plugins.strategy.unified",
     "find_adapters": "swarm_plugins.hub",
     "load_adapter": "swarm_plugins.callbacks.loading",
     "load_offloaded": "swarm_plugins.offload",
+    "make_student": "swarm_plugins.distill",
     "parallelize": "swarm_plugins.parallel",
 }
 

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "moe": frozenset(),
     "models": frozenset({"moe", "checkpoint"}),
     "parallel": frozenset({"moe"}),
-    "distill": frozenset({"moe"}),
+    "distill": frozenset({"checkpoint"}),
     "remote_experts": frozenset({"moe", "routing", "transport", "client"}),
     "study": frozenset({"models", "distill", "callbacks", "moe"}),
     "offload": frozenset({"moe", "checkpoint"}),
