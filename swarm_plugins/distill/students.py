@@ -47,7 +47,7 @@ def make_student(
         dtype: Floating type of a student that is read from files; ``auto``: the checkpoint's.
 
     Returns:
-        The student, in evaluation mode.
+        The student, in training mode: Lightning keeps the mode, and a mixture of experts balances its load in this one.
 
     Raises:
         ConfigError: If the layers do not exist, or the teacher's weights are not in memory.
@@ -68,7 +68,7 @@ def make_student(
             f"teacher is a {type(teacher).__name__}; expected a model of transformers (of a PEFT model, "
             "merge_and_unload() returns one), a directory or an id on the Hub"
         )
-    student.train(False)
+    student.train()
     return student
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_plugins import make_student
+from swarm_plugins import PRMoEConfig, make_student
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.testing.models import FAMILIES, save_tiny, tiny_model
 
@@ -18,7 +18,7 @@ IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def shortened(teacher: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
-    """The teacher with layers taken out by hand."""
+    """Takes layers out by hand."""
     model = copy.deepcopy(teacher)
     model.model.layers = nn.ModuleList(model.model.layers[index] for index in kept)
     if types := getattr(model.config, "layer_types", None):
@@ -29,7 +29,7 @@ def shortened(teacher: PreTrainedModel, kept: list[int]) -> PreTrainedModel:
 
 def outputs(model: PreTrainedModel) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = model(IDS, use_cache=False).logits
+        logits: torch.Tensor = model.eval()(IDS, use_cache=False).logits
     return logits
 
 
@@ -45,6 +45,28 @@ def test_a_student_computes_what_the_kept_layers_compute(family: str, tmp_path: 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
     assert torch.equal(outputs(loaded), expected)
     assert loaded.config.distillation["kept_layers"] == [0, 2]
+
+
+def test_experts_per_layer_are_cut_with_the_layers(tmp_path: Path) -> None:
+    config = PRMoEConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        experts_per_layer=[0, 4, 0, 8],
+    )
+    teacher = AutoModelForCausalLM.from_config(config)
+    teacher.save_pretrained(tmp_path)
+    for source in (teacher, tmp_path):
+        student = make_student(source, keep_layers=[0, 1, 3])
+        assert student.config.experts_per_layer == [0, 4, 8]
+        assert student.config.moe_layers == [1, 2]
+        assert student.training, "the load-balancing loss is part of the loss in this mode"
+        assert torch.equal(outputs(student), outputs(shortened(teacher, [0, 1, 3])))
+    student.save_pretrained(tmp_path / "student")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert torch.equal(outputs(loaded), outputs(student))
 
 
 @pytest.mark.parametrize(
