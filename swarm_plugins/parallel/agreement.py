@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from swarm_plugins.errors import ConfigError, SwarmError, TransportError, one_line
 
@@ -31,7 +32,7 @@ def agree(plan: str, refusal: SwarmError | None, device: torch.device) -> None:
     mine = torch.tensor(list(digest + text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
     everyone = mine.new_empty(dist.get_world_size() * mine.numel())
     with translated("agreement on the layout"):
-        dist.all_gather_into_tensor(everyone, mine)
+        dist.all_gather_single(everyone, mine)
     rows = [bytes(row) for row in everyone.view(-1, mine.numel()).tolist()]
     if refusal is not None:
         raise refusal
@@ -44,6 +45,49 @@ def agree(plan: str, refusal: SwarmError | None, device: torch.device) -> None:
             f"ranks {others} and rank {dist.get_rank()} ask for different layouts: "
             "give every rank the same model, mesh and sizes"
         )
+
+
+class Complaints:
+    """What is wrong with a rank's routing, as words that travel with its numbers of tokens.
+
+    A rank that refused on its own would leave the others waiting for its tokens.
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        self.words = words
+        """This rank, tokens whose weights are not finite, indices that name no expert, tokens in all: ``[4]``."""
+
+    @classmethod
+    def of(cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int) -> Complaints:
+        """Returns the complaints about routing weights and indices, both ``[T, k]``."""
+        not_finite = (~torch.isfinite(top_k_weights)).any(dim=1).sum()
+        unknown = ((top_k_index < 0) | (top_k_index >= num_experts)).sum()
+        own, total = (torch.full_like(unknown, value) for value in (dist.get_rank(), top_k_index.shape[0]))
+        return cls(torch.stack([own, not_finite, unknown, total]))
+
+    @staticmethod
+    def check(words: Tensor, name: str) -> None:
+        """Raises on every rank if one complained.
+
+        Args:
+            words: Those of each rank of the group, ``[ranks, 4]``.
+            name: Name of the experts module.
+
+        Raises:
+            ConfigError: If there is a complaint.
+        """
+        for rank, not_finite, unknown, total in words.tolist():
+            if not_finite:
+                raise ConfigError(
+                    f"{name}: on rank {rank}, {not_finite} of {total} tokens have routing weights that are not finite: "
+                    "the hidden states or the router's weights hold NaN or infinity; look for the first loss that is "
+                    "not finite, lower the learning rate or clip gradients, and start again from a checkpoint"
+                )
+            if unknown:
+                raise ConfigError(
+                    f"{name}: on rank {rank}, the router chose {unknown} experts that do not exist: give every rank "
+                    "the same configuration"
+                )
 
 
 @contextmanager

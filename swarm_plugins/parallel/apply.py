@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.distributed.expert_parallel import EPImplementationInterface, apply_expert_parallelism
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 from swarm_plugins.errors import ConfigError, SwarmError, UnsupportedError
 from swarm_plugins.parallel.agreement import agree, translated
+from swarm_plugins.parallel.implementations import (
+    OWN_IMPLEMENTATIONS,
+    ExchangeSettings,
+    check_implementation,
+    checked,
+)
 from swarm_plugins.parallel.layout import (
     EpSize,
     ExpertLayer,
@@ -30,6 +37,7 @@ from swarm_plugins.parallel.meshes import (
     build_mesh,
     start_torch_distributed,
 )
+from swarm_plugins.parallel.slicing import check_dense_slices, check_slices, slice_dense_layers, slice_experts
 from swarm_plugins.parallel.state import Parallelism, is_parallel, remember
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -42,14 +50,17 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     *,
     ep_size: EpSize = "auto",
-    ep_implementation: str = "all_to_all",
+    ep_implementation: str = "flat_all_to_all",
+    expert_slices: int = 1,
+    ranks_per_node: int | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ModelT:
     """Distributes the experts of a loaded model over the ranks, in place; call it on every rank.
 
     Each layer has groups of a size of its own: the experts are divided over the ranks of a group and copied from group
-    to group (DeepSpeed-MoE, section 4.1.3). Everything else stays on every rank. Afterwards each rank computes the
-    logits of its own batch; :func:`synchronize_gradients` after ``backward`` makes the gradients those of all batches.
+    to group (DeepSpeed-MoE, section 4.1.3). The rest is divided by the model's tensor-parallel plan over ranks that
+    share a batch, if there are any. Afterwards each rank computes the logits of its own batch;
+    :func:`synchronize_gradients` after ``backward`` makes the gradients those of all batches.
 
     Args:
         model: A Hugging Face model with an expert-parallel plan (mixtral, qwen3_moe, olmoe, prmoe, ...), with the same
@@ -58,7 +69,13 @@ def parallelize(
             has a batch of its own; torch.distributed is started if torchrun started this process.
         ep_size: Ranks of a group: an int, a list with one entry per decoder layer, a dict by layer index, or "auto"
             for the largest size that divides a layer's experts and the ranks.
-        ep_implementation: A name registered in transformers' ``EPImplementationInterface``.
+        ep_implementation: How tokens reach their experts: "flat_all_to_all" (one unpadded exchange),
+            "hierarchical_all_to_all" (inside nodes, then between them), "coordinated_all_to_all" (only among ranks of
+            one tensor-parallel index), or any name registered in transformers' ``EPImplementationInterface``.
+        expert_slices: Ranks that an expert's intermediate dimension is divided over (section 5.2); with ranks that
+            share a batch, 1 or their number.
+        ranks_per_node: For the hierarchical exchange: ranks on one machine, counted from rank 0. None:
+            ``LOCAL_WORLD_SIZE``, as torchrun sets it.
         timeout_s: Deadline of each collective: how long a rank may be late.
 
     Returns:
@@ -66,7 +83,7 @@ def parallelize(
 
     Raises:
         ConfigError: On every rank, if a size does not divide, or if ranks ask for different layouts.
-        UnsupportedError: If the model has no expert-parallel plan.
+        UnsupportedError: If the model has no expert-parallel plan, or none that the sizes ask for.
         TransportError: If another rank is lost.
     """
     device_type = next(model.parameters()).device.type if mesh is None else mesh.device_type
@@ -80,13 +97,19 @@ def parallelize(
     layouts: list[LayerLayout] = []
     refusal = None
     try:
-        layouts = _plan(model, ranks, ep_size, ep_implementation)
+        layouts = _plan(model, ranks, ep_size, expert_slices)
+        check_implementation(ep_implementation, layouts, ranks, ranks_per_node)
     except SwarmError as exc:
         refusal = exc
-    agree(describe(layouts, ranks=ranks.tolist(), ep_implementation=ep_implementation), refusal, device)
+    agree(describe(layouts, ranks=ranks.tolist(), how=[ep_implementation, ranks_per_node]), refusal, device)
     with translated("building the groups"):
         parallelism = _build(layouts, ranks, device_type, ep_implementation, timeout_s)
-    _apply(model, parallelism)
+    settings = ExchangeSettings(ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+    for layout in layouts:
+        if layout.is_distributed:
+            _distribute_experts(model, layout, parallelism, settings)
+    if ranks.shape[1] > 1:
+        slice_dense_layers(model, parallelism.batch_mesh["tp"])
     remember(model, parallelism)
     return model
 
@@ -113,19 +136,22 @@ def expert_layers(model: PreTrainedModel) -> list[ExpertLayer]:
     return found
 
 
-def _plan(model: nn.Module, ranks: torch.Tensor, ep_size: EpSize, ep_implementation: str) -> list[LayerLayout]:
+def _plan(model: nn.Module, ranks: torch.Tensor, ep_size: EpSize, expert_slices: int) -> list[LayerLayout]:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
             f"{type(model).__name__} is not a transformers model: parallelize the model first, then wrap it"
         )
     if is_parallel(model):
         raise ConfigError(f"{type(model).__name__} is already parallel: load it again for another layout")
-    names = list(EPImplementationInterface())
-    if ep_implementation not in names:
-        raise ConfigError(f"unknown ep_implementation {ep_implementation!r}; known: {', '.join(sorted(names))}")
+    layers = expert_layers(model)
+    if expert_slices > 1:
+        for layer in layers:
+            check_slices(model.get_submodule(layer.name), layer.name, expert_slices)
+    if ranks.shape[1] > 1:
+        check_dense_slices(model, ranks.shape[1])
     num_layers = int(model.config.get_text_config().num_hidden_layers)
-    placement = Placement(world_size=ranks.numel(), tp_size=ranks.shape[1])
-    return plan_layers(expert_layers(model), num_layers, ep_size, placement)
+    placement = Placement(world_size=ranks.numel(), tp_size=ranks.shape[1], expert_slices=expert_slices)
+    return plan_layers(layers, num_layers, ep_size, placement)
 
 
 def _build(
@@ -140,24 +166,22 @@ def _build(
     return Parallelism(batch_mesh, layouts, meshes, ep_implementation)
 
 
-def _apply(model: Any, parallelism: Parallelism) -> None:
-    plan = model.ep_plan
-    for layout in parallelism.layouts:
-        if not layout.is_distributed:
-            continue
-        mesh = parallelism.expert_meshes[layout.ep_size, layout.expert_slices]
-        apply_expert_parallelism(
-            model,
-            mesh["ep"],
-            parallelism.batch_mesh["tp"],
-            _plan_of(model, plan, layout),
-            ep_implementation=parallelism.ep_implementation,
-        )
-
-
-def _plan_of(model: nn.Module, plan: dict[str, str], layout: LayerLayout) -> dict[str, str]:
-    """The rules of transformers' plan for one layer: the parameters first, then the module."""
+def _distribute_experts(model: Any, layout: LayerLayout, parallelism: Parallelism, settings: ExchangeSettings) -> None:
+    """Divides one layer's experts and has transformers install the exchange."""
+    mesh = parallelism.expert_meshes[layout.ep_size, layout.expert_slices]
     name = layout.layer.name
-    parameters = [f"{name}.{own}" for own, _ in model.get_submodule(name).named_parameters(recurse=False)]
-    found = {one: plan.get(replace_layer_number_by_wildcard(one)) for one in [*parameters, name]}
-    return {one: style for one, style in found.items() if style is not None}
+    experts = model.get_submodule(name)
+    plan = {name: DISPATCH_STYLE}
+    if layout.expert_slices > 1:
+        slice_experts(experts, mesh["ep", "slice"])
+        settings = replace(settings, slice_mesh=mesh["slice"])
+    else:
+        # The parameters first: what is installed looks at the module as it is then.
+        own = [f"{name}.{parameter}" for parameter, _ in experts.named_parameters(recurse=False)]
+        styles = {one: model.ep_plan.get(replace_layer_number_by_wildcard(one)) for one in own}
+        plan = {one: style for one, style in styles.items() if style is not None} | plan
+    replace(settings, name=name).attach(experts)
+    implementation = parallelism.ep_implementation
+    apply_expert_parallelism(model, mesh["ep"], parallelism.batch_mesh["tp"], plan, ep_implementation=implementation)
+    if implementation not in OWN_IMPLEMENTATIONS:
+        experts.forward = checked(experts.forward, layout.layer.num_experts, mesh["ep"], name)

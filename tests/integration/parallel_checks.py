@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -72,11 +73,12 @@ def relative(found: Tensor, right: Tensor) -> float:
     return float((found - right).abs().max() / right.abs().max())
 
 
-def equal_to_one_process(cases: list[tuple[str, Any, str]]) -> list[dict[str, float]]:
-    """For each of (family, ep_size, implementation): the differences from one process."""
-    found = []
-    for family, ep_size, implementation in cases:
-        model = parallelize(mixture(family), ep_size=ep_size, ep_implementation=implementation, timeout_s=30)
-        found.append(differences(model, mixture(family)))
-        dist.barrier()
-    return found
+def equal_to_one_process(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """For each case, arguments of `parallel`: the differences from one process."""
+    return [differences(parallel(**case), mixture(case.get("family", "mixtral"))) for case in cases]
+
+
+def parallel(family: str = "mixtral", tp: int = 1, **how: Any) -> PreTrainedModel:
+    """A tiny model, distributed; ``tp`` ranks share a batch."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("data", "tp")) if tp > 1 else None
+    return parallelize(mixture(family), mesh, timeout_s=30, **how)

@@ -1,0 +1,99 @@
+"""Slices of experts and of dense layers: what one rank cannot hold, or should not compute alone (section 5.2)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedModel
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from swarm_plugins.errors import ConfigError, UnsupportedError
+
+
+def check_slices(experts: Any, name: str, expert_slices: int) -> None:
+    """Raises unless the experts of a layer can be sliced.
+
+    Raises:
+        UnsupportedError: If their parameters have a layout that cannot.
+        ConfigError: If the number of slices does not divide their intermediate dimension.
+    """
+    reasons = {
+        "have biases": getattr(experts, "has_bias", True),
+        "are stored transposed": getattr(experts, "is_transposed", True),
+        "interleave gate and up": not getattr(experts, "is_concatenated", False),
+        "normalize what each expert returns": getattr(experts, "has_post_expert_norm", False),
+    }
+    found = [reason for reason, applies in reasons.items() if applies]
+    if found:
+        raise UnsupportedError(f"{name}: {type(experts).__name__} {' and '.join(found)}: use expert_slices=1")
+    neurons = experts.down_proj.shape[-1]
+    if neurons % expert_slices:
+        valid = [size for size in range(1, neurons + 1) if neurons % size == 0]
+        raise ConfigError(
+            f"{name}: expert_slices {expert_slices} does not divide the intermediate dimension {neurons}: "
+            f"valid are {valid}"
+        )
+
+
+def slice_experts(experts: Any, mesh: DeviceMesh) -> None:
+    """Leaves this rank its slice of its experts, as parameters distributed over a mesh ``[ep, slice]``."""
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        # [E, 2 F, D] holds gate above up: both are cut, not the whole. [E, F, D] and [E, D, F] have one such dimension.
+        cut = {"gate_up_proj": _StridedShard(1, split_factor=2), "up_proj": Shard(1), "down_proj": Shard(2)}[name]
+        part = distribute_tensor(parameter.data, mesh, [Shard(0), cut], src_data_rank=None)
+        setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    experts.num_experts //= mesh["ep"].size()
+    experts._is_expert_parallel = True
+
+
+def check_dense_slices(model: PreTrainedModel, tp_size: int) -> None:
+    """Raises unless the dense layers can be divided over the ranks that share a batch.
+
+    Raises:
+        UnsupportedError: If the family has no tensor-parallel plan.
+        ConfigError: If the ranks do not divide the attention heads.
+    """
+    if not _dense_plan(model):
+        raise UnsupportedError(
+            f"{type(model).__name__} has no tensor-parallel plan: give the mesh no dimension named 'tp'"
+        )
+    config = model.config.get_text_config()
+    heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+    wrong = [f"{count} {name}" for name, count in heads.items() if count % tp_size]
+    if wrong:
+        common = math.gcd(*heads.values())
+        valid = [size for size in range(1, common + 1) if common % size == 0]
+        raise ConfigError(f"{tp_size} tensor-parallel ranks do not divide {' and '.join(wrong)}: valid are {valid}")
+
+
+def slice_dense_layers(model: Any, mesh: DeviceMesh) -> None:
+    """Divides attention, dense MLPs and embeddings by transformers' plan of the family."""
+    tied = model.get_output_embeddings() is not None and (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+    apply_tensor_parallelism(model, mesh, _dense_plan(model))
+    if tied:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    # What transformers' own loading leaves for caches and generate().
+    model._tp_size = mesh.size()
+
+
+def _dense_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Transformers' plan without the experts, one rule per module and parameter of this model."""
+    experts = set(model.ep_plan or {})
+    plan = {rule: style for rule, style in (model.tp_plan or {}).items() if rule not in experts}
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        rule = replace_layer_number_by_wildcard(name)
+        for own, _ in module.named_parameters(recurse=False):
+            if style := plan.get(f"{rule}.{own}") or plan.get(rule):
+                found[f"{name}.{own}"] = style
+        if rule in plan:
+            found[name] = plan[rule]
+    return found
