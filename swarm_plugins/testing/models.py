@@ -89,6 +89,8 @@ _SETTINGS: Mapping[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "phimoe": ("phimoe", _MIXTRAL),
+    # Experts of each layer, repeated for deeper models.
+    "prmoe": ("prmoe", {**_DENSE, "moe_intermediate_size": 24, "experts_per_layer": (0, 4, 3, 6)}),
     "gemma2": ("gemma2", {**_DENSE, "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
 }
 
@@ -105,7 +107,10 @@ def tiny_config(family: str, *, num_layers: int = 4) -> PreTrainedConfig:
     if family not in _SETTINGS:
         raise ConfigError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
     model_type, settings = _SETTINGS[family]
-    config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings, num_hidden_layers=num_layers)
+    settings = {**settings, "num_hidden_layers": num_layers}
+    if isinstance(pattern := settings.get("experts_per_layer"), tuple):
+        settings["experts_per_layer"] = [pattern[layer % len(pattern)] for layer in range(num_layers)]
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **settings)
     return config
 
 

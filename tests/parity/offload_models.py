@@ -69,6 +69,12 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "aria_text": ("aria_text", {**_DENSE, "moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1}),
     # Without a gate.
     "nemotron_h": ("nemotron_h", _NEMOTRON),
+    # Pools of different size, top-1, a residual branch; a dense layer.
+    "prmoe": ("prmoe", {**_DENSE, "experts_per_layer": [4, 0, 8], "moe_intermediate_size": 24}),
+    "prmoe_plain": (
+        "prmoe",
+        {**_DENSE, "experts_per_layer": [4, 0, 8], "residual": "learned", "mlp_gated": False, "hidden_act": "gelu"},
+    ),
 }
 
 

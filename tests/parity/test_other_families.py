@@ -48,6 +48,7 @@ def save_other(model_type: str, directory: Path, **settings: object) -> Path:
         pytest.param(lambda path: save_tiny("glm4_moe", path), id="glm4_moe"),
         pytest.param(lambda path: save_tiny("phimoe", path), id="phimoe"),
         pytest.param(lambda path: save_tiny("gemma2", path), id="gemma2"),
+        pytest.param(lambda path: save_tiny("prmoe", path), id="prmoe"),
         pytest.param(lambda path: save_other("gpt_neox", path), id="gpt_neox"),  # calls its cache `layer_past`
         pytest.param(lambda path: save_other("phi", path), id="phi"),
         pytest.param(lambda path: save_other("olmo", path), id="olmo"),  # norms without weights

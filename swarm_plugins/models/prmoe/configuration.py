@@ -6,7 +6,7 @@ import importlib
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
-from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 from swarm_plugins.errors import ConfigError
 
@@ -21,7 +21,7 @@ _ATTENTION_TP = {
 
 
 @strict
-class PRMoEConfig(LlamaConfig):
+class PRMoEConfig(PreTrainedConfig):
     """Configuration of a Pyramid-Residual mixture of experts (DeepSpeed-MoE, Rajbhandari et al. 2022, section 4.1).
 
     Attention, norms and positions are Llama's, and so are the settings that are not listed here.
@@ -56,6 +56,21 @@ class PRMoEConfig(LlamaConfig):
     intermediate_size: int = 4096
     num_hidden_layers: int = 24
     num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rope_parameters: dict[str, Any] | None = None
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    mlp_bias: bool = False
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
     experts_per_layer: list[int] | int = 8
     moe_layers: list[int] | None = None
     residual: Literal["sum", "learned"] | None = "sum"
@@ -68,6 +83,10 @@ class PRMoEConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Completes the list of experts, then checks it."""
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
         if self.moe_intermediate_size is None:
             self.moe_intermediate_size = self.intermediate_size
         self.experts_per_layer = _full_list(self.experts_per_layer, self.moe_layers, self.num_hidden_layers)

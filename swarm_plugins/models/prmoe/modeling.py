@@ -158,7 +158,7 @@ class PRMoEDecoderLayer(LlamaDecoderLayer):
         GradientCheckpointingLayer.__init__(self)
         num_experts = config.experts_per_layer[layer_idx]  # type: ignore[index]  # a list by now
         self.hidden_size = config.hidden_size
-        self.self_attn = LlamaAttention(config=config, layer_idx=layer_idx)
+        self.self_attn = LlamaAttention(config, layer_idx)  # type: ignore[arg-type]  # has all that a Llama's has
         self.mlp = PRMoESparseMoeBlock(config, num_experts) if num_experts else PRMoEMLP(config)  # type: ignore[assignment]
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -207,7 +207,7 @@ class PRMoEModel(PRMoEPreTrainedModel):
         layers = (PRMoEDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 

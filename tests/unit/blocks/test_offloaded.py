@@ -16,7 +16,7 @@ from swarm_plugins.blocks import AdapterUse, SpanInputs, StepInputs, load_span
 from swarm_plugins.errors import CapacityError, ConfigError, UnsupportedError
 from swarm_plugins.offload import OffloadConfig
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "prmoe")
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Three to five of the sixteen experts of a toy.
 FEW = OffloadConfig(fast_bytes=60_000)

@@ -104,12 +104,19 @@ print(type(AutoModelForCausalLM.from_config(config)).__name__, loaded)
 """
 
 
-@pytest.mark.parametrize("other", ["from transformers import LlamaForCausalLM", "from transformers import AutoConfig"])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_auto_classes_know_it_whatever_is_imported_first(tmp_path: Path, other: str, is_first: bool) -> None:
+@pytest.mark.parametrize(
+    "imports",
+    [
+        ["import swarm_plugins", "from transformers import AutoConfig"],
+        ["from transformers import AutoConfig", "import swarm_plugins"],
+        ["from transformers import AutoModelForCausalLM", "import swarm_plugins"],
+        ["import transformers.models.llama.modeling_llama", "import swarm_plugins"],
+    ],
+    ids=" then ".join,
+)
+def test_auto_classes_know_it_whatever_is_imported_first(tmp_path: Path, imports: list[str]) -> None:
     PRMoEConfig(**SMALL).save_pretrained(tmp_path)
-    ours = "import swarm_plugins"
-    code = AUTO.format(first=ours if is_first else other, second=other if is_first else ours, folder=str(tmp_path))
+    code = AUTO.format(first=imports[0], second=imports[1], folder=str(tmp_path))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["PRMoEForCausalLM", "True"]
