@@ -6,6 +6,7 @@ SwarmConfig                     deadlines, retries and codec of a client
 PRMoEConfig, PRMoEForCausalLM ...   DeepSpeed-MoE's pyramid-residual mixture, known to HF's auto classes
 load_offloaded, OffloadConfig   HF's own model class, experts on disk and a bounded number in memory
 parallelize                     HF's own model class, experts divided over the ranks of torch.distributed
+load_remote_experts             HF's own model class, experts on other people's servers
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
 make_student                    a shallower copy of a model (Mixture-of-Students of DeepSpeed-MoE)
 StagedDistillation, StagedDistillationTrainerCallback   teach it by its teacher, until a step
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM, PRMoEForSequenceClassification, PRMoEModel
     from swarm_plugins.offload import OffloadConfig, load_offloaded
     from swarm_plugins.parallel import parallelize
+    from swarm_plugins.remote_experts.load import load_remote_experts
     from swarm_plugins.strategy.unified import FabricSwarmStrategy, SwarmStrategy
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "find_adapters",
     "load_adapter",
     "load_offloaded",
+    "load_remote_experts",
     "make_student",
     "parallelize",
 ]
@@ -98,6 +101,7 @@ _HOMES = {
     "load_offloaded": "swarm_plugins.offload",
     "make_student": "swarm_plugins.distill",
     "parallelize": "swarm_plugins.parallel",
+    "load_remote_experts": "swarm_plugins.remote_experts.load",
 }
 
 

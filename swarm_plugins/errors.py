@@ -7,6 +7,7 @@ SwarmError
 ├── MissingExtraError (ImportError)          an optional package is absent
 ├── CheckpointError (OSError)                a checkpoint is missing, truncated or inconsistent
 ├── MissingBlocksError (LookupError)         no living server holds a needed block
+│   └── MissingExpertsError                  ... or the experts of a block that are kept elsewhere
 ├── CapacityError (MemoryError)              a budget is full
 ├── NumericError (ArithmeticError)           a model computed NaN or infinity where it cannot go on
 ├── HubError (OSError)                       a Hub refused something or cannot be reached
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "HubError",
     "MissingBlocksError",
+    "MissingExpertsError",
     "MissingExtraError",
     "NumericError",
     "ProtocolError",
@@ -87,6 +89,10 @@ class CheckpointError(SwarmError, OSError):
 
 class MissingBlocksError(SwarmError, LookupError):
     """No living server holds a block that is needed; the message names the blocks and the model version."""
+
+
+class MissingExpertsError(MissingBlocksError):
+    """No living server holds experts that are needed; the message names block, experts and model version."""
 
 
 class CapacityError(SwarmError, MemoryError):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -167,6 +167,8 @@ class LocalSwarm:
         num_servers: Servers that share the blocks evenly.
         spans: ``(start, end)`` for each server, instead of even shares.
         replicas: Servers for each span.
+        experts: ``--experts`` of each span's servers, such as ``["remote", "0:4", "4:8"]``. None: whole blocks.
+        slices: ``--slice`` of each span's servers, None for whole experts.
         dtype: Compute dtype: ``float32``, ``bfloat16`` or ``float16``. None: the checkpoint's.
         threads: CPU threads of each server.
         start_timeout_s: How long all servers together may take to start.
@@ -183,6 +185,8 @@ class LocalSwarm:
         num_servers: int = 2,
         spans: Sequence[tuple[int, int]] | None = None,
         replicas: int = 1,
+        experts: Sequence[str | None] | None = None,
+        slices: Sequence[str | None] | None = None,
         dtype: object = None,
         threads: int | None = 1,
         start_timeout_s: float = 300.0,
@@ -198,6 +202,10 @@ class LocalSwarm:
         self._blocks = [f"{start}:{end}" for start, end in spans] if spans is not None else parts
         if not self._blocks:
             raise ConfigError("spans is empty: give at least one (start, end)")
+        self._shares = {"experts": experts, "slice": slices}
+        for name, values in self._shares.items():
+            if values is not None and len(values) != len(self._blocks):
+                raise ConfigError(f"{name} has {len(values)} entries for {len(self._blocks)} spans: give one for each")
         self._replicas = replicas
         self._threads = threads
         # str() of a torch.dtype, so that torch itself need not be loaded here.
@@ -227,9 +235,10 @@ class LocalSwarm:
         self._directory = Path(tempfile.mkdtemp(prefix="swarm-local-"))
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            for blocks in self._blocks:
+            for index, blocks in enumerate(self._blocks):
+                shares = {name: values[index] for name, values in self._shares.items() if values is not None}
                 for _ in range(self._replicas):
-                    self._spawn(blocks)
+                    self._spawn(blocks, {name: value for name, value in shares.items() if value is not None})
             first, *others = self._servers
             first.tell_peers([])
             self._wait_for([first], "joined", deadline)
@@ -260,13 +269,13 @@ class LocalSwarm:
     ) -> None:
         self.close()
 
-    def _spawn(self, blocks: str) -> None:
+    def _spawn(self, blocks: str, shares: Mapping[str, object]) -> None:
         if self._directory is None:
             raise ConfigError("this swarm is closed")
         command = [sys.executable, "-m", "swarm_plugins", "serve", self.model, "--embedded", "--blocks", blocks]
         if self._threads is not None:
             command += ["--threads", str(self._threads)]
-        for name, value in self._options.items():
+        for name, value in {**self._options, **shares}.items():
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 command += [f"--{name.replace('_', '-')}", str(item)]
         log_path = self._directory / f"server-{len(self._servers)}.log"

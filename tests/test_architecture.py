@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "models": frozenset({"moe", "checkpoint"}),
     "parallel": frozenset({"moe"}),
     "distill": frozenset({"checkpoint"}),
-    "remote_experts": frozenset({"moe", "routing", "transport", "client"}),
+    "remote_experts": frozenset({"moe", "routing", "transport", "client", "checkpoint", "offload"}),
     "study": frozenset({"models", "distill", "callbacks", "moe"}),
     "offload": frozenset({"moe", "checkpoint"}),
     "blocks": frozenset({"moe", "offload", "checkpoint"}),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,8 @@ from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.quantized_store import QuantizedStore, open_quantized
 
 DEFAULT_KV_BYTES = 1 << 30
+ExpertsElsewhere = Callable[[int, nn.Module, nn.Module], object]
+"""Makes a block's experts, which have no weights, run; takes block, experts, and a copy of them on the meta device."""
 GROUP_BYTES = 1 << 30
 """Most bytes of a checkpoint that are loaded at once, unless one block is larger."""
 
@@ -54,6 +56,7 @@ def load_span(
     quantization: str = "none",
     kv_bytes: int = DEFAULT_KV_BYTES,
     offload: OffloadConfig | None = None,
+    elsewhere: ExpertsElsewhere | None = None,
     progress: bool = False,
 ) -> Span:
     """Loads consecutive blocks of a model and makes them ready to run.
@@ -67,6 +70,7 @@ def load_span(
         kv_bytes: Budget for the keys and values of all sessions.
         offload: Budgets of experts that stay on disk, to be read when tokens are routed to them. None: experts are
             loaded, which a quantized store's cannot be.
+        elsewhere: Converts the experts of each block that has any, which are then not read. None: they are here.
         progress: Whether to show a progress bar while reading.
 
     Returns:
@@ -100,6 +104,8 @@ def load_span(
         moe = MoeCheckpoint.inspect(checkpoint, store, dtype=wanted, layers=blocks)
         check_budget(moe, formats_of(moe, offload, place), offload, place)
         moe.fetch()
+    elif elsewhere is not None:
+        moe = MoeCheckpoint.inspect(checkpoint, dtype=wanted, layers=blocks)
     loader = _BlockLoader(checkpoint, base_class, config, path, wanted, place, quantization, moe)
     first, *further = loader.groups(blocks)
     model = loader.load(first, progress)
@@ -110,6 +116,10 @@ def load_span(
         experts = _offload_experts(model, moe, offload, place)
         if store is not None:
             store.install_linears(model, place, _quantized_linears(moe, path, blocks))
+    elif moe is not None and elsewhere is not None:
+        prefix = f"{base_class.base_model_prefix}."
+        for block, name in moe.paths.items():
+            elsewhere(block, model.get_submodule(name.removeprefix(prefix)), moe.outline.get_submodule(name))
     cut = CutModel(model, path, blocks, wanted)
     return Span(cut, probe(cut), pool, experts)
 

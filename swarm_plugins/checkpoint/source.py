@@ -135,6 +135,14 @@ class Checkpoint:
             self._fill(infos, buffers, bar.update)
         return {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}
 
+    def read_pieces(self, file: str, pieces: Sequence[Piece]) -> None:
+        """Reads byte ranges of one file, in ascending order, and no other bytes but small gaps between them.
+
+        Raises:
+            CheckpointError: If the file is missing, truncated or cannot be fetched.
+        """
+        self._files.read(file, pieces, lambda num_bytes: None)
+
     def file_names(self) -> Sequence[str]:
         """Returns the names of all files.
 

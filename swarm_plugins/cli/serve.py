@@ -27,6 +27,20 @@ def serve(
         int | None,
         typer.Option(help="Serve this many blocks, those the swarm lacks most.  [default: what memory holds]"),
     ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A:B|remote",
+            help="Hold only experts A to B-1 of each block. remote: the blocks without experts, which other peers "
+            "hold; A:B,remote: the blocks with these experts.",
+        ),
+    ] = None,
+    slice_: Annotated[
+        str | None,
+        typer.Option(
+            "--slice", metavar="K/N", help="Hold the K-th, from 0, of N equal parts of each expert's inner dimension."
+        ),
+    ] = None,
     initial_peers: Annotated[
         list[str] | None,
         typer.Option(
@@ -90,12 +104,16 @@ def serve(
         span, part = parse_blocks(blocks)
         if blocks is not None and num_blocks is not None:
             raise ConfigError(f"--blocks {blocks} and --num-blocks {num_blocks} exclude each other: give one")
+        held, is_remote = parse_experts(experts)
         config = ServeConfig(
             model=model,
             revision=revision,
             blocks=span,
             part=part,
             num_blocks=num_blocks,
+            experts=held,
+            slice=parse_slice(slice_),
+            remote_experts=is_remote,
             # An embedded server joins its parent's swarm, whatever the environment says.
             initial_peers=tuple(split_addresses(initial_peers)) if embedding is None else (),
             identity=identity,
@@ -126,10 +144,36 @@ def parse_blocks(text: str | None) -> tuple[range | None, tuple[int, int] | None
     """Parses ``--blocks`` as a span ``A:B`` or a part ``K/N``; raises ConfigError if it is neither."""
     if text is None:
         return None, None
-    for sign in (":", "/"):
-        first, found, second = text.partition(sign)
-        if found and first.strip().isdecimal() and second.strip().isdecimal():
-            if sign == "/":
-                return None, (int(first), int(second))
-            return range(int(first), int(second)), None
+    if (span := _pair(text, ":")) is not None:
+        return range(*span), None
+    if (part := _pair(text, "/")) is not None:
+        return None, part
     raise ConfigError(f"invalid --blocks {text!r}: expected A:B such as 0:10, or K/N such as 1/2")
+
+
+def parse_experts(text: str | None) -> tuple[range | None, bool]:
+    """Parses ``--experts``: those held, and whether the others are fetched; raises ConfigError if it is neither."""
+    if text is None:
+        return None, False
+    held, _, rest = text.partition(",") if text.strip() != "remote" else ("", "", text)
+    span = _pair(held, ":")
+    if rest.strip() not in ("", "remote") or (span is None and held) or text.endswith(","):
+        raise ConfigError(f"invalid --experts {text!r}: expected A:B such as 0:32, remote, or A:B,remote")
+    return None if span is None else range(*span), rest.strip() == "remote"
+
+
+def parse_slice(text: str | None) -> tuple[int, int] | None:
+    """Parses ``--slice``; raises ConfigError unless it is ``K/N``."""
+    if text is None:
+        return None
+    part = _pair(text, "/")
+    if part is None:
+        raise ConfigError(f"invalid --slice {text!r}: expected K/N such as 0/2")
+    return part
+
+
+def _pair(text: str, sign: str) -> tuple[int, int] | None:
+    first, found, second = text.partition(sign)
+    if found and first.strip().isdecimal() and second.strip().isdecimal():
+        return int(first), int(second)
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_SLACK_S = 2.5
+SLACK_S = 2.5
 """Added to every deadline: a long request of another client may be running."""
 _FACTOR = 10.0
 """A server slower than this many times its own average counts as hung."""
@@ -13,15 +13,17 @@ _SMOOTHING = 0.2
 class Deadlines:
     """Learns the pace of servers."""
 
-    def __init__(self, longest_s: float) -> None:
+    def __init__(self, longest_s: float, *, slack_s: float = SLACK_S) -> None:
         self.longest_s = longest_s
         """Deadline for work not observed yet, and upper bound of all others."""
+        self.slack_s = slack_s
+        """Added to every other deadline."""
         self._token_s: dict[tuple[str, str], float] = {}
 
     def timeout_s(self, peer: str, rpc: str, tokens: int) -> float:
         """Returns how long to wait for the answer to a request of ``tokens`` tokens (or other units)."""
         pace = self._token_s.get((peer, rpc))
-        return self.longest_s if pace is None else min(_FACTOR * pace * tokens + _SLACK_S, self.longest_s)
+        return self.longest_s if pace is None else min(_FACTOR * pace * tokens + self.slack_s, self.longest_s)
 
     def observe(self, peer: str, rpc: str, tokens: int, seconds: float) -> None:
         """Records how long an answer took."""

@@ -28,6 +28,7 @@ from swarm_plugins.transport.messages import (
     AdapterUpload,
     BackwardRequest,
     Codec,
+    ExpertsRequest,
     ForwardRequest,
     InfoRequest,
     Message,
@@ -180,6 +181,8 @@ def _num_tokens(message: Message) -> int:
     """Returns how many tokens a request computes, at least 1."""
     if isinstance(message, ForwardRequest | SessionStep):
         return message.hidden.shape[0] * message.hidden.shape[1]
+    if isinstance(message, ExpertsRequest):
+        return message.rows.shape[0]
     if isinstance(message, BackwardRequest):
         return message.grad_hidden.shape[0] * message.grad_hidden.shape[1]
     return 1

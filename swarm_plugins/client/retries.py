@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from swarm_plugins.client.answers import RefusedError
 from swarm_plugins.errors import CapacityError, MissingBlocksError, SwarmError, TransportError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from swarm_plugins.client.view import SwarmView
 
 log = logging.getLogger(__name__)
+
+Plan = TypeVar("Plan")
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 2.0
@@ -60,16 +63,20 @@ class Retries:
         self.refusals = {}
 
     async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
-        """Plans a chain; after a failure, waits briefly for servers to come back.
+        """Plans a chain; see `plan`."""
+        return await self.plan(lambda without: self.view.chain(blocks, demand, without=without, failure=self.last))
+
+    async def plan(self, make: Callable[[set[str]], Awaitable[Plan]]) -> Plan:
+        """Makes a plan without some servers; after a failure, waits briefly for servers to come back.
 
         Raises:
-            MissingBlocksError: If no living server holds some block, also after the retries.
+            MissingBlocksError: If no living server holds what is needed, also after the retries.
             CapacityError: If the only servers that hold it have no room.
             RefusedError: If the only servers that hold it refuse the request.
         """
         while True:
             try:
-                return await self.view.chain(blocks, demand, without={*self.full, *self.refusals}, failure=self.last)
+                return await make({*self.full, *self.refusals})
             except MissingBlocksError as exc:
                 if isinstance(self.last, CapacityError | RefusedError):
                     # No other server has the blocks: that these are full, or refuse, is the true reason.

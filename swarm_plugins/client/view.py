@@ -65,7 +65,8 @@ class SwarmView:
         self.infos: dict[str, ServerInfo] = {}
         """Each server's last answer about itself."""
         self._announced: dict[str, ServerInfo] = {}
-        self._entries: dict[str, ServerEntry] = {}
+        self.entries: dict[str, ServerEntry] = {}
+        """Servers that answered the last refresh."""
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -92,7 +93,7 @@ class SwarmView:
         return chain
 
     def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
-        usable = self._usable(without)
+        usable = self.usable(without)
         roomy = [entry for entry in usable if not self._is_small(entry.peer)]
         chain = plan(roomy, blocks, demand)
         return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand)
@@ -108,7 +109,7 @@ class SwarmView:
     def max_batch_tokens(self, blocks: range) -> int | None:
         """Returns the largest request (rows times tokens) that every server of any plan accepts; None: no limit."""
         # The loop's thread may refresh meanwhile; it replaces the table as a whole.
-        entries = [entry for entry in self._entries.values() if entry.start < blocks.stop and entry.end > blocks.start]
+        entries = [entry for entry in self.entries.values() if entry.start < blocks.stop and entry.end > blocks.start]
         roomy = [entry for entry in entries if not self._is_small(entry.peer)]
         if missing_blocks(roomy, blocks):
             roomy = entries
@@ -132,18 +133,26 @@ class SwarmView:
             self._announced = await self._ask_directory()
             # Banned servers must not crowd others out of the sample.
             online = {
-                peer: (info.start, info.end)
+                peer: self.share_of(info)
                 for peer, info in self._announced.items()
-                if info.state == "online" and not self.bans.is_banned(peer)
+                if info.state == "online" and self.is_of_use(info) and not self.bans.is_banned(peer)
             }
             probed = await asyncio.gather(*(self._probe(peer) for peer in self._sample(online)))
-            self._entries = {entry.peer: entry for entry in probed if entry is not None}
+            self.entries = {entry.peer: entry for entry in probed if entry is not None}
             self._forget_departed()
             self._refreshed_at = time.monotonic()
 
+    def is_of_use(self, info: ServerInfo) -> bool:
+        """Returns whether a server's announcement makes it worth asking: it serves whole blocks."""
+        return info.experts is None
+
+    def share_of(self, info: ServerInfo) -> tuple[int, int]:
+        """Returns the range by which a sample of servers is spread: the blocks served."""
+        return info.start, info.end
+
     def _sample(self, online: dict[str, tuple[int, int]]) -> list[str]:
         """Chooses servers to ask; a flood of announcements cannot crowd out those that have answered before."""
-        known = {peer: span for peer, span in online.items() if peer in self._entries}
+        known = {peer: span for peer, span in online.items() if peer in self.entries}
         again = spread_sample(known, _MAX_PROBES // 2)
         others = {peer: span for peer, span in online.items() if peer not in again}
         return [*again, *spread_sample(others, _MAX_PROBES - len(again))]
@@ -203,20 +212,36 @@ class SwarmView:
             raise ProtocolError(
                 f"it claims blocks {info.start}:{info.end} of {info.num_blocks}, the model has {self.num_blocks} blocks"
             )
+        if not self.is_of_use(info):
+            raise ProtocolError(f"it announced another share of blocks {info.start}:{info.end} than it serves")
 
-    def _usable(self, without: Collection[str] = frozenset()) -> Sequence[ServerEntry]:
-        entries = self._entries.values()
+    def usable(self, without: Collection[str] = frozenset()) -> Sequence[ServerEntry]:
+        """Returns the servers that are neither banned nor among ``without``."""
+        entries = self.entries.values()
         return [entry for entry in entries if entry.peer not in without and not self.bans.is_banned(entry.peer)]
 
     def _missing_text(self, blocks: range, without: Collection[str], failure: SwarmError | None) -> str:
-        missing = missing_blocks(self._usable(without), blocks)
+        missing = missing_blocks(self.usable(without), blocks)
+        wanted = range(missing[0], missing[-1] + 1)
+        return self.missing_text(f"blocks {ranges(missing)}", wanted, None, without, failure)
+
+    def missing_text(
+        self,
+        what: str,
+        blocks: range,
+        experts: range | None,
+        without: Collection[str],
+        failure: SwarmError | None,
+    ) -> str:
+        """Returns a message about what no server holds, with the command that serves it."""
         banned = sorted({*self.bans.banned(), *without})
         reasons = [f"left out after failures: {', '.join(banned)}"] if banned else []
         reasons += [f"the last failure: {one_line(failure, max_chars=1000)}"] if failure is not None else []
-        wanted = range(missing[0], missing[-1] + 1)
-        command = serve_command(self.model, self.version.revision, wanted, self.initial_peers, without=banned)
+        command = serve_command(
+            self.model, self.version.revision, blocks, self.initial_peers, without=banned, experts=experts
+        )
         return (
-            f"no living server holds blocks {_ranges(missing)} of {self.version}"
+            f"no living server holds {what} of {self.version}"
             + (f" ({'; '.join(reasons)})" if reasons else "")
             + f"; serve them with: {command}"
         )
@@ -231,8 +256,8 @@ class Servers:
     digests: DigestCache = field(default_factory=DigestCache)
 
 
-def _ranges(blocks: Sequence[int]) -> str:
-    """Writes block indices as ranges: ``0:4, 7:8``."""
+def ranges(blocks: Sequence[int]) -> str:
+    """Writes sorted indices as ranges: ``0:4, 7:8``."""
     parts: list[list[int]] = []
     for block in blocks:
         if parts and parts[-1][1] == block:
@@ -243,9 +268,15 @@ def _ranges(blocks: Sequence[int]) -> str:
 
 
 def serve_command(
-    model: str, revision: str, blocks: range, initial_peers: Sequence[str], *, without: Collection[str] = ()
+    model: str,
+    revision: str,
+    blocks: range,
+    initial_peers: Sequence[str],
+    *,
+    without: Collection[str] = (),
+    experts: range | None = None,
 ) -> str:
-    """Returns a command to paste that serves missing blocks; the name of the model is not trusted.
+    """Returns a command to paste that serves missing blocks, or ``experts`` of them; the model's name is not trusted.
 
     It joins by one of ``initial_peers``, if possible not one of ``without``. A ``revision`` that is the fingerprint
     (``local-...``) of a directory is left out.
@@ -254,5 +285,7 @@ def serve_command(
     address = next(iter([*living, *initial_peers]), "ADDRESS")
     # On the Hub another commit would be another version, which does not fill the gap.
     commit = [] if revision.startswith("local-") else ["--revision", revision]
-    span = f"{blocks.start}:{blocks.stop}"
-    return shlex.join(["swarm", "serve", model, *commit, "--blocks", span, "--initial-peers", address])
+    share = ["--blocks", f"{blocks.start}:{blocks.stop}"]
+    if experts is not None:
+        share += ["--experts", f"{experts.start}:{experts.stop}"]
+    return shlex.join(["swarm", "serve", model, *commit, *share, "--initial-peers", address])

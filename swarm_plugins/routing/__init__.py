@@ -4,5 +4,17 @@ from __future__ import annotations
 
 from swarm_plugins.routing.bans import BanList
 from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.routing.experts import Holder, Share, missing_experts, share_experts
 
-__all__ = ["BanList", "Demand", "ServerEntry", "SpanChoice", "missing_blocks", "plan"]
+__all__ = [
+    "BanList",
+    "Demand",
+    "Holder",
+    "ServerEntry",
+    "Share",
+    "SpanChoice",
+    "missing_blocks",
+    "missing_experts",
+    "plan",
+    "share_experts",
+]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from swarm_plugins.server.service import Service
+from swarm_plugins.server.service import ExpertsService, Service
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +49,20 @@ async def in_thread(function: Callable[[], T]) -> T:
     return await future
 
 
-async def sweep(service: Service) -> None:
+async def sweep(service: Service | ExpertsService) -> None:
     """Drops expired graphs from time to time, and returns freed memory to the system after busy periods."""
     was_busy = False
     while True:
         await asyncio.sleep(_SWEEP_EVERY_S)
-        service.activations.drop_expired()
+        if isinstance(service, Service):
+            service.activations.drop_expired()
         is_busy = service.scheduler.load > _IDLE_LOAD
         if was_busy and not is_busy:
             await in_thread(_return_free_memory)
         was_busy = is_busy
 
 
-async def drain(service: Service, grace_s: float) -> None:
+async def drain(service: Service | ExpertsService, grace_s: float) -> None:
     """Waits until all submitted work is answered, ``grace_s`` at most."""
     deadline = asyncio.get_running_loop().time() + grace_s
     while service.scheduler.num_waiting and asyncio.get_running_loop().time() < deadline:

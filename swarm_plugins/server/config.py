@@ -76,6 +76,15 @@ class ServeConfig:
     num_blocks: int | None = None
     """Length of a span chosen where servers are most needed. None, without ``blocks``: as many as fit in memory."""
 
+    experts: range | None = None
+    """Experts of each block to hold. None: all, or with ``remote_experts`` none."""
+
+    slice: tuple[int, int] | None = None
+    """``(k, n)``: hold the k-th, from 0, of n equal parts of each expert's inner dimension. None: whole experts."""
+
+    remote_experts: bool = False
+    """Serve the blocks themselves, and fetch the experts that are not held here from other peers."""
+
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join. Empty: starts a new swarm."""
 
@@ -148,7 +157,37 @@ class ServeConfig:
             raise ConfigError(f"unknown dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"unknown quantization {self.quantization!r}; known: {', '.join(QUANTIZATIONS)}")
+        self._check_experts()
         self._check_numbers()
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether only experts are served."""
+        return self.experts is not None and not self.remote_experts
+
+    def _check_experts(self) -> None:
+        held, part = self.experts, self.slice
+        if held is not None and (held.step != 1 or not 0 <= held.start < held.stop):
+            raise ConfigError(f"invalid experts {held.start}:{held.stop}: expected FIRST:END with 0 <= FIRST < END")
+        if part is not None and not 0 <= part[0] < part[1]:
+            raise ConfigError(f"invalid slice {part[0]}/{part[1]}: expected K/N with 0 <= K < N")
+        if part is not None and not self.is_holder:
+            raise ConfigError(
+                f"slice {part[0]}/{part[1]} is a part of held experts: give experts too, and not remote_experts"
+            )
+        if held is None and not self.remote_experts:
+            return
+        if self.quantization != "none":
+            raise ConfigError(
+                f"quantization is {self.quantization!r} and experts are served apart from their blocks: leave it at "
+                "'none'; experts get few bits by offloading (bits=4 in --offload)"
+            )
+        if self.offload is not None and held is None:
+            raise ConfigError("offload is given and no expert is held here: leave it out, or name experts to hold")
+        if self.is_holder and not any(self._span_choices()):
+            raise ConfigError("experts are given without blocks: name the blocks that they belong to")
+        if self.is_holder and self.adapters:
+            raise ConfigError("adapters are given and only experts are served: preload them where the blocks are")
 
     def _span_choices(self) -> Iterator[str]:
         if self.blocks is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from swarm_plugins.errors import CapacityError, CheckpointError, ProtocolError
+from swarm_plugins.errors import CapacityError, CheckpointError, MissingExpertsError, ProtocolError
 from swarm_plugins.transport.messages import Failure, FailureKind
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,8 @@ def _kind_of(error: Exception) -> FailureKind:
         return error.kind
     if isinstance(error, CapacityError):
         return "out_of_memory"
+    if isinstance(error, MissingExpertsError):
+        return "missing_experts"
     if isinstance(error, CheckpointError):
         return "internal"
     # UnsupportedError is a NotImplementedError: it cannot work on these blocks for any client.

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from swarm_plugins.errors import SwarmError, TransportError
-from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.node import SwarmNode
@@ -46,6 +46,10 @@ class Presence:
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version."""
         return await self._node.servers(version, num_blocks)
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        """Opens a stream to another peer; see `Transport`."""
+        return await self._node.open(peer, rpc, timeout_s=timeout_s)
 
     async def wait_lost(self) -> None:
         """Returns when the network is lost and could not be joined again."""

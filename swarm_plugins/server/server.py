@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -19,20 +20,24 @@ from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, MissingExpertsError
+from swarm_plugins.remote_experts.held import HeldExperts
+from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.routing.coverage import block_coverage, choose_span
 from swarm_plugins.server.background import drain, in_thread, sweep
-from swarm_plugins.server.capacity import blocks_that_fit, measure
+from swarm_plugins.server.capacity import Speed, blocks_that_fit, measure
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.experts import load_held, measure_held
 from swarm_plugins.server.identity import identity_of
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc.adapter import adapter_handler
+from swarm_plugins.server.rpc.experts import experts_handler
 from swarm_plugins.server.rpc.handlers import info_handler, push_handler
 from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
-from swarm_plugins.server.service import Service
+from swarm_plugins.server.service import ExpertsService, Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
@@ -50,18 +55,21 @@ _HANDLERS = {
     "rpc_adapter": adapter_handler,
     "rpc_push": push_handler,
 }
+_EXPERTS_HANDLERS = {"rpc_info": info_handler, "rpc_experts": experts_handler}
 _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
 _MIN_PACK_TOKENS = 64
 
 
-def service_handlers(service: Service) -> dict[str, Handler]:
+def service_handlers(service: Service | ExpertsService) -> dict[str, Handler]:
     """Returns the handlers of a service, by rpc name."""
+    if isinstance(service, ExpertsService):
+        return {name: functools.partial(handler, service) for name, handler in _EXPERTS_HANDLERS.items()}
     return {name: functools.partial(handler, service) for name, handler in _HANDLERS.items()}
 
 
 class SwarmServer:
-    """Serves a span of blocks.
+    """Serves a span of blocks, or experts of blocks.
 
     Args:
         config: What to serve and how.
@@ -70,9 +78,11 @@ class SwarmServer:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self._presence: Presence | None = None
-        self._service: Service | None = None
+        self._service: Service | ExpertsService | None = None
         self._info: ServerInfo | None = None
         self._span: Span | None = None
+        self._held: HeldExperts | None = None
+        self._share: RemoteShare | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     @property
@@ -84,11 +94,12 @@ class SwarmServer:
         """
         if self._info is None:
             raise ConfigError("this server has not been started: call start() first")
-        if self._span is None or self._service is None:
+        if self._service is None:
             return self._info
-        return msgspec.structs.replace(
-            self._info, free_kv_tokens=self._span.free_tokens, load=round(self._service.scheduler.load, 3)
-        )
+        load = round(self._service.scheduler.load, 3)
+        if self._span is None:
+            return msgspec.structs.replace(self._info, load=load)
+        return msgspec.structs.replace(self._info, free_kv_tokens=self._span.free_tokens, load=load)
 
     @property
     def peer_id(self) -> str:
@@ -154,22 +165,78 @@ class SwarmServer:
             max_session_tokens=config.limits.max_session_tokens,
             adapters=tuple(_public_name(name) for name in config.adapters),
             software=__version__,
+            experts=(config.experts.start, config.experts.stop) if config.experts and config.is_holder else None,
+            slice=config.slice,
         )
         # Before the load, which may take minutes: others that join meanwhile see these blocks as taken.
         await self._presence.announce(lambda: self.info)
-        span = await in_thread(
-            lambda: load_span(
+        self._held = await in_thread(lambda: load_held(checkpoint, blocks, config))
+        if self._held is not None and config.is_holder:
+            await self._serve_experts(self._held, version)
+            return
+        if config.remote_experts:
+            self._share = RemoteShare(
+                self._presence,
+                identity.version,
+                num_blocks,
+                blocks,
+                config.initial_peers or await self.addresses(),
+                config.model,
+                device,
+                self._held,
+            )
+        span = await in_thread(lambda: self._load_span(checkpoint, blocks, device))
+        await self._serve(span, version, num_blocks)
+
+    def _load_span(self, checkpoint: Checkpoint, blocks: range, device: torch.device) -> Span:
+        config, share = self.config, self._share
+        # The span is tried once when it has been loaded; holders may come later.
+        with contextlib.nullcontext() if share is None else share.experts.rehearsing():
+            return load_span(
                 checkpoint,
                 blocks,
                 dtype=None if config.dtype is None else getattr(torch, config.dtype),
                 device=device,
                 quantization=config.quantization,
                 kv_bytes=config.kv_bytes,
-                offload=config.offload,
+                offload=None if share is not None else config.offload,
+                elsewhere=None if share is None else share.attach,
                 progress=config.show_progress,
             )
+
+    async def _serve_experts(self, held: HeldExperts, version: str) -> None:
+        speed = await in_thread(lambda: measure_held(held))
+        scheduler = Scheduler(held)
+        self._service = ExpertsService(
+            version=version, held=held, scheduler=scheduler, info=lambda: self.info, limits=self.config.limits
         )
-        await self._serve(span, version, num_blocks)
+        self._info = msgspec.structs.replace(
+            self.info,
+            dtype=str(held.dtype).removeprefix("torch."),
+            state="online",
+            throughput=round(speed.throughput, 3),
+            decode_s=speed.decode_s,
+        )
+        await self._go_online(self._service)
+
+    async def _go_online(self, service: Service | ExpertsService) -> None:
+        presence = self._joined()
+        service.scheduler.start()
+        self._sweeper = asyncio.create_task(sweep(service), name="drop expired graphs")
+        await presence.serve(service_handlers(service))
+        await presence.announce(lambda: self.info)
+
+    async def _measured(self, span: Span) -> Speed:
+        """Measures a span; without its remote experts if these have no holders yet."""
+        tokens = self.config.limits.max_batch_tokens
+        try:
+            return await in_thread(lambda: measure(span, max_tokens=tokens))
+        except MissingExpertsError as error:
+            if self._share is None:
+                raise
+            log.warning("%s", error)
+            with self._share.experts.rehearsing():
+                return await in_thread(lambda: measure(span, max_tokens=tokens))
 
     async def _choose_blocks(self, checkpoint: Checkpoint, version: str, num_blocks: int) -> range:
         config = self.config
@@ -178,14 +245,14 @@ class SwarmServer:
             length = blocks_that_fit(checkpoint, config)
             log.info("memory holds %d of %d blocks", length, num_blocks)
         servers = await self._joined().servers(version, num_blocks)
-        spans = [(info.start, info.end, info.throughput or 1.0) for info in servers.values()]
+        spans = [(info.start, info.end, info.throughput or 1.0) for info in servers.values() if info.experts is None]
         return choose_span(block_coverage(num_blocks, spans), length)
 
     async def _serve(self, span: Span, version: str, num_blocks: int) -> None:
-        config, presence = self.config, self._joined()
+        config = self.config
         scheduler = Scheduler(span, SchedulerConfig(max_pack_tokens=config.max_pack_tokens))
         limits = config.limits
-        speed = await in_thread(lambda: measure(span, max_tokens=limits.max_batch_tokens))
+        speed = await self._measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
         scheduler.chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
         kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
@@ -198,9 +265,10 @@ class SwarmServer:
             decode_s=speed.decode_s,
             total_kv_tokens=kv_tokens,
             max_session_tokens=min(limits.max_session_tokens, span.spec.max_positions, kv_tokens),
+            needs=() if self._share is None else self._share.needs,
         )
         self._span = span
-        self._service = Service(
+        service = self._service = Service(
             version=version,
             num_blocks=num_blocks,
             runner=span,
@@ -215,11 +283,8 @@ class SwarmServer:
             sessions=SessionTable(limits.max_sessions_per_peer),
         )
         for name in config.adapters:
-            self._service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
-        scheduler.start()
-        self._sweeper = asyncio.create_task(sweep(self._service), name="drop expired graphs")
-        await presence.serve(service_handlers(self._service))
-        await presence.announce(lambda: self.info)
+            service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
+        await self._go_online(service)
 
     async def close(self) -> None:
         """Leaves the DHT, waits a moment for running requests, ends everything. Idempotent."""
@@ -234,13 +299,17 @@ class SwarmServer:
                 await presence.retract()
                 if service is not None:
                     await drain(service, self.config.grace_s)
+                if self._share is not None:
+                    await self._share.close()
                 await presence.close()
         finally:
             if service is not None:
                 await asyncio.get_running_loop().run_in_executor(None, service.scheduler.close)
+            if isinstance(service, Service):
                 service.activations.clear()
-            if self._span is not None:
-                self._span.close()
+            for part in (self._span, self._held):
+                if part is not None:
+                    part.close()
 
     async def __aenter__(self) -> SwarmServer:
         await self.start()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.runner import SpanSpec
-from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerRunner
+from swarm_plugins.server.compute.scheduler import Interruptible, Scheduler, SchedulerRunner
 from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
@@ -48,3 +49,37 @@ class Service:
     def spec(self) -> SpanSpec:
         """What the span holds and accepts."""
         return self.runner.spec
+
+
+class ExpertsRunner(Interruptible, Protocol):
+    """Experts of some blocks, ready to compute. All calls come from one thread."""
+
+    experts: range
+    """Indices of the experts, in each block."""
+    part: tuple[int, int] | None
+    """``(k, n)``: only the k-th of n parts of each expert. None: whole experts."""
+    dtype: torch.dtype
+    device: torch.device
+    hidden_size: int
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        """Indices of the blocks."""
+
+    def run(
+        self, block: int, rows: torch.Tensor, spans: Mapping[int, slice], grad: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Runs expert-sorted rows ``[N, D]``, or returns the gradients of the rows."""
+
+
+@dataclass(kw_only=True)
+class ExpertsService:
+    """Experts of some blocks with everything needed to serve them."""
+
+    version: str
+    """Model version; requests must name it."""
+    held: ExpertsRunner
+    scheduler: Scheduler
+    info: Callable[[], ServerInfo]
+    """Returns what the server announces now."""
+    limits: ServiceLimits = field(default_factory=ServiceLimits)

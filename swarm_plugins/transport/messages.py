@@ -26,6 +26,7 @@ FailureKind = Literal[
     "unknown_adapter",  # upload it, then repeat
     "unknown_ticket",  # the kept graph is gone: send the inputs again
     "unknown_session",  # open a new session and replay
+    "missing_experts",  # this server's blocks need experts that no living holder has
     "out_of_memory",  # a budget is full: try another server, or later
     "not_finite",  # NaN or infinity in the inputs: another server would refuse them too
     "not_finite_output",  # NaN or infinity in the outputs: a server with another dtype, or a healthy one, may do better
@@ -85,6 +86,12 @@ class ServerInfo(_Message, kw_only=True):
     """Preloaded published adapters."""
     software: str = ""
     """Package version of the server."""
+    experts: tuple[int, int] | None = None
+    """``[first, end)``: only these experts of each block are served, and nothing else. None: whole blocks."""
+    slice: tuple[int, int] | None = None
+    """``(k, n)``: the k-th, from 0, of n equal parts of each expert's inner dimension. None: whole experts."""
+    needs: tuple[tuple[int, int, int, int], ...] = ()
+    """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
 
 
 class _BlockRequest(_Message, kw_only=True):
@@ -185,6 +192,36 @@ class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forb
     """Answers a session step."""
 
 
+class ExpertsRequest(_Message, kw_only=True):
+    """Runs tokens through some experts of a block, or asks for the gradient of that.
+
+    ``T`` tokens, ``N`` rows: one for each choice of an expert by a token, sorted by expert.
+    """
+
+    version: str
+    block: int
+    slice: tuple[int, int] | None = None
+    """The part of each expert that the server is believed to hold; see `ServerInfo`."""
+    experts: tuple[int, ...]
+    """Distinct, ascending."""
+    counts: tuple[int, ...]
+    """Rows of each of these experts, at least 1; their sum is ``N``."""
+    hidden: Tensor
+    """``[T, D]``."""
+    rows: Tensor
+    """``[N]``, int32: the token of each row."""
+    grad: Tensor | None = None
+    """``[N, D]``, gradient of the experts' outputs; the answer is then the gradient of the rows."""
+    reply_codec: Codec = "none"
+
+
+class ExpertsResponse(_Message, kw_only=True):
+    """Answers an experts request: outputs without routing weights, or gradients."""
+
+    rows: Tensor
+    """``[N, D]``, in the order of the request."""
+
+
 class AdapterUpload(LoadedAdapter, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Uploads an adapter; later requests refer to it by its digest."""
 
@@ -209,6 +246,8 @@ Message = (
     | SessionOpened
     | SessionStep
     | SessionStepResponse
+    | ExpertsRequest
+    | ExpertsResponse
     | AdapterUpload
     | AdapterStored
 )

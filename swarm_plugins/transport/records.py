@@ -35,6 +35,15 @@ MAX_RECORD_BYTES = 4096
 MAX_TTL_S = 3600.0
 """Longest life of a record."""
 
+MAX_EXPERTS = 65_536
+"""Most experts of a block."""
+
+MAX_SLICES = 1024
+"""Most parts that experts may be cut into."""
+
+MAX_NEEDS = 64
+"""Most runs of blocks for which a server may need experts of other peers."""
+
 _CLOCK_SLACK_S = 120.0
 _NUM_SHARDS = 4
 _MAX_BLOCKS = 100_000
@@ -132,12 +141,28 @@ def check_server_info(info: ServerInfo) -> None:
     counts = (info.free_kv_tokens, info.total_kv_tokens, info.max_batch_tokens, info.max_session_tokens)
     if not all(0 <= value < 1 << 53 for value in counts):
         raise ProtocolError(f"server claims impossible token counts {counts}")
+    _check_experts(info)
     names = (info.version, info.model, info.software, info.dtype, info.quantization, *info.adapters)
     # They are shown to people: no line breaks, no terminal sequences.
     if not info.version or any(len(name) > _MAX_NAME_CHARS or not name.isprintable() for name in names):
         raise ProtocolError(f"server claims names that are empty, not printable or above {_MAX_NAME_CHARS} characters")
     if len(info.adapters) > _MAX_ADAPTERS:
         raise ProtocolError(f"server claims {len(info.adapters)} adapters, the limit is {_MAX_ADAPTERS}")
+
+
+def _check_experts(info: ServerInfo) -> None:
+    held, part = info.experts, info.slice
+    if held is not None and not 0 <= held[0] < held[1] <= MAX_EXPERTS:
+        raise ProtocolError(f"server claims experts {held}")
+    if part is not None and (held is None or not 0 <= part[0] < part[1] <= MAX_SLICES):
+        raise ProtocolError(f"server claims slice {part} of experts {held}")
+    if len(info.needs) > MAX_NEEDS or (info.needs and held is not None):
+        raise ProtocolError(
+            f"server claims to need experts of {len(info.needs)} runs of blocks, the limit is {MAX_NEEDS}"
+        )
+    for start, end, first, last in info.needs:
+        if not (info.start <= start < end <= info.end and 0 <= first < last <= MAX_EXPERTS):
+            raise ProtocolError(f"server claims to need experts {first}:{last} of blocks {start}:{end}")
 
 
 class OwnedRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,10 +80,12 @@ class CheckpointStore:
 
     def ranges(self, key: ExpertKey) -> Sequence[FileRange]:
         """Returns the bytes that make up an expert's stored buffer, in fetched files."""
-        found = []
+        return [self._files.range(*piece) for piece in self.pieces(key)]
+
+    def pieces(self, key: ExpertKey) -> Iterator[tuple[TensorInfo, int, int, int]]:
+        """Yields tensor, first byte in its file, number of bytes and place in the buffer of an expert's pieces."""
         for tensor, spec in zip(self._layers[key.layer], self._layouts[key.layer].tensors, strict=True):
             offset = spec.offset
             for info, start, num_bytes in tensor.pieces(key.expert):
-                found.append(self._files.range(info, start, num_bytes, offset))
+                yield info, start, num_bytes, offset
                 offset += num_bytes
-        return found

@@ -17,7 +17,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,10 +37,14 @@ _PACKS_BEFORE_TRAINING = 8
 """Packs that may go before a waiting training item in a row. It then starts, and steps run between its blocks."""
 
 
-class SchedulerRunner(SpanRunner, Protocol):
-    """A span that calls back between its blocks."""
+class Interruptible(Protocol):
+    """What calls back where other work may run in between."""
 
     on_block_boundary: Callable[[], None] | None
+
+
+class SchedulerRunner(SpanRunner, Interruptible, Protocol):
+    """A span that calls back between its blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +76,14 @@ class AbandonedError(Exception):
 
 
 class Scheduler:
-    """Runs everything that touches the span, in one thread of its own; steps and their results are on the CPU."""
+    """Runs everything that touches the span, in one thread of its own; steps and their results are on the CPU.
 
-    def __init__(self, runner: SchedulerRunner, config: SchedulerConfig | None = None) -> None:
+    Args:
+        runner: The span; what only holds experts, and takes no steps, will do too.
+        config: Bounds of the queue.
+    """
+
+    def __init__(self, runner: SchedulerRunner | Interruptible, config: SchedulerConfig | None = None) -> None:
         self.config = config or SchedulerConfig()
         self.chunk_tokens = self.config.max_pack_tokens
         """Tokens in one packed forward; the server lowers it so that a pack takes a bounded time here."""
@@ -320,10 +329,11 @@ class Scheduler:
 
     def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
         try:
-            device = self._runner.spec.device
+            runner = cast(SchedulerRunner, self._runner)
+            device = runner.spec.device
             chunks = [step.chunk(num_tokens).map(lambda tensor: tensor.to(device)) for step, num_tokens in group]
             started = time.monotonic()
-            outputs = [output.map(Tensor.cpu) for output in self._runner.step(chunks)]
+            outputs = [output.map(Tensor.cpu) for output in runner.step(chunks)]
             ended = time.monotonic()
             for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
                 step.add(chunk, output)

@@ -8,7 +8,7 @@ from typing import Any
 
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.server.failures import BadRequestError, failure_of
-from swarm_plugins.server.service import Service
+from swarm_plugins.server.service import ExpertsService, Service
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, InfoRequest, Message
 
@@ -69,7 +69,7 @@ async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
     return True
 
 
-async def info_handler(service: Service, channel: Channel) -> None:
+async def info_handler(service: Service | ExpertsService, channel: Channel) -> None:
     """Answers what is served here."""
 
     async def answer(_: InfoRequest) -> Answer:

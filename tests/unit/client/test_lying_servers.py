@@ -111,7 +111,7 @@ def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest
         # Were the banned in the sample, one of five would be left out at random.
         for _ in range(20):
             await view.refresh(force=True)
-            assert [entry.peer for entry in view._usable()] == ["honest"]
+            assert [entry.peer for entry in view.usable()] == ["honest"]
 
     asyncio.run(body())
 

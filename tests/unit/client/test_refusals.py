@@ -62,7 +62,7 @@ def call(peers: Peers, view: SwarmView) -> ChainCall:
 async def with_liar_first(view: SwarmView, run: Callable[[], Any]) -> Any:
     """Runs with a plan that has the liar in it, and the honest server to fall back on."""
     await view.refresh(force=False)
-    view._entries["liar"] = replace(view._entries["liar"], round_trip_s=0.0)
+    view.entries["liar"] = replace(view.entries["liar"], round_trip_s=0.0)
     return await run()
 
 

@@ -1,0 +1,192 @@
+"""One pass through the experts of a block at other peers: a message per holder, all at once, repaired when one fails.
+
+Letters: ``T`` tokens, ``N`` rows (one for each choice of an expert by a token, sorted by expert), ``D`` width.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.client.answers import check_tensor
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.remote_experts.holders import HolderRetries, HolderView
+from swarm_plugins.routing import Share
+from swarm_plugins.transport.limits import DEFAULT_LIMITS
+from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """The rows that a block's experts have to compute, on the CPU."""
+
+    block: int
+    hidden: Tensor
+    """``[T, D]``."""
+    tokens: Tensor
+    """``[N]``: the token of each row."""
+    spans: Mapping[int, slice]
+    """Rows of each expert."""
+    grad: Tensor | None = None
+    """``[N, D]``: gradient of the experts' outputs, if gradients of the rows are wanted."""
+
+
+class _Chunk(NamedTuple):
+    """Rows of some experts that travel in one message."""
+
+    experts: tuple[int, ...]
+    counts: tuple[int, ...]
+    places: Tensor
+    """``[n]``: positions among all rows."""
+
+
+class Holders:
+    """Asks the holders of experts; all methods run on one event loop."""
+
+    def __init__(self, peers: Peers, view: HolderView) -> None:
+        self.peers = peers
+        self.view = view
+
+    async def run(self, rows: ExpertRows) -> Tensor:
+        """Returns the outputs of the experts (or gradients of their rows), ``[N, D]``; zeros outside all spans.
+
+        A holder that fails, is late or answers nonsense is left out, and others compute its rows. Parts of an expert
+        are added in their order, so that the order of arrival changes no bit.
+
+        Raises:
+            MissingExpertsError: If some expert has no living holder.
+            SwarmError: If a holder refuses the request, or too many holders failed.
+        """
+        retries = HolderRetries(self.view)
+        found: dict[tuple[int, tuple[int, int]], Tensor] = {}
+        left = {expert: span.stop - span.start for expert, span in rows.spans.items()}
+        plan: dict[int, int] = {}
+        while left:
+            shares = await retries.shares(rows.block, left)
+            plan |= {expert: _part_of(share)[1] for share in shares for expert in share.experts}
+            wanted = [
+                Share(share.holder, experts)
+                for share in shares
+                if (experts := tuple(one for one in share.experts if (one, _part_of(share)) not in found))
+            ]
+            await self._ask_all(rows, wanted, found, retries)
+            left = {
+                expert: count
+                for expert, count in left.items()
+                if not all((expert, (index, plan[expert])) in found for index in range(plan[expert]))
+            }
+        retries.succeeded()
+        return _joined(rows, found, plan)
+
+    async def _ask_all(
+        self,
+        rows: ExpertRows,
+        shares: list[Share],
+        found: dict[tuple[int, tuple[int, int]], Tensor],
+        retries: HolderRetries,
+    ) -> None:
+        answers = await asyncio.gather(*(self._ask(rows, share) for share in shares), return_exceptions=True)
+        failures: list[tuple[str, SwarmError]] = []
+        for share, answer in zip(shares, answers, strict=True):
+            if isinstance(answer, SwarmError):
+                failures.append((share.holder.peer, answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                self.view.bans.forgive(share.holder.peer)
+                found.update({(expert, _part_of(share)): tensor for expert, tensor in answer.items()})
+        for peer, error in failures:
+            retries.note(peer, error)
+
+    async def _ask(self, rows: ExpertRows, share: Share) -> dict[int, Tensor]:
+        """Returns a holder's answer by expert."""
+        peer = share.holder.peer
+        width = rows.hidden.shape[1]
+        limit = max(1, DEFAULT_LIMITS.max_message_bytes // (3 * width * rows.hidden.element_size()))
+        chunks = list(_chunks(rows, share, min(limit, self.view.max_rows(peer) or limit)))
+        parts: dict[int, list[Tensor]] = {expert: [] for expert in share.experts}
+        for chunk, answer in zip(
+            chunks, await _all(self._ask_chunk(rows, share, chunk) for chunk in chunks), strict=True
+        ):
+            for expert, part in zip(chunk.experts, answer.split(list(chunk.counts)), strict=True):
+                parts[expert].append(part)
+        return {expert: some[0] if len(some) == 1 else torch.cat(some) for expert, some in parts.items()}
+
+    async def _ask_chunk(self, rows: ExpertRows, share: Share, chunk: _Chunk) -> Tensor:
+        peer, codec = share.holder.peer, self.peers.config.codec
+        tokens, of_token = torch.unique(rows.tokens[chunk.places], return_inverse=True)
+        request = ExpertsRequest(
+            version=self.view.version.key,
+            block=rows.block,
+            slice=share.holder.part,
+            experts=chunk.experts,
+            counts=chunk.counts,
+            hidden=rows.hidden[tokens],
+            rows=of_token.to(torch.int32),
+            grad=None if rows.grad is None else rows.grad[chunk.places],
+            reply_codec=codec,
+        )
+        answer = await self.peers.request(peer, "rpc_experts", request, ExpertsResponse)
+        like = rows.hidden[:1, :1].expand(chunk.places.shape[0], rows.hidden.shape[1])
+        check_tensor(answer.rows, like, peer, "the rows of its experts")
+        return answer.rows
+
+
+async def _all(requests: Iterable[Awaitable[Tensor]]) -> list[Tensor]:
+    """Awaits all, and raises the first error only when none is still running."""
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, Tensor)]
+
+
+def _part_of(share: Share) -> tuple[int, int]:
+    return share.holder.part or (0, 1)
+
+
+def _chunks(rows: ExpertRows, share: Share, limit: int) -> Iterator[_Chunk]:
+    """Cuts the rows of a share into messages of at most ``limit`` rows."""
+    pieces: list[tuple[int, int, int]] = []
+    room = limit
+    for expert in share.experts:
+        span = rows.spans[expert]
+        start = span.start
+        while start < span.stop:
+            end = min(span.stop, start + room)
+            pieces.append((expert, start, end))
+            room -= end - start
+            start = end
+            if not room:
+                yield _chunk(pieces)
+                pieces, room = [], limit
+    if pieces:
+        yield _chunk(pieces)
+
+
+def _chunk(pieces: list[tuple[int, int, int]]) -> _Chunk:
+    return _Chunk(
+        tuple(expert for expert, _, _ in pieces),
+        tuple(end - start for _, start, end in pieces),
+        torch.cat([torch.arange(start, end) for _, start, end in pieces]),
+    )
+
+
+def _joined(rows: ExpertRows, found: Mapping[tuple[int, tuple[int, int]], Tensor], plan: Mapping[int, int]) -> Tensor:
+    """Adds the parts of each expert and puts its rows in their places."""
+    result = rows.hidden.new_zeros(rows.tokens.shape[0], rows.hidden.shape[1])
+    for expert, span in rows.spans.items():
+        count = plan[expert]
+        for index in range(count):
+            part = found[expert, (index, count)]
+            if index:
+                result[span] += part
+            else:
+                result[span] = part
+    return result

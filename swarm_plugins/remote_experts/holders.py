@@ -1,0 +1,92 @@
+"""An owner's view of the peers that hold experts of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from swarm_plugins.client.retries import Retries
+from swarm_plugins.client.view import SwarmView, ranges
+from swarm_plugins.errors import MissingExpertsError, SwarmError
+from swarm_plugins.routing import Holder, Share, missing_experts, share_experts
+from swarm_plugins.transport.messages import ServerInfo
+
+
+class HolderView(SwarmView):
+    """Finds holders of experts of some blocks, and shares experts among them; see `SwarmView`.
+
+    Args:
+        blocks: Blocks whose experts are wanted.
+        args: As for `SwarmView`.
+        options: As for `SwarmView`.
+    """
+
+    def __init__(self, *args: Any, blocks: range, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.blocks = blocks
+
+    def is_of_use(self, info: ServerInfo) -> bool:
+        """Returns whether a peer announces experts of the blocks."""
+        return info.experts is not None and info.start < self.blocks.stop and info.end > self.blocks.start
+
+    def share_of(self, info: ServerInfo) -> tuple[int, int]:
+        """Returns the range by which a sample of holders is spread: their experts."""
+        return info.experts or (0, 1)
+
+    def max_rows(self, peer: str) -> int | None:
+        """Returns the most rows that a holder accepts in one request; None: it names no limit."""
+        info = self.infos.get(peer)
+        return None if info is None or info.max_batch_tokens < 1 else info.max_batch_tokens
+
+    async def shares(
+        self, block: int, loads: Mapping[int, int], *, without: Collection[str], failure: SwarmError | None
+    ) -> list[Share]:
+        """Returns which holder computes which experts of a block; ``loads`` are the rows of each.
+
+        Raises:
+            MissingExpertsError: If some expert has no living holder.
+        """
+        await self.refresh(force=False)
+        found = share_experts(self._holders(block, without), loads)
+        if found is None:
+            await self.refresh(force=True)
+            found = share_experts(self._holders(block, without), loads)
+        if found is None:
+            missing = missing_experts(self._holders(block, without), sorted(loads))
+            experts = range(missing[0], missing[-1] + 1)
+            what = f"experts {ranges(missing)} of block {block}"
+            raise MissingExpertsError(self.missing_text(what, range(block, block + 1), experts, without, failure))
+        return found
+
+    def _holders(self, block: int, without: Collection[str]) -> list[Holder]:
+        holders = []
+        for entry in self.usable(without):
+            info = self.infos.get(entry.peer)
+            if info is None or info.experts is None or not entry.start <= block < entry.end:
+                continue
+            row_s = 1 / entry.throughput if entry.throughput > 0 else entry.step_s
+            holders.append(
+                Holder(
+                    peer=entry.peer,
+                    experts=range(*info.experts),
+                    part=info.slice,
+                    round_trip_s=entry.round_trip_s,
+                    row_s=row_s,
+                )
+            )
+        return holders
+
+
+class HolderRetries(Retries):
+    """Counts the failures of one pass through a block's experts, bans failed holders, and shares anew."""
+
+    view: HolderView
+
+    async def shares(self, block: int, loads: Mapping[int, int]) -> list[Share]:
+        """Returns who computes what is left; after a failure, waits briefly for holders to come back.
+
+        Raises:
+            MissingExpertsError: If some expert has no living holder, also after the retries.
+            SwarmError: If the only holders have no room, or refuse the request.
+        """
+        return await self.plan(lambda without: self.view.shares(block, loads, without=without, failure=self.last))

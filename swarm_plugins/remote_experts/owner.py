@@ -1,0 +1,118 @@
+"""A server whose blocks fetch experts from other peers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client.deadlines import Deadlines
+from swarm_plugins.client.network import Network
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.remote_experts.calls import Holders
+from swarm_plugins.remote_experts.experts import RemoteExperts
+from swarm_plugins.remote_experts.held import HeldExperts
+from swarm_plugins.remote_experts.holders import HolderView
+from swarm_plugins.remote_experts.module import turn_into_remote
+from swarm_plugins.transport.records import MAX_NEEDS
+from swarm_plugins.versions import ModelVersion
+
+log = logging.getLogger(__name__)
+
+_CONFIG = SwarmConfig(max_retries=4, request_timeout_s=30.0, connect_timeout_s=10.0)
+"""Shorter waits than a client's: clients wait for this server meanwhile."""
+_SLACK_S = 1.0
+
+
+class _ServerLoop:
+    """The event loop of a server, for its compute thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def submit(self, coroutine: Coroutine[Any, Any, Tensor]) -> Future[Tensor]:
+        """Starts a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+class RemoteShare:
+    """The experts that a server's blocks fetch from other peers.
+
+    Args:
+        network: Opens streams to peers, and looks them up.
+        version: Of the model.
+        num_blocks: Blocks of the whole model.
+        blocks: Blocks of this server.
+        addresses: Addresses to join the swarm by; for messages.
+        model: The model's directory or id; for messages.
+        device: Where the blocks compute.
+        own: Experts that this server has itself. None: none.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        version: ModelVersion,
+        num_blocks: int,
+        blocks: range,
+        addresses: tuple[str, ...],
+        model: str,
+        device: torch.device,
+        own: HeldExperts | None,
+    ) -> None:
+        self.own = own
+        self.num_experts: dict[int, int] = {}
+        """Experts of each block that has any; known when the span has been loaded."""
+        self._device = device
+        peers = Peers(network, _CONFIG)
+        peers.deadlines = Deadlines(_CONFIG.request_timeout_s, slack_s=_SLACK_S)
+        view = HolderView(
+            network,
+            peers,
+            _CONFIG,
+            version=version,
+            num_blocks=num_blocks,
+            model=model,
+            initial_peers=addresses,
+            blocks=blocks,
+        )
+        self.experts = RemoteExperts(Holders(peers, view), _ServerLoop(asyncio.get_running_loop()), own)
+
+    def attach(self, block: int, module: nn.Module, outline: nn.Module) -> None:
+        """Makes the experts of a block run at holders."""
+        self.num_experts[block] = int(outline.num_experts)  # type: ignore[arg-type]
+        turn_into_remote(module, outline, self._device, block, self.experts)
+
+    @property
+    def needs(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The experts that are fetched; see `ServerInfo`."""
+        here = range(0) if self.own is None else self.own.experts
+        return needed_runs(self.num_experts, here)
+
+    async def close(self) -> None:
+        """Ends what waits for holders, and closes the streams to them. Idempotent."""
+        self.experts.close()
+        await self.experts.holders.peers.close()
+
+
+def needed_runs(num_experts: Mapping[int, int], here: range) -> tuple[tuple[int, int, int, int], ...]:
+    """Returns ``(start, end, first, end expert)`` of runs of blocks that need the same experts."""
+    found: list[tuple[int, int, int, int]] = []
+    for piece in (0, 1):
+        for block, count in sorted(num_experts.items()):
+            first, last = ((0, min(here.start, count)), (here.stop, count))[piece]
+            if first >= last:
+                continue
+            if found and found[-1][1:] == (block, first, last):
+                found[-1] = (found[-1][0], block + 1, first, last)
+            else:
+                found.append((block, block + 1, first, last))
+    if len(found) > MAX_NEEDS:
+        log.warning("only %d of %d runs of blocks are announced as needing experts", MAX_NEEDS, len(found))
+    return tuple(found[:MAX_NEEDS])

@@ -1,0 +1,53 @@
+"""Experts that a server holds: loading as the settings say, and how fast they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.remote_experts.held import HeldExperts, load_held_experts
+from swarm_plugins.server.capacity import Speed
+from swarm_plugins.server.config import ServeConfig
+
+_MEASURED_ROWS = 64
+_MEASURE_ROUNDS = 5
+
+
+def load_held(checkpoint: Checkpoint, blocks: range, config: ServeConfig) -> HeldExperts | None:
+    """Loads the experts that the settings name, if any; see `load_held_experts`."""
+    if config.experts is None:
+        return None
+    return load_held_experts(
+        checkpoint,
+        blocks,
+        config.experts,
+        part=config.slice,
+        dtype=None if config.dtype is None else getattr(torch, config.dtype),
+        device=torch.device(config.device),
+        offload=config.offload,
+    )
+
+
+def measure_held(held: HeldExperts) -> Speed:
+    """Measures the rows per second, and the seconds of a single row, through one expert."""
+    block, expert = held.blocks[0], held.experts.start
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(_MEASURED_ROWS, held.hidden_size, generator=generator).to(held.device, held.dtype)
+    times = [
+        _least_s(lambda count=count: held.run(block, rows[:count], {expert: slice(0, count)}))  # type: ignore[misc]
+        for count in (_MEASURED_ROWS, 1)
+    ]
+    return Speed(throughput=_MEASURED_ROWS / times[0], decode_s=times[1])
+
+
+def _least_s(run: Callable[[], Tensor]) -> float:
+    times = []
+    for _ in range(_MEASURE_ROUNDS):
+        started = time.perf_counter()
+        run().sum().item()
+        times.append(time.perf_counter() - started)
+    return max(min(times), 1e-9)

@@ -1,0 +1,106 @@
+"""``rpc_experts``: rows of other servers' blocks through experts that are held here."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.server.failures import BadRequestError, RequestError
+from swarm_plugins.server.rpc.checks import check_finite, checked_output
+from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.service import ExpertsService
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
+
+_URGENT_ROWS = 64
+"""A forward of so few rows belongs to decode steps: it goes before larger ones."""
+
+
+async def experts_handler(service: ExpertsService, channel: Channel) -> None:
+    """Answers requests of owners."""
+    peer = channel.remote_peer
+
+    async def answer(request: ExpertsRequest) -> Answer:
+        spans = _checked_spans(service, request)
+        is_urgent = request.grad is None and request.rows.shape[0] <= _URGENT_ROWS
+        submit = service.scheduler.call if is_urgent else service.scheduler.train
+        found = await submit(
+            lambda: _run(service, request, spans), timeout_s=service.limits.request_timeout_s, peer=peer
+        )
+        rows = checked_output(found, request.hidden.dtype, "the output of the experts")
+        return ExpertsResponse(rows=rows), request.reply_codec
+
+    await answer_requests(channel, "rpc_experts", (ExpertsRequest,), answer, idle_s=service.limits.idle_stream_s)
+
+
+def _run(service: ExpertsService, request: ExpertsRequest, spans: dict[int, slice]) -> Tensor:
+    held = service.held
+    rows = request.hidden.to(held.device, held.dtype)[request.rows.to(held.device)]  # [N, D]
+    grad = None if request.grad is None else request.grad.to(held.device, held.dtype)
+    return held.run(request.block, rows, spans, grad)
+
+
+def _checked_spans(service: ExpertsService, request: ExpertsRequest) -> dict[int, slice]:
+    """Checks a request, before anything is allocated for it, and returns the rows of each expert."""
+    _check_place(service, request)
+    _check_table(service, request)
+    hidden, grad = request.hidden, request.grad
+    check_finite(hidden, "hidden")
+    if grad is not None:
+        if list(grad.shape) != [request.rows.shape[0], hidden.shape[1]]:
+            raise BadRequestError(
+                f"grad has shape {list(grad.shape)}, expected [{request.rows.shape[0]}, {hidden.shape[1]}]"
+            )
+        check_finite(grad, "grad")
+    bounds = pairwise([0, *accumulate(request.counts)])
+    return {expert: slice(start, end) for expert, (start, end) in zip(request.experts, bounds, strict=True)}
+
+
+def _check_place(service: ExpertsService, request: ExpertsRequest) -> None:
+    held = service.held
+    if request.version != service.version:
+        raise RequestError(
+            "wrong_version",
+            f"this server serves {service.version}, the request is for {request.version[:200]!r}: ask a server of that "
+            "version",
+        )
+    if request.block not in held.blocks or request.slice != held.part:
+        part = "" if held.part is None else f", slice {held.part[0]}/{held.part[1]}"
+        raise RequestError(
+            "wrong_span",
+            f"experts of block {request.block}, slice {request.slice}, are asked for; this server holds experts "
+            f"{held.experts.start}:{held.experts.stop} of blocks {list(held.blocks)[:16]}{part}: look up the swarm "
+            "again",
+        )
+    experts = request.experts
+    is_ascending = all(one < two for one, two in pairwise(experts))
+    if not experts or not is_ascending or experts[0] < held.experts.start or experts[-1] >= held.experts.stop:
+        raise BadRequestError(
+            f"experts {list(experts[:16])} are asked for, expected ascending ones of {held.experts.start}:"
+            f"{held.experts.stop}"
+        )
+
+
+def _check_table(service: ExpertsService, request: ExpertsRequest) -> None:
+    hidden, rows, counts = request.hidden, request.rows, request.counts
+    width = service.held.hidden_size
+    if hidden.ndim != 2 or 0 in hidden.shape or hidden.shape[1] != width:
+        raise BadRequestError(f"hidden has shape {list(hidden.shape)}, expected [tokens, {width}], none of them 0")
+    if rows.ndim != 1 or rows.dtype != torch.int32:
+        raise BadRequestError(f"rows has shape {list(rows.shape)} and {rows.dtype}, expected [rows] of int32")
+    num_rows, num_tokens = rows.shape[0], hidden.shape[0]
+    limit = min(service.limits.max_batch_tokens, service.limits.max_answer_bytes // (width * hidden.element_size()))
+    if not 0 < num_rows <= limit:
+        raise BadRequestError(f"the request has {num_rows} rows, expected 1 to {limit}: split it")
+    if num_tokens > num_rows:
+        raise BadRequestError(f"the request has {num_tokens} tokens for {num_rows} rows: send no token without a row")
+    if len(counts) != len(request.experts) or min(counts) < 1 or sum(counts) != num_rows:
+        raise BadRequestError(
+            f"counts has {len(counts)} entries with the sum {sum(counts)}, expected one of at least 1 for each of "
+            f"{len(request.experts)} experts, with the sum {num_rows}"
+        )
+    lowest, highest = (int(bound) for bound in torch.aminmax(rows))
+    if lowest < 0 or highest >= num_tokens:
+        raise BadRequestError(f"rows names tokens {lowest} to {highest}, there are tokens 0 to {num_tokens - 1}")
