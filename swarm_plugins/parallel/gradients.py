@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.parallel.agreement import translated
@@ -36,6 +38,38 @@ def synchronize_gradients(model: nn.Module, *, average: bool = True) -> None:
     for group, parameters in _by_group(model, parallelism):
         with translated("the synchronization of gradients"):
             _sum_over(group, parameters, factor)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients down so that their norm, over all parameters of all ranks, is at most ``max_norm``.
+
+    ``torch.nn.utils.clip_grad_norm_`` counts only this rank's experts. Call it after :func:`synchronize_gradients`, on
+    every rank.
+
+    Args:
+        model: The parallel model, or a module that contains it.
+        max_norm: The largest norm allowed; ``inf`` only measures.
+
+    Returns:
+        The norm before, the same on every rank.
+
+    Raises:
+        TransportError: If another rank is lost.
+    """
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    squares = []
+    with translated("measuring the norm of gradients"):
+        for parameters in by_mesh.values():
+            norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+            squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).square())
+    total = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    for parameters in by_mesh.values():
+        clip_grads_with_norm_(parameters, max_norm, total)
+    return total
 
 
 def _by_group(model: nn.Module, parallelism: Parallelism) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from swarm_plugins.parallel import parallelism_of, parallelize, synchronize_gradients
+from swarm_plugins.parallel import count_traffic, parallelism_of, parallelize, synchronize_gradients
 from swarm_plugins.testing import tiny_config, tiny_model
 
 SEQUENCE = 6
@@ -82,3 +84,72 @@ def parallel(family: str = "mixtral", tp: int = 1, **how: Any) -> PreTrainedMode
     """A tiny model, distributed; ``tp`` ranks share a batch."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("data", "tp")) if tp > 1 else None
     return parallelize(mixture(family), mesh, timeout_s=30, **how)
+
+
+def step(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:
+    """Logits and gradients of this rank's rows."""
+    logits = model(rows).logits
+    loss_of(logits, rows).backward()
+    return {
+        "logits": logits,
+        **{name: whole(one.grad) for name, one in model.named_parameters() if one.grad is not None},
+    }
+
+
+def same_bits(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """For each case but the first: the tensors of a training step that differ from the first one's."""
+    found = []
+    rows = tokens(2 * dist.get_world_size()).chunk(dist.get_world_size())[dist.get_rank() // cases[0].get("tp", 1)]
+    results = [step(parallel(**case), rows) for case in cases]
+    for one in results[1:]:
+        assert one.keys() == results[0].keys()
+        found.append([name for name, tensor in one.items() if not torch.equal(tensor, results[0][name])])
+    return found
+
+
+def messages(cases: list[dict[str, Any]], num_tokens: int = 64) -> list[tuple[int, int]]:
+    """For each case: messages of one layer's forward as counted by the package, and as sent one by one."""
+    found = []
+    with point_to_point() as sent:
+        for case in cases:
+            experts = parallel(**case).model.layers[0].mlp.experts
+            generator = torch.Generator().manual_seed(dist.get_rank() // case.get("tp", 1))
+            hidden = torch.randn(num_tokens, 32, generator=generator)
+            index = torch.randint(0, 8, (num_tokens, 2), generator=generator)
+            sent.clear()
+            with count_traffic() as traffic:
+                experts(hidden, index, torch.ones(num_tokens, 2))
+            found.append((traffic.messages, len(sent)))
+    return found
+
+
+@contextmanager
+def point_to_point() -> Iterator[list[int]]:
+    """Makes each all-to-all out of single messages, and lists what every one of them carries to another rank."""
+    sent: list[int] = []
+    original = dist.all_to_all_single
+
+    def all_to_all(
+        output: Tensor,
+        rows: Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        assert group is not None
+        even = [rows.shape[0] // group.size()] * group.size()
+        outgoing, incoming = rows.split(input_split_sizes or even), list(output.split(output_split_sizes or even))
+        ranks = dist.get_process_group_ranks(group)
+        incoming[group.rank()].copy_(outgoing[group.rank()])
+        others = [place for place in range(group.size()) if place != group.rank()]
+        works = [dist.isend(outgoing[place].contiguous(), ranks[place], group) for place in others]
+        works += [dist.irecv(incoming[place], ranks[place], group) for place in others]
+        for work in works:
+            work.wait()
+        sent.extend(ranks[place] for place in others if outgoing[place].numel())
+
+    dist.all_to_all_single = all_to_all
+    try:
+        yield sent
+    finally:
+        dist.all_to_all_single = original

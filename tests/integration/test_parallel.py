@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from parallel_checks import equal_to_one_process
+from parallel_checks import equal_to_one_process, messages, same_bits
 from parallel_kit import run_ranks
 
 ANY_WORLD = [
@@ -33,3 +35,45 @@ def test_logits_and_gradients_are_those_of_one_process(world_size: int) -> None:
     for errors in run_ranks(world_size, equal_to_one_process, cases):
         for case, one in zip(cases, errors, strict=True):
             assert max(one.values()) < 1e-4, (case, one)
+
+
+HIERARCHICAL = "hierarchical_all_to_all"
+COORDINATED = "coordinated_all_to_all"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (4, [{"ep_size": 4}, {"ep_size": 4, "ep_implementation": HIERARCHICAL, "ranks_per_node": 2}]),
+        (
+            8,
+            [{"ep_size": 8}, *({"ep_size": 8, "ep_implementation": HIERARCHICAL, "ranks_per_node": n} for n in (2, 4))],
+        ),
+        (4, [{"ep_size": 4}, {"ep_size": 4, "ep_implementation": "all_to_all"}]),
+        (4, [{"tp": 2, "ep_size": 4}, {"tp": 2, "ep_size": 4, "ep_implementation": COORDINATED}]),
+    ],
+    ids=["hierarchical-4", "hierarchical-8", "transformers", "coordinated"],
+)
+def test_the_way_of_the_tokens_changes_no_bit(world_size: int, cases: list[dict[str, Any]]) -> None:
+    for different in run_ranks(world_size, same_bits, cases):
+        assert different == [[]] * (len(cases) - 1)
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(4, 2), (8, 2), (8, 4)])
+def test_a_hierarchical_exchange_sends_few_messages(world_size: int, per_node: int) -> None:
+    flat = {"ep_size": world_size}
+    cases = [flat, {**flat, "ep_implementation": HIERARCHICAL, "ranks_per_node": per_node}]
+    # Counts, tokens, results: three exchanges.
+    wanted = [3 * (world_size - 1), 3 * (per_node - 1 + world_size // per_node - 1)]
+    for found in run_ranks(world_size, messages, cases):
+        assert found == [(count, count) for count in wanted]
+
+
+def test_a_coordinated_exchange_sends_only_to_ranks_of_its_index() -> None:
+    cases = [{"tp": 2, "ep_size": 4}, {"tp": 2, "ep_size": 4, "ep_implementation": COORDINATED}]
+    for (flat, flat_sent), (coordinated, coordinated_sent) in run_ranks(4, messages, cases):
+        # 3 exchanges among 4, and the all-gather of the results among 2.
+        assert (flat, flat_sent) == (3 * 3 + 1, 3 * 3)
+        # 3 exchanges among 2 ranks of one index; counts, tokens, results and the batch among the 2 that share it,
+        # the results by a reduce-scatter.
+        assert (coordinated, coordinated_sent) == (3 + 4, 3 + 1)
