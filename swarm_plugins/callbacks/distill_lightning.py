@@ -29,7 +29,9 @@ class StagedDistillation(StagedTraining, UnifiedCallback, StandaloneCallback):  
         Raises:
             ConfigError: If the module has no student, or the teacher does not fit it.
         """
-        self.start(pl_module, _total_steps(trainer), trainer.global_step)
+        # As TextData and many data modules have one.
+        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
+        self.start(pl_module, _total_steps(trainer), trainer.global_step, tokenizer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Sets the weight of the step."""

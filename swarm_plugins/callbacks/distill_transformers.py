@@ -31,7 +31,7 @@ class StagedDistillationTrainerCallback(StagedTraining, TrainerCallback):
         stored = state.stateful_callbacks.get(_STATE_KEY)
         if stored is not None:
             self.load_state_dict(stored["attributes"])
-        self.start(model, state.max_steps, state.global_step)
+        self.start(model, state.max_steps, state.global_step, kwargs.get("processing_class"))
         state.stateful_callbacks[_STATE_KEY] = {"args": {}, "attributes": self.state_dict()}
         self._logged_weight = self.weight
 

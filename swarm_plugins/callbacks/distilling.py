@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.backbone.version import base_version
 from swarm_plugins.distill.distillation import Distillation, Teacher
+from swarm_plugins.distill.pair import check_tokenizers
 from swarm_plugins.errors import ConfigError, SwarmError
 
 log = logging.getLogger(__name__)
@@ -54,13 +55,23 @@ class StagedTraining(Distillation):
         self._record: dict[str, Any] = {}
         self._is_checked = False
 
-    def start(self, module: nn.Module, total_steps: float, step: int) -> None:
-        """Finds the student in a module, begins, and writes the provenance into the student's config."""
+    def start(self, module: nn.Module, total_steps: float, step: int, tokenizer: object = None) -> None:
+        """Finds the student in a module, begins, and writes the provenance into the student's config.
+
+        Args:
+            module: What is trained.
+            total_steps: Optimizer steps of the whole run.
+            step: Optimizer steps done so far.
+            tokenizer: The student's, if the Trainer knows it, to compare the teacher's with.
+
+        Raises:
+            ConfigError: If there is no student, or the teacher does not fit it.
+        """
         student = find_student(module, self.student, self._source)
         self._is_checked = False
         teacher = self.begin(student, total_steps, step)
         if teacher is not None:
-            self._check_outside(module, teacher)
+            self._check_teacher(module, teacher, tokenizer)
             self._revision = _revision_of(teacher)
         self._write_record(student)
 
@@ -94,15 +105,19 @@ class StagedTraining(Distillation):
         self.name = self.name or state.get("teacher") or ""
         self._revision = state.get("teacher_revision")
 
-    def _check_outside(self, module: nn.Module, teacher: nn.Module) -> None:
-        taught = {id(one) for one in teacher.parameters()}
-        inside = [name for name, one in module.named_parameters() if id(one) in taught]
-        if inside:
+    def _check_teacher(self, module: nn.Module, teacher: nn.Module, tokenizer: object) -> None:
+        try:
+            taught = {id(one) for one in teacher.parameters()}
+            inside = [name for name, one in module.named_parameters() if id(one) in taught]
+            if inside:
+                raise ConfigError(
+                    f"the teacher is part of {type(module).__name__} ({inside[0]}): it would be trained, saved and "
+                    "never freed; give it to the callback alone"
+                )
+            check_tokenizers(tokenizer, self.name)
+        except ConfigError:
             self.end()
-            raise ConfigError(
-                f"the teacher is part of {type(module).__name__} ({inside[0]}): it would be trained, saved and never "
-                "freed; give it to the callback alone"
-            )
+            raise
 
     def _write_record(self, student: nn.Module) -> None:
         config = getattr(student, "config", None)

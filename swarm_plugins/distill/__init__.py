@@ -8,6 +8,7 @@ config_cut.py     which layers those are, and the config that goes with them
 loss.py           distillation_loss: KL divergence of the token distributions, in pieces
 schedule.py       Schedule: the weight of the term at each step
 term.py           adds the term to the loss of a student's training forward
+pair.py           loads a teacher and checks that it fits the student
 distillation.py   Distillation: all of it, for a training loop; what the callbacks are made of
 ```
 

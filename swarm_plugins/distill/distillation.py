@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from swarm_plugins.distill.pair import check_pair, load_teacher, name_of
 from swarm_plugins.distill.schedule import Schedule, check_temperature
 from swarm_plugins.distill.term import DistillationTerm, Tally
-from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Distillation:
         """Whether the stop has passed."""
         self.weight = 0.0
         """Weight of the term at the current step; 0 after the stop."""
-        self.name = _name_of(teacher)
+        self.name = name_of(teacher)
         """The teacher's directory or Hub id; empty if unknown."""
         self._source: Teacher | None = teacher
         self._term: DistillationTerm | None = None
@@ -113,7 +113,7 @@ class Distillation:
             return None
         teacher = self._load(student)
         check_pair(student, teacher)
-        self.name = self.name or _name_of(teacher)
+        self.name = self.name or name_of(teacher)
         self._term = DistillationTerm(teacher, self.temperature, self._tally)
         self._hook = student.register_forward_hook(self._term, with_kwargs=True)
         self.at(step)
@@ -195,61 +195,3 @@ class Distillation:
         if not isinstance(teacher, nn.Module):
             raise ConfigError(f"the function given as teacher returned a {type(teacher).__name__}; expected a model")
         return teacher
-
-
-def load_teacher(name_or_dir: str | Path, student: nn.Module) -> nn.Module:
-    """Loads a teacher onto the student's device.
-
-    Raises:
-        ConfigError: If there is no such model.
-    """
-    try:
-        teacher: Any = AutoModelForCausalLM.from_pretrained(name_or_dir)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"teacher {str(name_or_dir)!r} cannot be loaded ({one_line(error)}); give the directory of a causal "
-            "language model, or its id on the Hub"
-        ) from error
-    found: nn.Module = teacher.to(_device_of(student))
-    return found
-
-
-def check_pair(student: nn.Module, teacher: nn.Module) -> None:
-    """Checks that a teacher fits a student.
-
-    Raises:
-        ConfigError: If they are one model or share weights, or differ in vocabulary or device.
-    """
-    own = {id(parameter): name for name, parameter in student.named_parameters()}
-    shared = [own[id(parameter)] for parameter in teacher.parameters() if id(parameter) in own]
-    if teacher is student or shared:
-        what = "is the student" if teacher is student else f"shares {len(shared)} weights with it, such as {shared[0]}"
-        raise ConfigError(
-            f"the teacher {what}: it would change while it teaches; make the student with make_student(teacher, ...), "
-            "which copies, or load the teacher once more"
-        )
-    sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (student, teacher)]
-    if None not in sizes and sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"the teacher's vocabulary has {sizes[1]} tokens, the student's {sizes[0]}: distillation compares token by "
-            "token; choose a teacher with the student's tokenizer, or make the student with make_student(teacher, ...)"
-        )
-    devices = _device_of(student), _device_of(teacher)
-    if devices[0] != devices[1]:
-        raise ConfigError(
-            f"the teacher is on {devices[1]}, the student on {devices[0]}: move it with teacher.to('{devices[0]}'), or "
-            "give its directory or Hub id, to have it loaded there"
-        )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Returns where a model takes its tokens."""
-    embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
-    return next((one.device for one in embeddings.parameters()), torch.device("cpu"))
-
-
-def _name_of(teacher: Any) -> str:
-    if isinstance(teacher, str | Path):
-        return str(teacher)
-    config = getattr(teacher, "config", None)
-    return str(getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None) or "")
