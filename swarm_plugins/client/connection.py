@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
@@ -55,6 +56,7 @@ class SwarmConnection:
         self.peers: Peers | None = None
         self._open_network = open_network
         self._lock = threading.Lock()
+        self._leaving: weakref.finalize[Any, SwarmConnection] | None = None
 
     def start(self) -> SwarmConnection:
         """Starts the network. Idempotent.
@@ -71,6 +73,9 @@ class SwarmConnection:
                     self.loop.close()
                     raise
                 self.peers = Peers(self.network, self.config)
+                # The thread and the daemon would outlive the last model that uses them.
+                self._leaving = weakref.finalize(self, _leave, self.loop, self.peers, self.network)
+                self._leaving.atexit = False
         return self
 
     def close(self) -> None:
@@ -78,6 +83,8 @@ class SwarmConnection:
         with self._lock:
             peers, self.peers = self.peers, None
             network, self.network = self.network, None
+            if self._leaving is not None:
+                self._leaving.detach()
             for part in (peers, network):
                 if part is not None:
                     try:
@@ -99,6 +106,24 @@ class SwarmConnection:
             TransportError: If the network does not start or no initial peer answers.
         """
         return RemoteBlocks(self.start(), version=version, num_blocks=num_blocks, model=model)
+
+
+def _leave(loop: LoopThread, peers: Peers, network: Network) -> None:
+    """Closes the parts of a connection that nothing refers to, in the background: a garbage collector calls this."""
+
+    async def close() -> None:
+        for part in (peers, network):
+            try:
+                await part.close()
+            except SwarmError as exc:
+                log.debug("could not leave the swarm cleanly: %s", exc)
+        asyncio.get_running_loop().stop()
+
+    def start_closing() -> None:
+        with contextlib.suppress(SwarmError):
+            loop.submit(close())
+
+    loop.call_soon(start_closing)
 
 
 class RemoteBlocks:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+import time
 
 import pytest
 
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.client.network import LastingNetwork
 from swarm_plugins.errors import TransportError
 from swarm_plugins.testing.transports import LocalTransport
@@ -61,3 +66,23 @@ def test_a_node_that_cannot_start_again_is_a_transport_error() -> None:
             await network.open("p", "rpc_info", timeout_s=1.0)
 
     asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_a_connection_that_nothing_refers_to_closes_itself() -> None:
+    node = Node()
+
+    async def start() -> Node:
+        return node
+
+    def threads() -> list[str]:
+        return [one.name for one in threading.enumerate() if one.name == "swarm-client"]
+
+    connection = SwarmConnection(start, SwarmConfig()).start()
+    assert threads() == ["swarm-client"]
+    del connection
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() == []
+    assert node.num_closed == 1
