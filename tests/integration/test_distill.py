@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+import trainer_kit
 from torch import Tensor
-from trainer_kit import ROWS, model, peers, quiet_trainer, swarm  # noqa: F401  # fixtures
+from trainer_kit import ROWS, quiet_trainer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 from swarm_plugins import (
@@ -29,6 +31,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore:.*(LeafSpec|tree_map|treespec).*"),
 ]
+# Fixtures.
+model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
 STEPS = 4
 STOP = 2
 
@@ -53,11 +57,11 @@ def loop_losses(directory: Path, load: Callable[[], Any]) -> list[float]:
 
 
 @pytest.fixture
-def expected(model: Path) -> list[float]:  # noqa: F811
+def expected(model: Path) -> list[float]:
     return loop_losses(model, lambda: AutoModelForCausalLM.from_pretrained(model))
 
 
-def test_an_offloaded_teacher_teaches_as_one_in_memory(model: Path, expected: list[float]) -> None:  # noqa: F811
+def test_an_offloaded_teacher_teaches_as_one_in_memory(model: Path, expected: list[float]) -> None:
     alive: list[Any] = []
 
     def load() -> PreTrainedModel:
@@ -75,7 +79,7 @@ def test_an_offloaded_teacher_teaches_as_one_in_memory(model: Path, expected: li
 def test_a_teacher_on_a_swarm_teaches_as_one_in_memory(
     model: Path,
     peers: list[str],
-    expected: list[float],  # noqa: F811
+    expected: list[float],
 ) -> None:
     alive: list[Any] = []
 
@@ -94,10 +98,8 @@ def test_trainers_with_a_teacher_on_a_swarm(
     model: Path,
     peers: list[str],
     tmp_path: Path,
-    expected: list[float],  # noqa: F811
+    expected: list[float],
 ) -> None:
-    import lightning.pytorch as pl
-
     class Tuner(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
