@@ -71,9 +71,20 @@ SETTINGS: dict[str, tuple[str, dict[str, object]]] = {
     "nemotron_h": ("nemotron_h", _NEMOTRON),
     # Pools of different size, top-1, a residual branch; a dense layer.
     "prmoe": ("prmoe", {**_DENSE, "experts_per_layer": [4, 0, 8], "moe_intermediate_size": 24}),
-    "prmoe_plain": (
+    # The paper's GPT: no gate, biases everywhere, learned positions.
+    "prmoe_gpt": (
         "prmoe",
-        {**_DENSE, "experts_per_layer": [4, 0, 8], "residual": "learned", "mlp_gated": False, "hidden_act": "gelu"},
+        {
+            **_DENSE,
+            "experts_per_layer": [4, 0, 8],
+            "residual": "learned",
+            "mlp_gated": False,
+            "hidden_act": "gelu",
+            "mlp_bias": True,
+            "attention_bias": True,
+            "norm": "layer",
+            "position_embedding": "learned",
+        },
     ),
 }
 

@@ -45,8 +45,8 @@ def reference(
                     turned = weight.T if module.is_transposed else weight
                     turned.copy_(widened(turned, expert_bits, is_fitted=is_fitted))
     if other_bits is not None:
-        embeddings = model.get_input_embeddings().weight
-        embeddings.copy_(embeddings.bfloat16())
+        for embedding in (one for one in model.modules() if isinstance(one, nn.Embedding)):
+            embedding.weight.copy_(embedding.weight.bfloat16())
         for linear in quantizable_linears(model).values():
             linear.weight.copy_(widened(linear.weight, other_bits, is_fitted=is_fitted))
     return model

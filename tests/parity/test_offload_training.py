@@ -19,7 +19,7 @@ from swarm_plugins.errors import UnsupportedError
 FEW_BYTES = 60_000
 # Sums in another order, float32.
 RELATIVE = 1e-5
-FAMILIES = ("mixtral", "gpt_oss", "nemotron_h", "aria_text", "qwen3_moe", "granitemoe", "prmoe", "prmoe_plain")
+FAMILIES = ("mixtral", "gpt_oss", "nemotron_h", "aria_text", "qwen3_moe", "granitemoe", "prmoe", "prmoe_gpt")
 
 
 def attention_lora(family: str) -> LoraConfig:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.models.prmoe.presets import preset_settings
 
 # By name, as transformers' own auto classes find the models of a config: the models import this module.
 _MODELS = "swarm_plugins.models.prmoe.modeling"
@@ -24,7 +25,8 @@ _ATTENTION_TP = {
 class PRMoEConfig(PreTrainedConfig):
     """Configuration of a Pyramid-Residual mixture of experts (DeepSpeed-MoE, Rajbhandari et al. 2022, section 4.1).
 
-    Attention, norms and positions are Llama's, and so are the settings that are not listed here.
+    By default everything but the experts is Llama's, and so are the settings that are not listed here. ``norm``,
+    ``position_embedding``, ``mlp_gated`` and the biases make it the GPT of the paper.
 
     Args:
         experts_per_layer: Experts of each decoder layer, 0 for a dense one: a list of ``num_hidden_layers`` entries.
@@ -43,6 +45,10 @@ class PRMoEConfig(PreTrainedConfig):
         output_router_logits: Return router logits and the load-balancing loss in evaluation too.
         moe_intermediate_size: Neurons of an expert; None: ``intermediate_size``.
         mlp_gated: Use gated MLPs, ``down(act(gate(x)) * up(x))``; False: ``down(act(up(x)))``, as in GPT.
+        mlp_bias: Give the linear layers of MLPs and experts a bias.
+        norm: ``"rms"`` as in Llama, or ``"layer"`` with a bias, as in GPT; ``rms_norm_eps`` belongs to either.
+        position_embedding: ``"rotary"`` as in Llama, or ``"learned"`` for ``max_position_embeddings`` vectors, added
+            by the first layer.
 
     Raises:
         ConfigError: If counts, layers and top-k do not fit together.
@@ -80,6 +86,8 @@ class PRMoEConfig(PreTrainedConfig):
     output_router_logits: bool = False
     moe_intermediate_size: int | None = None
     mlp_gated: bool = True
+    norm: Literal["rms", "layer"] = "rms"
+    position_embedding: Literal["rotary", "learned"] = "rotary"
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Completes the list of experts, then checks it."""
@@ -102,6 +110,20 @@ class PRMoEConfig(PreTrainedConfig):
         # imported, would be circular: the models need modules that import the auto classes themselves.
         importlib.import_module(_MODELS)
 
+    @classmethod
+    def preset(cls, name: str, **settings: Any) -> Self:
+        """Returns the config of a model of the paper's Table 1, the GPT that it describes.
+
+        Args:
+            name: ``"350M+PR-MoE-32/64"`` (4.1 billion parameters), ``"1.3B+PR-MoE-64/128"`` (31.4), ``"350M+MoE-128"``
+                (13.1), ``"1.3B+MoE-128"`` (52.5), or one of the dense ``"350M"``, ``"1.3B"`` and ``"6.7B"``.
+            settings: Settings that differ from the paper's, such as ``vocab_size``.
+
+        Raises:
+            ConfigError: If there is no such model.
+        """
+        return cls(**{**preset_settings(name), **settings})
+
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # a plan names only what is there
         """Tensor-parallel styles of transformers by module."""
@@ -114,7 +136,8 @@ class PRMoEConfig(PreTrainedConfig):
             holders.append("layers.*.mlp.residual_mlp")
         for holder in holders:
             plan |= {f"{holder}.{up}": "colwise" for up in ups} | {f"{holder}.down_proj": "rowwise"}
-        if self.moe_layers:
+        # Without their biases, which every rank would add to its part of a sum.
+        if self.moe_layers and not self.mlp_bias:
             up = {"gate_up_proj": "packed_colwise"} if self.mlp_gated else {"up_proj": "colwise"}
             plan |= {f"layers.*.mlp.experts.{name}": style for name, style in (up | {"down_proj": "rowwise"}).items()}
             plan["layers.*.mlp.experts"] = "moe_tp_experts"
@@ -125,12 +148,11 @@ class PRMoEConfig(PreTrainedConfig):
         """Expert-parallel styles of transformers by module."""
         if not self.moe_layers:
             return {}
-        up = "gate_up_proj" if self.mlp_gated else "up_proj"
-        return {
-            f"layers.*.mlp.experts.{up}": "grouped_gemm",
-            "layers.*.mlp.experts.down_proj": "grouped_gemm",
-            "layers.*.mlp.experts": "ep_dispatch_experts",
-        }
+        names = ["gate_up_proj" if self.mlp_gated else "up_proj", "down_proj"]
+        if self.mlp_bias:
+            names += [f"{name}_bias" for name in names]
+        plan = {f"layers.*.mlp.experts.{name}": "grouped_gemm" for name in names}
+        return plan | {"layers.*.mlp.experts": "ep_dispatch_experts"}
 
 
 def _full_list(experts: list[int] | int, moe_layers: list[int] | None, num_layers: int) -> list[int]:

@@ -61,10 +61,9 @@ class PRMoEMLP(nn.Module):
 class PRMoEExperts(nn.Module):
     """All experts of a layer as three-dimensional parameters, run by ``config._experts_implementation``."""
 
-    gate_up_proj: nn.Parameter
-    up_proj: nn.Parameter
     # Set by the decorator.
     has_gate: bool
+    has_bias: bool
     _apply_gate: Callable[[Tensor], Tensor]
 
     def __init__(self, config: PRMoEConfig, num_experts: int) -> None:
@@ -73,10 +72,13 @@ class PRMoEExperts(nn.Module):
         self.num_experts = num_experts
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
-        up = "gate_up_proj" if config.mlp_gated else "up_proj"
+        self.up_name = "gate_up_proj" if config.mlp_gated else "up_proj"
         rows = 2 * self.intermediate_dim if config.mlp_gated else self.intermediate_dim
-        self.register_parameter(up, nn.Parameter(torch.empty(num_experts, rows, self.hidden_dim)))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, self.hidden_dim, self.intermediate_dim))
+        shapes = {self.up_name: (rows, self.hidden_dim), "down_proj": (self.hidden_dim, self.intermediate_dim)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape)))
+            if config.mlp_bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(num_experts, shape[0])))
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -90,17 +92,20 @@ class PRMoEExperts(nn.Module):
         Returns:
             ``[T, D]``.
         """
-        up = self.gate_up_proj if self.has_gate else self.up_proj
         summed = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             if expert >= self.num_experts:
                 continue
             tokens, choices = torch.where(top_k_index == expert)
-            inner = functional.linear(hidden_states[tokens], up[expert])
+            inner = self._linear(self.up_name, expert, hidden_states[tokens])
             inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-            rows = functional.linear(inner, self.down_proj[expert]) * top_k_weights[tokens, choices, None]
+            rows = self._linear("down_proj", expert, inner) * top_k_weights[tokens, choices, None]
             summed.index_add_(0, tokens, rows.to(summed.dtype))
         return summed
+
+    def _linear(self, name: str, expert: int, rows: Tensor) -> Tensor:
+        bias = getattr(self, f"{name}_bias")[expert] if self.has_bias else None
+        return functional.linear(rows, getattr(self, name)[expert], bias)
 
 
 class PRMoETopKRouter(nn.Module):
@@ -132,7 +137,7 @@ class PRMoESparseMoeBlock(nn.Module):
         super().__init__()
         self.gate = PRMoETopKRouter(config, num_experts)
         self.experts = PRMoEExperts(config, num_experts)
-        self.experts.has_gate = config.mlp_gated
+        self.experts.has_gate, self.experts.has_bias = config.mlp_gated, config.mlp_bias
         self.residual_mlp = None if config.residual is None else PRMoEMLP(config)
         self.residual_coefficient = nn.Linear(config.hidden_size, 2) if config.residual == "learned" else None
 
@@ -150,6 +155,24 @@ class PRMoESparseMoeBlock(nn.Module):
         return output.reshape(hidden_states.shape)
 
 
+class PRMoENoRotation(nn.Module):
+    """Takes the place of rotary positions where positions are learned: turns nothing."""
+
+    def __init__(self, config: PRMoEConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim or 0  # which the config has filled in
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns cosines and sines of zero, ``[B, S, head_dim]`` each."""
+        zeros = hidden_states.new_zeros(*position_ids.shape, self.head_dim)
+        return zeros.cos(), zeros
+
+
+def _norm(config: PRMoEConfig) -> nn.Module:
+    kind = LlamaRMSNorm if config.norm == "rms" else nn.LayerNorm
+    return kind(config.hidden_size, eps=config.rms_norm_eps)
+
+
 class PRMoEDecoderLayer(LlamaDecoderLayer):
     """Llama's decoder layer with a dense or a sparse MLP."""
 
@@ -160,8 +183,32 @@ class PRMoEDecoderLayer(LlamaDecoderLayer):
         self.hidden_size = config.hidden_size
         self.self_attn = LlamaAttention(config, layer_idx)  # type: ignore[arg-type]  # has all that a Llama's has
         self.mlp = PRMoESparseMoeBlock(config, num_experts) if num_experts else PRMoEMLP(config)  # type: ignore[assignment]
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = _norm(config)  # type: ignore[assignment]
+        self.post_attention_layernorm = _norm(config)  # type: ignore[assignment]
+        self.position_embedding = None
+        if config.position_embedding == "learned" and layer_idx == 0:
+            self.position_embedding = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def forward(  # type: ignore[override]  # the rest is Llama's business
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Takes and returns ``[B, S, D]``.
+
+        Learned positions are added here, not next to the tokens' embeddings: prompts that are given as embeddings get
+        them too, and a part of the layers that runs elsewhere adds them once.
+
+        Raises:
+            ConfigError: If there are more positions than learned.
+        """
+        if self.position_embedding is not None:
+            known = self.position_embedding.num_embeddings
+            if position_ids.device.type == "cpu" and position_ids.numel() and int(position_ids.max()) >= known:
+                raise ConfigError(
+                    f"position {int(position_ids.max())} is beyond the {known} learned ones: shorten the input to "
+                    f"{known} tokens"
+                )
+            hidden_states = hidden_states + self.position_embedding(position_ids)
+        return super().forward(hidden_states, attention_mask, position_ids, **kwargs)
 
 
 class PRMoEPreTrainedModel(PreTrainedModel):
@@ -187,8 +234,11 @@ class PRMoEPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, PRMoEExperts | PRMoETopKRouter):
-            for parameter in module.parameters(recurse=False):
-                initialization.normal_(parameter, mean=0.0, std=self.config.initializer_range)
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.endswith("_bias"):
+                    initialization.zeros_(parameter)
+                else:
+                    initialization.normal_(parameter, mean=0.0, std=self.config.initializer_range)
 
 
 class PRMoEModel(PRMoEPreTrainedModel):
@@ -206,8 +256,10 @@ class PRMoEModel(PRMoEPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         layers = (PRMoEDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
+        self.norm = _norm(config)
+        self.rotary_emb: nn.Module = PRMoENoRotation(config)
+        if config.position_embedding == "rotary":
+            self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 

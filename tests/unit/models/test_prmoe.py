@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM, PRMoEForSequenceClassification
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -33,14 +34,37 @@ def small(**settings: Any) -> PRMoEForCausalLM:
     return model.eval()
 
 
+def perturbed(model: PRMoEForCausalLM) -> PRMoEForCausalLM:
+    """Moves biases away from zero, so that a lost one changes the logits."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model
+
+
 def tokens(*shape: int) -> torch.Tensor:
     return torch.randint(1, 64, shape, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("residual", ["sum", "learned", None])
-@pytest.mark.parametrize("mlp_gated", [True, False])
-def test_save_load_and_generate(tmp_path: Path, residual: str | None, mlp_gated: bool) -> None:
-    model = small(residual=residual, mlp_gated=mlp_gated)
+GPT: dict[str, Any] = {
+    "mlp_gated": False,
+    "hidden_act": "gelu",
+    "mlp_bias": True,
+    "attention_bias": True,
+    "norm": "layer",
+    "position_embedding": "learned",
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"residual": "sum"}, {"residual": "learned", "mlp_gated": False}, {"residual": None, "mlp_bias": True}, GPT],
+    ids=["sum", "learned", "plain", "gpt"],
+)
+def test_save_load_and_generate(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = perturbed(small(**settings))
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is PRMoEForCausalLM
@@ -51,15 +75,27 @@ def test_save_load_and_generate(tmp_path: Path, residual: str | None, mlp_gated:
     assert torch.equal(cached, loaded.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("mlp_gated", [True, False])
-def test_experts_implementations_agree(implementation: str, mlp_gated: bool) -> None:
-    model = small(num_experts_per_tok=2, mlp_gated=mlp_gated)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "swarm_table"])
+@pytest.mark.parametrize("settings", [{}, {"num_experts_per_tok": 2}, GPT], ids=["top-1", "top-2", "gpt"])
+def test_experts_implementations_agree(implementation: str, settings: dict[str, Any]) -> None:
+    model = perturbed(small(**settings))
     ids = tokens(3, 9)
     model.set_experts_implementation("eager")
-    expected = model(ids).logits
+    expected, expected_gradients = logits_and_gradients(model, ids)
     model.set_experts_implementation(implementation)
-    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    found, gradients = logits_and_gradients(model, ids)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-5)
+
+
+def logits_and_gradients(model: PRMoEForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    output = model(ids, labels=ids)
+    model.zero_grad()
+    output.loss.backward()
+    # batched_mm of a layer without routed experts has a gradient of zeros, the others none.
+    return output.logits.detach(), {name: one.grad.clone() for name, one in model.named_parameters()}
 
 
 def test_router_learns_from_the_task_at_top_1() -> None:
@@ -129,3 +165,41 @@ def test_the_saved_config_is_complete(tmp_path: Path) -> None:
     assert saved["experts_per_layer"] == [0, 4, 0, 8]
     assert "base_model_ep_plan" not in saved
     assert AutoConfig.from_pretrained(tmp_path).moe_layers == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        # The paper's sizes: Table 1 and section 4.1.3.
+        ("350M", 0.35),
+        ("1.3B", 1.3),
+        ("6.7B", 6.7),
+        ("350M+MoE-128", 13),
+        ("1.3B+MoE-128", 52),
+        ("350M+PR-MoE-32/64", 4),
+        ("1.3B+PR-MoE-64/128", 31),
+    ],
+)
+def test_presets_have_the_sizes_of_the_paper(name: str, billions: float) -> None:
+    count = num_parameters(PRMoEConfig.preset(name))
+    assert count == pytest.approx(billions * 1e9, rel=0.03)
+    if name == "350M+PR-MoE-32/64":
+        assert count < num_parameters(PRMoEConfig.preset("350M+MoE-128")) / 3
+
+
+def num_parameters(config: PRMoEConfig) -> int:
+    with torch.device("meta"):
+        model = PRMoEForCausalLM(config)
+    model.tie_weights()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_preset_takes_other_settings_and_names_the_known_ones() -> None:
+    assert PRMoEConfig.preset("350M", vocab_size=100).vocab_size == 100
+    with pytest.raises(ConfigError, match=r"unknown preset '350M\+MoE'; known: 350M, 1.3B"):
+        PRMoEConfig.preset("350M+MoE")
+
+
+def test_positions_beyond_the_learned_ones_are_named() -> None:
+    with pytest.raises(ConfigError, match="position 32 is beyond the 32 learned ones"):
+        small(**GPT)(tokens(1, 33))
