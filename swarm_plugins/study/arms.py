@@ -1,0 +1,114 @@
+"""The models that are compared, and the claims of the paper about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm_plugins.study.settings import Run, Shape, Teaching, Training
+
+MARGIN = 0.02
+"""Nats per byte that a model may be worse and still count as equal; fixed before the runs."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement about the held-out losses of two arms.
+
+    Args:
+        name: Short, for tables and pictures.
+        better: Arm that has the lower loss according to the paper.
+        worse: The other one.
+        source: Section of the paper.
+        margin: 0: ``better`` must be better. Otherwise it must be less than this much worse.
+    """
+
+    name: str
+    better: str
+    worse: str
+    source: str
+    margin: float = 0.0
+
+
+CLAIMS = (
+    Claim("MoE beats dense", "standard", "dense", "3"),
+    Claim("experts in the second half beat the first half", "second-half", "first-half", "4.1.1"),
+    Claim("top-2 beats top-1", "top-2", "top-1", "4.1.1"),
+    Claim("residual top-1 beats top-1", "residual", "top-1", "4.1.1"),
+    Claim("residual top-1 is as good as top-2", "residual", "top-2", "4.1.1", MARGIN),
+    Claim("PR-MoE is as good as standard MoE", "pr-moe", "standard", "4.1.4", MARGIN),
+    Claim("staged distillation beats none", "student-staged", "student", "4.2.2"),
+    Claim("staged distillation beats full", "student-staged", "student-full", "4.2.2"),
+    Claim("staged student is as good as its teacher", "student-staged", "pr-moe", "4.2.2", MARGIN),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Scale of a study.
+
+    Args:
+        training: The same for all arms.
+        vocab_size: Tokens of the BPE.
+        width: Hidden size; the two larger dense models have more.
+        experts: Experts of a layer of the simple comparisons; PR-MoE has half of them, then as many.
+        standard_experts: Experts of a layer of the standard MoE.
+        staged_until: Share of the steps that the staged student has its teacher.
+    """
+
+    training: Training
+    vocab_size: int = 1024
+    width: int = 96
+    experts: int = 8
+    standard_experts: int = 32
+    staged_until: float = 0.6
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Returns the models by arm, students apart."""
+        few, many = self.experts // 2, self.experts
+        return {
+            "dense": self._shape((0, 0, 0, 0)),
+            "first-half": self._shape((many, many, 0, 0)),
+            "second-half": self._shape((0, 0, many, many)),
+            "top-1": self._shape((0, many, 0, many)),
+            "top-2": self._shape((0, many, 0, many), picks=2),
+            "residual": self._shape((0, many, 0, many), residual=True),
+            "standard": self._shape((0, self.standard_experts, 0, self.standard_experts)),
+            "pr-moe": self._shape((0, few, 0, many), residual=True),
+            "dense-1.5x": self._shape((0, 0, 0, 0), times=1.5),
+            "dense-2x": self._shape((0, 0, 0, 0), times=2.0),
+        }
+
+    def runs(self, seed: int, corpus: str) -> dict[str, Run]:
+        """Returns the runs of a seed by arm, teachers before their students."""
+        shapes = self.shapes()
+        student = self._shape((0, self.experts // 2, self.experts), residual=True)
+
+        def run(shape: Shape, until: float | None = None) -> Run:
+            teaching = None if until is None else Teaching(teacher=shapes["pr-moe"], until=until)
+            return Run(
+                shape=shape,
+                training=self.training,
+                seed=seed,
+                corpus=corpus,
+                vocab_size=self.vocab_size,
+                teaching=teaching,
+            )
+
+        return {
+            **{arm: run(shape) for arm, shape in shapes.items()},
+            "student": run(student),
+            "student-full": run(student, 1.0),
+            "student-staged": run(student, self.staged_until),
+        }
+
+    def _shape(self, experts: tuple[int, ...], *, residual: bool = False, picks: int = 1, times: float = 1.0) -> Shape:
+        width = int(self.width * times)
+        return Shape(
+            width=width,
+            neurons=2 * width,
+            heads=max(1, width // 24),
+            experts=experts,
+            residual="sum" if residual else None,
+            picks=picks,
+        )

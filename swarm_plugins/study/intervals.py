@@ -1,0 +1,86 @@
+"""Means of paired differences with their t-intervals, without tables."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and the interval that covers the true one with the given confidence."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def is_above_zero(self) -> bool:
+        """Whether the whole interval is: what a claim of a positive difference needs."""
+        return self.low > 0
+
+    @property
+    def is_below_zero(self) -> bool:
+        """Whether the whole interval is: the opposite was found."""
+        return self.high < 0
+
+    def shifted(self, offset: float) -> Interval:
+        """Returns the interval of the same values plus a constant."""
+        return Interval(self.mean + offset, self.low + offset, self.high + offset, self.count)
+
+
+def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """Returns the mean of independent values with Student's interval; unbounded for a single one.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
+    half = t_quantile((1 + confidence) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half, len(values))
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Returns the value below which Student's t lies with a probability of one half or more.
+
+    Raises:
+        ValueError: If the probability is not in ``[0.5, 1)`` or the degrees of freedom are not positive.
+    """
+    if not 0.5 <= probability < 1 or degrees < 1:
+        raise ValueError(f"expected a probability in [0.5, 1) and degrees above 0, got {probability} and {degrees}")
+    low, high = 0.0, 1.0
+    while t_cdf(high, degrees) < probability:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_cdf(middle, degrees) < probability else (low, middle)
+    return high
+
+
+def t_cdf(value: float, degrees: int) -> float:
+    """Returns the probability that Student's t is below a value, by its finite sum for whole degrees of freedom.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(value / math.sqrt(degrees))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    if degrees % 2:
+        term, total = cosine, (cosine if degrees > 1 else 0.0)
+        for index in range(3, degrees - 1, 2):
+            term *= cosine**2 * (index - 1) / index
+            total += term
+        within = 2 / math.pi * (angle + sine * total)
+    else:
+        term = total = 1.0
+        for index in range(2, degrees - 1, 2):
+            term *= cosine**2 * (index - 1) / index
+            total += term
+        within = sine * total
+    return (1 + within) / 2

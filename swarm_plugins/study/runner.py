@@ -1,0 +1,69 @@
+"""Runs a study: every run once, students after their teachers, one process a core."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from swarm_plugins.study.corpus import Corpus, load_corpus
+from swarm_plugins.study.settings import Run
+from swarm_plugins.study.training import Place, train
+
+# Niceness of the workers: a long study leaves the machine usable.
+_NICENESS = 10
+
+
+def run_all(runs: Sequence[Run], place: Place, *, jobs: int, on_end: Callable[[Run, dict[str, Any]], object]) -> None:
+    """Trains all runs that have not finished, in their order as far as teachers allow.
+
+    What was killed goes on from its last checkpoint. Two studies may share a folder: each run has a lock.
+
+    Args:
+        runs: Runs, each teacher among them.
+        place: Folder and device.
+        jobs: Processes.
+        on_end: Called with each run that ends, and its record.
+    """
+    waiting = list({run.key: run for run in runs if place.result(run) is None}.values())
+    going: dict[Future[dict[str, Any]], Run] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_be_nice) as pool:
+        try:
+            while waiting or going:
+                for run in _ready(waiting, place)[: jobs - len(going)]:
+                    waiting.remove(run)
+                    going[pool.submit(_train_here, run, place)] = run
+                for future in wait(going, return_when=FIRST_COMPLETED).done:
+                    on_end(going.pop(future), future.result())
+        except BaseException:
+            # Otherwise the pool would wait for the runs that have begun; they go on from their checkpoints next time.
+            for process in list((pool._processes or {}).values()):
+                process.terminate()
+            raise
+
+
+def _ready(waiting: Sequence[Run], place: Place) -> list[Run]:
+    return [run for run in waiting if run.teacher is None or place.result(run.teacher) is not None]
+
+
+def _be_nice() -> None:
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+
+
+def _train_here(run: Run, place: Place) -> dict[str, Any]:
+    corpus = _corpus(place.folder, run.vocab_size)
+    with FileLock(place.folder / "runs" / f"{run.key}.lock"):
+        return train(run, corpus, place)
+
+
+@functools.cache
+def _corpus(folder: Path, vocab_size: int) -> Corpus:
+    return load_corpus(folder / "corpus", vocab_size)
