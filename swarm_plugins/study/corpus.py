@@ -133,7 +133,9 @@ def _make(folder: Path, file: Path, vocab_size: int) -> None:
     tokenizer = _train_bpe(splits["train"], vocab_size)
     end = tokenizer.token_to_id(END_OF_FILE)
     tokens = {
-        split: numpy.concatenate([numpy.array([*one.ids, end], dtype=numpy.uint16) for one in tokenizer.encode_batch(t)])
+        split: numpy.concatenate(
+            [numpy.array([*one.ids, end], dtype=numpy.uint16) for one in tokenizer.encode_batch(t)]
+        )
         for split, t in splits.items()
     }
     digest = hashlib.sha256()

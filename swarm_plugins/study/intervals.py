@@ -29,10 +29,6 @@ class Interval:
         """Whether the whole interval is: the opposite was found."""
         return self.high < 0
 
-    def shifted(self, offset: float) -> Interval:
-        """Returns the interval of the same values plus a constant."""
-        return Interval(self.mean + offset, self.low + offset, self.high + offset, self.count)
-
 
 def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Returns the mean of independent values with Student's interval; unbounded for a single one.

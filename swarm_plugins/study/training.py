@@ -138,7 +138,9 @@ def held_out_loss(model: nn.Module, corpus: Corpus, windows: int, length: int, d
     nats = num_bytes = 0.0
     for tokens in corpus.held_out_batches(windows, _HELD_OUT_ROWS, length):
         logits = model(input_ids=tokens[:, :-1].to(device), use_cache=False).logits
-        nats += float(functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(device), reduction="sum"))
+        nats += float(
+            functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(device), reduction="sum")
+        )
         num_bytes += float(corpus.token_bytes[tokens[:, 1:]].sum())
     model.train(was_training)
     return nats / num_bytes
