@@ -8,16 +8,19 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 # More options of the demo: make demo DEMO_ARGS="--method prompt"
 DEMO_ARGS ?=
+# More options of the study: make study STUDY_ARGS="--seeds 8 --device cuda"
+STUDY_ARGS ?=
 # Several processes on few cores: one torch thread each.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short pictures test test-all lint format types docs build clean
+.PHONY: help venv demo demo-short pictures test test-all study lint format types docs build clean
 
 help:
 	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
 	@echo "make test    the default test suite; make test-all: also the long matrices"
+	@echo "make study   DeepSpeed-MoE's claims about small models, trained and measured here (hours)"
 	@echo "make lint | types | docs | pictures | build | format | clean"
 
 venv: $(STAMP)
@@ -54,6 +57,10 @@ test: $(STAMP)
 test-all: export SWARM_TEST_SMOLLM2 ?= 1
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not network" $(PYTEST_ARGS)
+
+# The paper's claims about small models: hours on two cores. Killed, it goes on; what has finished is kept.
+study: $(STAMP)
+	$(BIN)/python recipes/prmoe_study.py --dir runs/prmoe_study $(STUDY_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

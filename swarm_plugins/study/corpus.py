@@ -151,7 +151,7 @@ def _make(folder: Path, file: Path, vocab_size: int) -> None:
         held_out_bytes=sizes["held_out"],
         held_out_tokens=len(tokens["held_out"]),
     )
-    numpy.savez(file.with_suffix(".npz"), **tokens)
+    numpy.savez(file.with_suffix(".npz"), train=tokens["train"], held_out=tokens["held_out"])
     file.with_suffix(".facts.json").write_text(json.dumps(asdict(facts), indent=1))
     # Last, under its final name: a folder with this file is complete.
     unfinished = folder / "unfinished.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,26 @@ from swarm_plugins.study.cost import DENSE, SPARSE
 from swarm_plugins.study.intervals import t_interval
 from swarm_plugins.study.report import SHOWN, outcomes
 
-_GREEN, _GREY, _BLUE = "#1a7f37", "#8c959f", "#0969da"
+# What matplotlib draws with, and the colors that a browser puts in its place: light, dark.
+_COLORS = {
+    "#010101": ("ink", "#1f2328", "#f0f6fc"),
+    "#020202": ("muted", "#8c959f", "#7d8590"),
+    "#030303": ("good", "#1a7f37", "#3fb950"),
+    "#040404": ("mark", "#0969da", "#58a6ff"),
+    "#050505": ("warm", "#bc4c00", "#f0883e"),
+}
+_INK, _MUTED, _GOOD, _MARK, _WARM = _COLORS
+_INKED = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
+_CURVES = {"dense": _MUTED, "first-half": _WARM, "second-half": _MARK, "standard": _INK, "pr-moe": _GOOD}
 _COST_AXES = (
-    ("parameters", "parameters", 1.0),
+    ("parameters", "parameters, millions", 1e-6),
     ("latency_s", "decode latency, ms per token", 1e3),
     ("tokens_per_s", "throughput, tokens per second", 1.0),
 )
 
 
 def draw(figures: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draws all pictures that the figures have data for, as SVG.
+    """Draws all pictures that the figures have data for, as SVG for light and dark pages.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
@@ -30,18 +41,36 @@ def draw(figures: Mapping[str, Any], folder: Path) -> list[Path]:
         from matplotlib.figure import Figure
     except ImportError as exc:
         raise MissingExtraError("the pictures need matplotlib: pip install 'swarm_plugins[plot]'") from exc
-    drawings = {"prmoe-claims.svg": _draw_claims, "prmoe-curves.svg": _draw_curves}
+    drawings = {"prmoe-claims.svg": _draw_claims, "prmoe-curves.svg": _draw_curves} if figures["arms"] else {}
     if "cost" in figures:
         drawings["prmoe-cost.svg"] = _draw_cost
     files = []
-    # Without these two, the same figures would give another file every time.
-    with matplotlib.rc_context({"svg.hashsalt": "prmoe-study", "font.size": 9}):
+    # Without the salt, the same figures would give another file every time.
+    settings: Any = {
+        "svg.hashsalt": "prmoe-study",
+        "font.size": 9,
+        "svg.fonttype": "none",
+        **dict.fromkeys(_INKED, _INK),
+    }
+    with matplotlib.rc_context(settings):
         for name, drawing in drawings.items():
             figure = Figure(layout="constrained")
             drawing(figures, figure)
-            figure.savefig(folder / name, metadata={"Date": None})
+            written = io.StringIO()
+            figure.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
+            (folder / name).write_text(_for_both_modes(written.getvalue()))
             files.append(folder / name)
     return files
+
+
+def _for_both_modes(svg: str) -> str:
+    for color, (role, _, _) in _COLORS.items():
+        svg = svg.replace(color, f"var(--{role})")
+    light, dark = (";".join(f"--{role}:{pair[mode]}" for role, *pair in _COLORS.values()) for mode in (0, 1))
+    style = f"svg {{ {light} }} @media (prefers-color-scheme: dark) {{ svg {{ {dark} }} }}"
+    style += " text { font-family: system-ui, sans-serif !important }"
+    svg = svg.replace("<defs>", f"<style>{style}</style>\n <defs>", 1)
+    return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
 def _draw_claims(figures: Mapping[str, Any], figure: Any) -> None:
@@ -49,27 +78,28 @@ def _draw_claims(figures: Mapping[str, Any], figure: Any) -> None:
     figure.set_size_inches(8.5, 0.8 + 0.36 * len(found))
     axes = figure.subplots()
     for row, (one, interval) in enumerate(found):
-        color = _GREEN if one.verdict == SHOWN else _GREY
+        color = _GOOD if one.verdict == SHOWN else _MUTED
         axes.plot([interval.low, interval.high], [row, row], color=color, linewidth=3, solid_capstyle="butt")
         axes.plot(interval.mean, row, "o", color=color)
     axes.set_yticks(range(len(found)), [f"{one.claim.name}: {one.verdict.partition(';')[0]}" for one, _ in found])
     axes.invert_yaxis()
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_xlabel("mean over paired seeds and 95 % interval, nats per byte; a claim needs all of it right of zero")
+    axes.axvline(0, color=_INK, linewidth=0.8)
+    axes.set_xlabel("mean over paired seeds and 95 % interval, nats per byte; shown: all of it right of zero")
     _tidy(axes)
 
 
 def _draw_curves(figures: Mapping[str, Any], figure: Any) -> None:
-    figure.set_size_inches(8, 4)
+    figure.set_size_inches(8.5, 3.6)
     axes = figure.subplots()
-    for arm, entry in figures["arms"].items():
-        curves = list(entry["curves"].values())
-        steps = [step for step, _ in curves[0]]
-        means = [sum(curve[index][1] for curve in curves) / len(curves) for index in range(len(steps))]
-        axes.plot(steps, means, label=arm, linewidth=1.2)
+    for arm, color in _CURVES.items():
+        curves = list(figures["arms"].get(arm, {}).get("curves", {}).values())
+        if curves:
+            steps = [step for step, _ in curves[0]]
+            means = [sum(curve[index][1] for curve in curves) / len(curves) for index in range(len(steps))]
+            axes.plot(steps, means, "o-", label=arm, color=color, linewidth=1.2, markersize=3)
     axes.set_xlabel("step")
     axes.set_ylabel("held-out loss, nats per byte")
-    axes.legend(fontsize=7, ncols=2, frameon=False)
+    axes.legend(frameon=False)
     _tidy(axes)
 
 
@@ -80,12 +110,11 @@ def _draw_cost(figures: Mapping[str, Any], figure: Any) -> None:
     dense, sparse = ([arm for arm in arms if arm in costs] for arms in (DENSE, SPARSE))
     for axes, (name, title, unit) in zip(figure.subplots(1, 3, sharey=True), _COST_AXES, strict=True):
         values = {arm: costs[arm][name] * unit for arm in costs}
-        axes.plot([values[arm] for arm in dense], [losses[arm] for arm in dense], "s-", color=_GREY)
-        axes.plot([values[arm] for arm in sparse], [losses[arm] for arm in sparse], "o", color=_BLUE)
+        axes.plot([values[arm] for arm in dense], [losses[arm] for arm in dense], "s-", color=_MUTED)
+        axes.plot([values[arm] for arm in sparse], [losses[arm] for arm in sparse], "o", color=_MARK)
         for arm, value in values.items():
             axes.annotate(arm, (value, losses[arm]), xytext=(4, 4), textcoords="offset points", fontsize=7)
-        axes.set_xscale("log")
-        axes.margins(x=0.25, y=0.12)
+        axes.margins(x=0.3, y=0.12)
         axes.set_xlabel(title)
         _tidy(axes)
     figure.axes[0].set_ylabel("held-out loss, nats per byte")

@@ -65,7 +65,7 @@ class Study:
 
     def measure_cost(self, *, rounds: int = 15, tokens: int = 48, rows: int = 32) -> None:
         """Measures latency and throughput of the first seed's models; best on a quiet machine."""
-        how = {"rounds": rounds, "tokens": tokens, "rows": rows, "threads": torch.get_num_threads()}
+        how: dict[str, float] = {"rounds": rounds, "tokens": tokens, "rows": rows, "threads": torch.get_num_threads()}
         load = os.getloadavg()[0]
         found = cost.measure(
             self.plan, self.seeds[0], self._corpus(), self.place, rounds=rounds, tokens=tokens, rows=rows

@@ -57,8 +57,8 @@ class Place:
         """Loads the model of a finished run, in evaluation mode."""
         model = PRMoEForCausalLM.from_pretrained(self.of(run) / _MODEL)
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
-        placed: PRMoEForCausalLM = model.to(self.device).eval()
-        return placed
+        model.train(False)
+        return on_device(model, self.device)
 
 
 def train(run: Run, corpus: Corpus, place: Place) -> dict[str, Any]:
@@ -130,6 +130,12 @@ def _initialise(parameter: Tensor, name: str, run: Run) -> None:
         piece.copy_(torch.randn(piece.shape, generator=generator) * std)
 
 
+def on_device(model: PRMoEForCausalLM, device: str) -> PRMoEForCausalLM:
+    """Moves a model; transformers' annotation of ``to`` does not fit a checker."""
+    nn.Module.to(model, device)
+    return model
+
+
 @torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Corpus, windows: int, length: int, device: str) -> float:
     """Returns nats per byte of text over windows of the held-out files."""
@@ -159,7 +165,8 @@ class _Loop:
     def __init__(self, run: Run, corpus: Corpus, place: Place) -> None:
         self.run, self.corpus, self.place = run, corpus, place
         self.folder = place.of(run)
-        self.model = build(run).to(place.device).train()
+        self.model = on_device(build(run), place.device)
+        self.model.train()
         self.optimizer = _optimizer(self.model, run.training)
         self.step = 0
         self.curve: list[tuple[int, float]] = []
