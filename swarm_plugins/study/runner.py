@@ -34,19 +34,14 @@ def run_all(runs: Sequence[Run], place: Place, *, jobs: int, on_end: Callable[[R
     """
     waiting = list({run.key: run for run in runs if place.result(run) is None}.values())
     going: dict[Future[dict[str, Any]], Run] = {}
+    # If one fails, those that have begun end first, and are kept.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_be_nice) as pool:
-        try:
-            while waiting or going:
-                for run in _ready(waiting, place)[: jobs - len(going)]:
-                    waiting.remove(run)
-                    going[pool.submit(_train_here, run, place)] = run
-                for future in wait(going, return_when=FIRST_COMPLETED).done:
-                    on_end(going.pop(future), future.result())
-        except BaseException:
-            # Otherwise the pool would wait for the runs that have begun; they go on from their checkpoints next time.
-            for process in list((pool._processes or {}).values()):
-                process.terminate()
-            raise
+        while waiting or going:
+            for run in _ready(waiting, place)[: jobs - len(going)]:
+                waiting.remove(run)
+                going[pool.submit(_train_here, run, place)] = run
+            for future in wait(going, return_when=FIRST_COMPLETED).done:
+                on_end(going.pop(future), future.result())
 
 
 def _ready(waiting: Sequence[Run], place: Place) -> list[Run]:
