@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from swarm_plugins.study.arms import Plan
 from swarm_plugins.study.corpus import Corpus
-from swarm_plugins.study.intervals import t_interval
 from swarm_plugins.study.training import Place
 
 DENSE = ("dense", "dense-1.25x", "dense-1.5x")
@@ -85,8 +84,16 @@ def dense_at_equal_loss(losses: Mapping[str, float], costs: Mapping[str, Mapping
 
 def add_cost(figures: dict[str, Any], costs: Mapping[str, Mapping[str, float]], how: Mapping[str, Any]) -> None:
     """Adds measured costs and the dense models of equal loss to a study's figures."""
-    losses = {arm: t_interval(list(entry["losses"].values())).mean for arm, entry in figures["arms"].items()}
-    figures["cost"] = {"how": dict(how), "arms": dict(costs), "dense_at_equal_loss": dense_at_equal_loss(losses, costs)}
+    measured = [figures["arms"][arm]["losses"] for arm in costs]
+    # Seeds differ more than arms: only those that all of the models have.
+    seeds = sorted(set.intersection(*map(set, measured))) if measured else []
+    losses = {arm: statistics.fmean(figures["arms"][arm]["losses"][seed] for seed in seeds) for arm in costs if seeds}
+    figures["cost"] = {
+        "how": dict(how),
+        "seeds": seeds,
+        "arms": {arm: {"loss": losses[arm], **costs[arm]} for arm in losses},
+        "dense_at_equal_loss": dense_at_equal_loss(losses, costs),
+    }
 
 
 def _between(points: Sequence[tuple[float, Mapping[str, float]]], loss: float, cost: str) -> float:

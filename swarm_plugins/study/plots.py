@@ -9,7 +9,6 @@ from typing import Any
 
 from swarm_plugins.errors import MissingExtraError
 from swarm_plugins.study.cost import DENSE, SPARSE
-from swarm_plugins.study.intervals import t_interval
 from swarm_plugins.study.report import SHOWN, outcomes
 
 # What matplotlib draws with, and the colors that a browser puts in its place: light, dark.
@@ -106,7 +105,7 @@ def _draw_curves(figures: Mapping[str, Any], figure: Any) -> None:
 def _draw_cost(figures: Mapping[str, Any], figure: Any) -> None:
     figure.set_size_inches(10, 3.4)
     costs = figures["cost"]["arms"]
-    losses = {arm: t_interval(list(figures["arms"][arm]["losses"].values())).mean for arm in costs}
+    losses = {arm: one["loss"] for arm, one in costs.items()}
     dense, sparse = ([arm for arm in arms if arm in costs] for arms in (DENSE, SPARSE))
     for axes, (name, title, unit) in zip(figure.subplots(1, 3, sharey=True), _COST_AXES, strict=True):
         values = {arm: costs[arm][name] * unit for arm in costs}

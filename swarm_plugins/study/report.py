@@ -143,10 +143,10 @@ def _arms(figures: Mapping[str, Any]) -> str:
 
 
 def _costs(figures: Mapping[str, Any]) -> str:
-    rows = []
-    for arm, one in figures["cost"]["arms"].items():
-        loss = t_interval(list(figures["arms"][arm]["losses"].values())).mean
-        rows.append((arm, f"{loss:.4f}", f"{one['parameters'] / 1e6:.2f} M", *_speeds(one)))
+    rows = [
+        (arm, f"{one['loss']:.4f}", f"{one['parameters'] / 1e6:.2f} M", *_speeds(one))
+        for arm, one in figures["cost"]["arms"].items()
+    ]
     rows += [
         (f"dense at the loss of {arm}", f"{one['loss']:.4f}", f"{one['parameters'] / 1e6:.2f} M", *_speeds(one))
         if one["parameters"]

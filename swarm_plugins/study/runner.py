@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def run_all(runs: Sequence[Run], place: Place, *, jobs: int, on_end: Callable[[R
     waiting = list({run.key: run for run in runs if place.result(run) is None}.values())
     going: dict[Future[dict[str, Any]], Run] = {}
     # If one fails, those that have begun end first, and are kept.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_be_nice) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin_worker) as pool:
         while waiting or going:
             for run in _ready(waiting, place)[: jobs - len(going)]:
                 waiting.remove(run)
@@ -48,9 +49,18 @@ def _ready(waiting: Sequence[Run], place: Place) -> list[Run]:
     return [run for run in waiting if run.teacher is None or place.result(run.teacher) is not None]
 
 
-def _be_nice() -> None:
+def _begin_worker() -> None:
     os.nice(_NICENESS)
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # A worker of a killed study would wait for work for ever: it holds both ends of its queue.
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _train_here(run: Run, place: Place) -> dict[str, Any]:

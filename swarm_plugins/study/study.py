@@ -14,7 +14,7 @@ import torch
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.study import cost
-from swarm_plugins.study.arms import Plan
+from swarm_plugins.study.arms import CLAIMS, Plan
 from swarm_plugins.study.corpus import load_corpus
 from swarm_plugins.study.plots import draw
 from swarm_plugins.study.report import as_markdown, collect, outcomes
@@ -44,7 +44,7 @@ class Study:
         self.seeds = seeds
 
     def train(self, *, jobs: int) -> None:
-        """Trains every run that has not finished, one seed after the other.
+        """Trains every run that has not finished, so that a study that is cut short has whole seeds.
 
         Raises:
             ConfigError: If the device does not exist.
@@ -53,7 +53,7 @@ class Study:
             raise ConfigError(f"--device {self.place.device}: this torch sees no CUDA device; use --device cpu")
         digest = self._corpus().facts.digest
         arms = {run.key: (arm, seed) for seed in self.seeds for arm, run in self.plan.runs(seed, digest).items()}
-        runs = [run for seed in self.seeds for run in self.plan.runs(seed, digest).values()]
+        runs = [self.plan.runs(seed, digest)[arm] for seed, arm in self._order()]
         num_finished = sum(self.place.result(run) is not None for run in runs)
         log.info("%d runs, %d finished", len(runs), num_finished)
 
@@ -62,6 +62,13 @@ class Study:
             log.info("%s, seed %d: %.4f nats/byte in %.0f CPU seconds", arm, seed, record["loss"], record["cpu_s"])
 
         run_all(runs, self.place, jobs=jobs, on_end=tell)
+
+    def _order(self) -> list[tuple[int, str]]:
+        """Returns seed and arm of all runs: the first seed whole, then what the claims need, then the rest."""
+        arms = list(self.plan.runs(self.seeds[0], ""))
+        claimed = {arm for claim in CLAIMS for arm in claim.arms}
+        pairs = [(seed, arm) for seed in self.seeds for arm in arms]
+        return sorted(pairs, key=lambda pair: pair[0] != self.seeds[0] and pair[1] not in claimed)
 
     def measure_cost(self, *, rounds: int = 15, tokens: int = 48, rows: int = 32) -> None:
         """Measures latency and throughput of the first seed's models; best on a quiet machine."""

@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from study_kit import make_corpus, tiny_plan
 
@@ -38,8 +39,11 @@ def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.
     deadline = time.monotonic() + DEADLINE_S
     while len(results(tmp_path)) < 3 and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.join()
+    _, left = psutil.wait_procs(workers, timeout=DEADLINE_S)
+    assert not left, "workers outlive their study"
     before = results(tmp_path)
     assert len(before) >= 3
 
