@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from swarm_plugins.errors import ConfigError, SwarmError, TransportError, one_line
 
@@ -47,49 +46,6 @@ def agree(plan: str, refusal: SwarmError | None, device: torch.device) -> None:
         )
 
 
-class Complaints:
-    """What is wrong with a rank's routing, as words that travel with its numbers of tokens.
-
-    A rank that refused on its own would leave the others waiting for its tokens.
-    """
-
-    def __init__(self, words: Tensor) -> None:
-        self.words = words
-        """This rank, tokens whose weights are not finite, indices that name no expert, tokens in all: ``[4]``."""
-
-    @classmethod
-    def of(cls, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int) -> Complaints:
-        """Returns the complaints about routing weights and indices, both ``[T, k]``."""
-        not_finite = (~torch.isfinite(top_k_weights)).any(dim=1).sum()
-        unknown = ((top_k_index < 0) | (top_k_index >= num_experts)).sum()
-        own, total = (torch.full_like(unknown, value) for value in (dist.get_rank(), top_k_index.shape[0]))
-        return cls(torch.stack([own, not_finite, unknown, total]))
-
-    @staticmethod
-    def check(words: Tensor, name: str) -> None:
-        """Raises on every rank if one complained.
-
-        Args:
-            words: Those of each rank of the group, ``[ranks, 4]``.
-            name: Name of the experts module.
-
-        Raises:
-            ConfigError: If there is a complaint.
-        """
-        for rank, not_finite, unknown, total in words.tolist():
-            if not_finite:
-                raise ConfigError(
-                    f"{name}: on rank {rank}, {not_finite} of {total} tokens have routing weights that are not finite: "
-                    "the hidden states or the router's weights hold NaN or infinity; look for the first loss that is "
-                    "not finite, lower the learning rate or clip gradients, and start again from a checkpoint"
-                )
-            if unknown:
-                raise ConfigError(
-                    f"{name}: on rank {rank}, the router chose {unknown} experts that do not exist: give every rank "
-                    "the same configuration"
-                )
-
-
 @contextmanager
 def translated(doing: str) -> Iterator[None]:
     """Turns the error of a collective that lost a rank into one sentence.
@@ -100,7 +56,8 @@ def translated(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
+        cause = one_line(exc, max_chars=160).partition(". ")[0]
         raise TransportError(
-            f"rank {dist.get_rank()} lost its group in {doing}: another rank died, raised an error or was too late. "
-            f"Read the first error of the other ranks and start all of them again ({one_line(exc, max_chars=160)})"
+            f"rank {dist.get_rank()} lost its group in {doing}: another rank died, raised an error or was too late; "
+            f"read the first error of the other ranks and start all of them again ({cause})"
         ) from exc

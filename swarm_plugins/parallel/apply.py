@@ -15,12 +15,7 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 
 from swarm_plugins.errors import ConfigError, SwarmError, UnsupportedError
 from swarm_plugins.parallel.agreement import agree, translated
-from swarm_plugins.parallel.implementations import (
-    OWN_IMPLEMENTATIONS,
-    ExchangeSettings,
-    check_implementation,
-    checked,
-)
+from swarm_plugins.parallel.implementations import ExchangeSettings, check_implementation, implementation_of
 from swarm_plugins.parallel.layout import (
     EpSize,
     ExpertLayer,
@@ -37,6 +32,7 @@ from swarm_plugins.parallel.meshes import (
     build_mesh,
     start_torch_distributed,
 )
+from swarm_plugins.parallel.refusal import Agreed, CanRefuse, watch
 from swarm_plugins.parallel.slicing import check_dense_slices, check_slices, slice_dense_layers, slice_experts
 from swarm_plugins.parallel.state import Parallelism, is_parallel, remember
 
@@ -105,9 +101,9 @@ def parallelize(
     with translated("building the groups"):
         parallelism = _build(layouts, ranks, device_type, ep_implementation, timeout_s)
     settings = ExchangeSettings(ranks_per_node=ranks_per_node, timeout_s=timeout_s)
-    for layout in layouts:
-        if layout.is_distributed:
-            _distribute_experts(model, layout, parallelism, settings)
+    distributed = [layout for layout in layouts if layout.is_distributed]
+    decoder: Any = model.base_model
+    watch(decoder, [_distribute_experts(model, layout, parallelism, settings) for layout in distributed])
     if ranks.shape[1] > 1:
         slice_dense_layers(model, parallelism.batch_mesh["tp"])
     remember(model, parallelism)
@@ -166,15 +162,18 @@ def _build(
     return Parallelism(batch_mesh, layouts, meshes, ep_implementation)
 
 
-def _distribute_experts(model: Any, layout: LayerLayout, parallelism: Parallelism, settings: ExchangeSettings) -> None:
-    """Divides one layer's experts and has transformers install the exchange."""
+def _distribute_experts(
+    model: Any, layout: LayerLayout, parallelism: Parallelism, settings: ExchangeSettings
+) -> CanRefuse:
+    """Divides one layer's experts, has transformers install the exchange, and returns it."""
     mesh = parallelism.expert_meshes[layout.ep_size, layout.expert_slices]
     name = layout.layer.name
     experts = model.get_submodule(name)
     plan = {name: DISPATCH_STYLE}
     if layout.expert_slices > 1:
         slice_experts(experts, mesh["ep", "slice"])
-        settings = replace(settings, slice_mesh=mesh["slice"])
+        both = mesh["ep", "slice"].mesh.flatten().tolist()
+        settings = replace(settings, slice_mesh=mesh["slice"], ranks=tuple(both))
     else:
         # The parameters first: what is installed looks at the module as it is then.
         own = [f"{name}.{parameter}" for parameter, _ in experts.named_parameters(recurse=False)]
@@ -183,5 +182,8 @@ def _distribute_experts(model: Any, layout: LayerLayout, parallelism: Parallelis
     replace(settings, name=name).attach(experts)
     implementation = parallelism.ep_implementation
     apply_expert_parallelism(model, mesh["ep"], parallelism.batch_mesh["tp"], plan, ep_implementation=implementation)
-    if implementation not in OWN_IMPLEMENTATIONS:
-        experts.forward = checked(experts.forward, layout.layer.num_experts, mesh["ep"], name)
+    built = implementation_of(experts)
+    if built is None:
+        built = Agreed(experts.forward, layout.layer.num_experts, mesh["ep"], name)
+        experts.forward = built
+    return built

@@ -7,7 +7,7 @@ imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,12 +21,15 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import Routing
-from swarm_plugins.parallel.agreement import Complaints, translated
+from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.collectives import gather_rows, gather_table, keep_own_rows, share_rows, sum_rows
-from swarm_plugins.parallel.exchange import CoordinatedExchange, Exchange, FlatExchange, HierarchicalExchange
+from swarm_plugins.parallel.exchange import CoordinatedExchange, Exchange, FlatExchange, HierarchicalExchange, Route
 from swarm_plugins.parallel.layout import LayerLayout
+from swarm_plugins.parallel.meshes import own_device
+from swarm_plugins.parallel.refusal import CanRefuse, check, complaints, failure
 
 _SETTINGS = "swarm_exchange"
+_IMPLEMENTATION = "swarm_implementation"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class ExchangeSettings:
     """Ranks that hold slices of the same experts; None: experts are whole."""
     ranks_per_node: int | None = None
     """Ranks on one machine; None: ``LOCAL_WORLD_SIZE``, as torchrun sets it."""
+    ranks: tuple[int, ...] = ()
+    """All ranks that hold experts or slices of one copy; empty: those of the expert-parallel group."""
     timeout_s: float = 600.0
 
     def attach(self, experts: nn.Module) -> None:
@@ -59,6 +64,9 @@ class ExchangeEP(EPImplementation):
         self.num_local = int(experts.num_experts)  # type: ignore[arg-type]
         self.num_experts = self.num_local * ep_mesh.size()
         self.exchange = self.make_exchange()
+        self.is_open = self.is_refused = False
+        self.ranks = frozenset(self.settings.ranks or dist.get_process_group_ranks(ep_mesh.get_group()))
+        setattr(experts, _IMPLEMENTATION, self)
 
     def make_exchange(self) -> Exchange:
         """Returns the way that tokens take."""
@@ -73,9 +81,7 @@ class ExchangeEP(EPImplementation):
             top_k_weights: ``[T, k]``.
 
         Raises:
-            ConfigError: On every rank of the group, if one of them has routing weights that are not finite, or indices
-                that name no expert.
-            TransportError: If another rank is lost.
+            SwarmError: On every rank of the group, if one of them cannot go on or is lost.
         """
         num_shared = self.tp_mesh.size()
         sizes = [len(part) for part in torch.arange(hidden_states.shape[0]).tensor_split(num_shared)]
@@ -85,26 +91,36 @@ class ExchangeEP(EPImplementation):
                 keep_own_rows(one, sizes, group) for one in (hidden_states, top_k_index, top_k_weights)
             )
         routing = Routing(top_k_index.clamp(0, self.num_experts - 1), self.num_experts)
-        complaints = Complaints.of(top_k_index, top_k_weights, self.num_experts)
         counts = torch.bincount(routing.experts, minlength=self.num_experts).view(-1, self.num_local)
-        table = torch.cat([counts, complaints.words.expand(counts.shape[0], -1)], dim=1)  # [P, experts + words]
-        received, route = self.exchange.open(table, self.num_local)
-        counts, words = received.split([self.num_local, received.shape[1] - self.num_local], dim=1)
-        slice_sizes, words = self._ask_slices(counts, words, hidden_states.device)
-        complaints.check(words, self.settings.name)
+        words = complaints(top_k_index, top_k_weights, self.num_experts)
+        counts, words, slice_sizes, route = self._open(counts, words)
+        check(self, words, self.settings.name)
 
         rows = self._compute(route.there(hidden_states[routing.tokens]), counts, slice_sizes)
-        rows = routing.unsort(route.back(rows)).view(*top_k_weights.shape, -1)  # [T, k, D]
+        rows = routing.unsort(route.back(rows)).view(*top_k_weights.shape, hidden_states.shape[1])  # [T, k, D]
         output = (rows * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
         return share_rows(output, sizes, self.tp_mesh.get_group()) if num_shared > 1 else output
 
-    def _ask_slices(self, counts: Tensor, words: Tensor, device: torch.device) -> tuple[list[int], Tensor]:
-        """The rows of each rank that has slices of the same experts, and the complaints that they have heard."""
+    def refuse(self) -> None:
+        """See `CanRefuse`."""
+        device = own_device(self.ep_mesh.device_type)
+        counts = torch.zeros(self.ep_mesh.size(), self.num_local, dtype=torch.long, device=device)
+        self._open(counts, failure(device))
+
+    def _open(self, counts: Tensor, words: Tensor) -> tuple[Tensor, Tensor, list[int], Route]:
+        """Exchanges the numbers of rows, ``[P, experts]``, and the complaints, ``[words]``.
+
+        Returns those received, the rows of each rank with slices of the same experts, and the route of the rows.
+        """
+        self.is_open = True
+        table = torch.cat([counts, words.expand(counts.shape[0], -1)], dim=1)
+        received, route = self.exchange.open(table, self.num_local)
+        counts, words = received.split([self.num_local, words.shape[0]], dim=1)
         if self.settings.slice_mesh is None:
-            return [], words
-        mine = torch.cat([counts.sum().view(1), words.flatten()]).to(device)
+            return counts, words, [], route
+        mine = torch.cat([counts.sum().view(1), words.flatten()]).to(table.device)
         everyone = gather_table(mine, self.settings.slice_mesh.get_group()).cpu()
-        return everyone[:, 0].tolist(), everyone[:, 1:].reshape(-1, words.shape[1])
+        return counts, everyone[:, 1:].reshape(-1, words.shape[1]), everyone[:, 0].tolist(), route
 
     def _compute(self, rows: Tensor, counts: Tensor, slice_sizes: list[int]) -> Tensor:
         """Runs rows ``[N, D]`` through this rank's experts; ``counts [P, experts]`` tells which."""
@@ -123,6 +139,12 @@ class ExchangeEP(EPImplementation):
             rows, experts = functional.pad(rows, (0, 0, 0, 1)), functional.pad(experts, (0, 1))
         result: Tensor = self.experts_forward(rows, experts.unsqueeze(1), rows.new_ones(rows.shape[0], 1))
         return result[:num_rows]
+
+
+def implementation_of(experts: nn.Module) -> CanRefuse | None:
+    """Returns the implementation that transformers built for an experts module, if it is one of ours."""
+    found: CanRefuse | None = vars(experts).get(_IMPLEMENTATION)
+    return found
 
 
 class HierarchicalEP(ExchangeEP):
@@ -219,18 +241,6 @@ def _group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
             group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
         _GROUPS[key] = group
     return _GROUPS[key]
-
-
-def checked(forward: Callable[..., Tensor], num_experts: int, ep_mesh: DeviceMesh, name: str) -> Callable[..., Tensor]:
-    """Returns the forward of an implementation from elsewhere, after an agreement of the group that it can run."""
-
-    def run(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        complaints = Complaints.of(top_k_index, top_k_weights, num_experts)
-        complaints.check(gather_table(complaints.words, ep_mesh.get_group()), name)
-        with translated(f"the exchange of {name}"):
-            return forward(hidden_states, top_k_index, top_k_weights)
-
-    return run
 
 
 OWN_IMPLEMENTATIONS: Mapping[str, type[ExchangeEP]] = {

@@ -11,21 +11,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM
 from swarm_plugins.parallel import count_traffic, parallelism_of, parallelize, synchronize_gradients
-from swarm_plugins.testing import tiny_config, tiny_model
+from swarm_plugins.testing import tiny_config
 
 SEQUENCE = 6
 
 
 def mixture(family: str = "mixtral", num_experts: int = 8, num_layers: int = 2, **more: Any) -> PreTrainedModel:
     """A tiny model with as many experts in each layer as asked for; the same on every rank."""
-    config = tiny_config(family, num_layers=num_layers)
-    name = "num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"
-    config.update({name: num_experts, **more})
-    torch.manual_seed(3)
-    model = type(tiny_model(family, num_layers=1))(config)
+    if family == "prmoe":
+        shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+        experts = [num_experts // 2] + [num_experts] * (num_layers - 1)
+        more = {"experts_per_layer": experts, "vocab_size": 128, "num_hidden_layers": num_layers, **shape, **more}
+        model: PreTrainedModel = PRMoEForCausalLM(PRMoEConfig(**more))
+    else:
+        config = tiny_config(family, num_layers=num_layers)
+        name = "num_local_experts" if hasattr(config, "num_local_experts") else "num_experts"
+        config.update({name: num_experts, **more})
+        model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(4)
     for parameter in model.parameters():
         scale = 1.0 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
@@ -45,8 +51,8 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(one.grad) for name, one in model.named_parameters() if one.grad is not None}
 
 
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+def loss_of(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
 
 
 def differences(model: PreTrainedModel, reference: PreTrainedModel) -> dict[str, float]:

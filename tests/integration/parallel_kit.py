@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,21 @@ _CONTEXT.set_forkserver_preload([*_PRELOAD, "swarm_plugins.models"])
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = 150, may_die: tuple[int, ...] = ()
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    deadline_s: float = 150,
+    may_die: tuple[int, ...] = (),
+    **kwargs: Any,
 ) -> list[Any]:
-    """Returns what ``function(*args)`` returns on each rank; a dead rank gives None if it may die.
+    """Returns what ``function(*args, **kwargs)`` returns on each rank; a dead rank gives None if it may die.
 
     The function has to stand in a module that the ranks can import, and the group exists when it is called.
     """
     answers: Any = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _CONTEXT.Process(target=_rank, args=(rank, world_size, folder, answers, function, args))
+            _CONTEXT.Process(target=_rank, args=(rank, world_size, folder, answers, partial(function, *args, **kwargs)))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -56,7 +62,7 @@ def run_ranks(
             assert len(results) + len(may_die) >= world_size, f"only ranks {sorted(results)} answered in {deadline_s} s"
         finally:
             for process in processes:
-                process.join(timeout=0 if errors else 10)
+                process.join(timeout=0 if errors or may_die else 10)
                 process.kill()
                 process.join()
                 process.close()
@@ -65,7 +71,7 @@ def run_ranks(
     return [results.get(rank) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, folder: str, answers: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank(rank: int, world_size: int, folder: str, answers: Any, function: Callable[[], Any]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -74,7 +80,7 @@ def _rank(rank: int, world_size: int, folder: str, answers: Any, function: Calla
     store = dist.FileStore(str(Path(folder) / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     try:
-        answers.put((rank, function(*args), None))
+        answers.put((rank, function(), None))
     except Exception:  # noqa: BLE001
         answers.put((rank, None, traceback.format_exc()))
     finally:

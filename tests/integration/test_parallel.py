@@ -17,6 +17,8 @@ ANY_WORLD = [
     {"family": "qwen3_moe", "tp": 2, "ep_size": 2, "ep_implementation": "coordinated_all_to_all"},
     {"family": "olmoe", "tp": 2, "ep_size": 1, "expert_slices": 2},
     {"tp": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
+    {"family": "prmoe"},
+    {"family": "prmoe", "tp": 2, "ep_size": [1, 2]},
 ]
 FOUR = [
     {"family": "olmoe", "ep_size": {0: 4, 1: 2}},
