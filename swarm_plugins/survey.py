@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from swarm_plugins.errors import TransportError
+from swarm_plugins.routing import expert_gaps
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import InfoRequest, ServerInfo
 from swarm_plugins.transport.node import SwarmNode
@@ -27,6 +28,11 @@ class ServerStatus:
     """Its present state; its last announcement if it cannot be reached."""
     is_reachable: bool
 
+    @property
+    def is_online(self) -> bool:
+        """Whether it can be asked to compute."""
+        return self.is_reachable and self.info.state == "online"
+
 
 @dataclass(frozen=True)
 class ModelStatus:
@@ -42,7 +48,7 @@ class ModelStatus:
         """Servers that hold each block, online and reachable."""
         counts = [0] * self.num_blocks
         for server in self.servers:
-            if server.is_reachable and server.info.state == "online":
+            if server.is_online and server.info.experts is None:
                 for block in range(server.info.start, server.info.end):
                     counts[block] += 1
         return counts
@@ -52,6 +58,19 @@ class ModelStatus:
         """Blocks without a server."""
         return [block for block, count in enumerate(self.coverage) if count == 0]
 
+    @property
+    def missing_experts(self) -> list[tuple[range, range]]:
+        """``(blocks, experts)`` that servers of these blocks need and no holder has."""
+        infos = [server.info for server in self.servers if server.is_online]
+        held = [(range(one.start, one.end), range(*one.experts), one.slice) for one in infos if one.experts is not None]
+        needs = {need for info in infos for need in info.needs}
+        gaps = {
+            (gap.start, gap.stop, few.start, few.stop)
+            for start, end, first, last in needs
+            for gap, few in expert_gaps(held, range(start, end), range(first, last))
+        }
+        return [(range(start, end), range(first, last)) for start, end, first, last in sorted(gaps)]
+
     def as_dict(self) -> dict[str, Any]:
         """Returns everything in JSON's types."""
         return {
@@ -60,6 +79,10 @@ class ModelStatus:
             "num_blocks": self.num_blocks,
             "coverage": self.coverage,
             "missing_blocks": self.missing,
+            "missing_experts": [
+                {"blocks": [blocks.start, blocks.stop], "experts": [experts.start, experts.stop]}
+                for blocks, experts in self.missing_experts
+            ],
             "servers": [
                 {"peer": server.peer, "is_reachable": server.is_reachable, **msgspec.structs.asdict(server.info)}
                 for server in self.servers

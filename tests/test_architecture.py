@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "strategy": frozenset({"backbone", "client", "parallel"}),
     "autoload": frozenset(),
     "recipes": frozenset({"backbone", "client", "hub", "local_swarm"}),
-    "survey": frozenset({"transport"}),
+    "survey": frozenset({"transport", "routing"}),
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone", "distill"}),
     "local_swarm": frozenset({"transport"}),

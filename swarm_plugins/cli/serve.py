@@ -155,11 +155,13 @@ def parse_experts(text: str | None) -> tuple[range | None, bool]:
     """Parses ``--experts``: those held, and whether the others are fetched; raises ConfigError if it is neither."""
     if text is None:
         return None, False
-    held, _, rest = text.partition(",") if text.strip() != "remote" else ("", "", text)
+    if text.strip() == "remote":
+        return None, True
+    held, comma, rest = text.partition(",")
     span = _pair(held, ":")
-    if rest.strip() not in ("", "remote") or (span is None and held) or text.endswith(","):
+    if span is None or (comma and rest.strip() != "remote"):
         raise ConfigError(f"invalid --experts {text!r}: expected A:B such as 0:32, remote, or A:B,remote")
-    return None if span is None else range(*span), rest.strip() == "remote"
+    return range(*span), bool(comma)
 
 
 def parse_slice(text: str | None) -> tuple[int, int] | None:

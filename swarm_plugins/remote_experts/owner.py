@@ -25,7 +25,7 @@ from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
 
-_CONFIG = SwarmConfig(max_retries=4, request_timeout_s=30.0, connect_timeout_s=10.0)
+_CONFIG = SwarmConfig(max_retries=3, request_timeout_s=30.0, connect_timeout_s=10.0)
 """Shorter waits than a client's: clients wait for this server meanwhile."""
 _SLACK_S = 1.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarm_plugins.routing.bans import BanList
 from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, missing_blocks, plan
-from swarm_plugins.routing.experts import Holder, Share, missing_experts, share_experts
+from swarm_plugins.routing.experts import Holder, Share, expert_gaps, missing_experts, share_experts
 
 __all__ = [
     "BanList",
@@ -13,6 +13,7 @@ __all__ = [
     "ServerEntry",
     "Share",
     "SpanChoice",
+    "expert_gaps",
     "missing_blocks",
     "missing_experts",
     "plan",

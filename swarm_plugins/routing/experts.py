@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 _MESSAGE_S = 5e-4
@@ -36,6 +37,53 @@ class Share(NamedTuple):
 def missing_experts(holders: Sequence[Holder], experts: Sequence[int]) -> list[int]:
     """Returns the experts that no holder, and no complete set of slices, offers."""
     return [expert for expert in experts if not _options(holders, expert, {}, 0)]
+
+
+def expert_gaps(
+    held: Sequence[tuple[range, range, tuple[int, int] | None]], blocks: range, experts: range
+) -> list[tuple[range, range]]:
+    """Returns which experts of which blocks are held by nobody: ``(blocks, experts)``.
+
+    The time depends on the number of holders only, not on the sizes that peers claim.
+
+    Args:
+        held: Blocks, experts and part (see `Holder`) of each peer.
+        blocks: Blocks whose experts are needed.
+        experts: Experts that are needed of each.
+    """
+    gaps: list[tuple[range, range]] = []
+    for some in _pieces(blocks, [each[0] for each in held]):
+        here = [(own, part) for within, own, part in held if some.start in within]
+        missing: list[range] = []
+        for few in _pieces(experts, [own for own, _ in here]):
+            parts = [part or (0, 1) for own, part in here if few.start in own]
+            counts = {count for _, count in parts}
+            if any(len({index for index, of in parts if of == count}) == count for count in counts):
+                continue
+            if missing and missing[-1].stop == few.start:
+                missing[-1] = range(missing[-1].start, few.stop)
+            else:
+                missing.append(few)
+        gaps.extend((some, few) for few in missing)
+    return _joined(gaps)
+
+
+def _joined(gaps: Sequence[tuple[range, range]]) -> list[tuple[range, range]]:
+    """Joins neighbouring blocks that lack the same experts."""
+    joined: list[tuple[range, range]] = []
+    for blocks, experts in sorted(gaps, key=lambda gap: (gap[1].start, gap[1].stop, gap[0].start)):
+        if joined and joined[-1][1] == experts and joined[-1][0].stop == blocks.start:
+            joined[-1] = (range(joined[-1][0].start, blocks.stop), experts)
+        else:
+            joined.append((blocks, experts))
+    return sorted(joined, key=lambda gap: (gap[0].start, gap[1].start))
+
+
+def _pieces(whole: range, others: Sequence[range]) -> list[range]:
+    """Cuts a range where others begin or end."""
+    ends = {end for other in others for end in (other.start, other.stop) if whole.start < end < whole.stop}
+    cuts = sorted({whole.start, whole.stop, *ends})
+    return [range(start, end) for start, end in pairwise(cuts)]
 
 
 def share_experts(holders: Sequence[Holder], loads: Mapping[int, int]) -> list[Share] | None:

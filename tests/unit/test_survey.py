@@ -54,3 +54,26 @@ def test_the_survey_fits_into_json() -> None:
 )
 def test_indices_are_joined_to_ranges(blocks: list[int], expected: list[tuple[int, int]]) -> None:
     assert runs(blocks) == expected
+
+
+def test_gaps_of_experts_are_what_owners_need_and_no_holder_that_answers_has() -> None:
+    owner = server("QmOwner", 0, 8, needs=((0, 8, 0, 16),))
+    holders = [
+        server("QmA", 0, 8, experts=(0, 8)),
+        server("QmB", 0, 4, experts=(8, 16), slice=(0, 2)),
+        server("QmC", 0, 2, experts=(8, 12), slice=(1, 2)),
+        server("QmGone", 0, 8, experts=(0, 16), is_reachable=False),
+    ]
+    status = ModelStatus("local-" + "0" * 40, "tiny", 8, [owner, *holders])
+    # Holders do not cover blocks.
+    assert status.coverage == [1] * 8
+    assert status.missing_experts == [(range(2), range(12, 16)), (range(2, 8), range(8, 16))]
+    assert json.loads(json.dumps(status.as_dict()))["missing_experts"][0] == {"blocks": [0, 2], "experts": [12, 16]}
+    assert ModelStatus("local-" + "0" * 40, "tiny", 8, holders).missing_experts == []
+
+
+def test_huge_claims_about_experts_take_no_time() -> None:
+    owner = server("QmOwner", 0, 8, needs=tuple((0, 8, first, 65_536) for first in range(64)))
+    holders = [server(f"Qm{index}", 0, 8, experts=(index, index + 1), slice=(0, 1024)) for index in range(20)]
+    status = ModelStatus("local-" + "0" * 40, "tiny", 8, [owner, *holders])
+    assert (range(8), range(63, 65_536)) in status.missing_experts

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from swarm_plugins.client.view import serve_command
 from swarm_plugins.survey import ModelStatus, ServerStatus, runs
+from swarm_plugins.transport.messages import ServerInfo
 
 _NUMBERS = ("load", "free KV tokens", "tokens/s a block")
 _NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")
@@ -42,6 +43,8 @@ def print_tables(
             table.add_row(*(escape(cell) for cell in cells[: len(table.columns)]))
         console.print(table)
         for server in one.servers:
+            if share := _experts(server.info):
+                console.print(escape(f"{_label(server.peer, is_wide=is_wide)} {share}"), soft_wrap=True)
             if server.info.adapters:
                 names = ", ".join(server.info.adapters)
                 console.print(
@@ -54,6 +57,11 @@ def print_tables(
             for start, end in runs(one.missing):
                 command = serve_command(one.model, one.version, range(start, end), initial_peers)
                 console.print(f"  {escape(command)}", soft_wrap=True)
+        for blocks, experts in one.missing_experts:
+            which = f"experts {experts.start}:{experts.stop} of blocks {blocks.start}:{blocks.stop}"
+            command = serve_command(one.model, one.version, blocks, initial_peers, experts=experts)
+            console.print(f"[red]missing {which}[/red]; serve them with:")
+            console.print(f"  {escape(command)}", soft_wrap=True)
 
 
 def _label(peer: str, *, is_wide: bool) -> str:
@@ -66,13 +74,22 @@ def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
     state = info.state if server.is_reachable or info.state != "online" else "unreachable"
     return (
         label,
-        f"{info.start}:{info.end}",
+        f"{info.start}:{info.end}" if info.experts is None else "experts",
         state,
         f"{info.dtype}{kept}",
         f"{info.load:.0%}",
         f"{_short(info.free_kv_tokens)} of {_short(info.total_kv_tokens)}",
         _short(info.throughput),
     )
+
+
+def _experts(info: ServerInfo) -> str:
+    """Returns which experts a server has, or fetches; empty for a server of whole blocks."""
+    if info.experts is not None:
+        part = "" if info.slice is None else f", slice {info.slice[0]}/{info.slice[1]} of each"
+        return f"holds experts {info.experts[0]}:{info.experts[1]} of blocks {info.start}:{info.end}{part}"
+    needs = ", ".join(f"{first}:{last} of blocks {start}:{end}" for start, end, first, last in info.needs)
+    return f"fetches experts {needs}" if needs else ""
 
 
 def _short(number: float) -> str:

@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
+from swarm_plugins.cli.serve import parse_experts, parse_slice
+from swarm_plugins.errors import ConfigError
 
 FIRST, SECOND = "/ip4/192.0.2.1/tcp/5/p2p/QmFirst", "/ip4/192.0.2.2/tcp/5/p2p/QmSecond"
 
@@ -78,3 +80,30 @@ sys.exit(code + 10 * ("torch" in sys.modules) + 20 * ("transformers" in sys.modu
 """
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(None, (None, False), id="whole-blocks"),
+        pytest.param("0:32", (range(32), False), id="holder"),
+        pytest.param("remote", (None, True), id="owner"),
+        pytest.param("32:64,remote", (range(32, 64), True), id="owner-with-some"),
+        pytest.param("32:64, remote", (range(32, 64), True), id="blank"),
+    ],
+)
+def test_experts_are_held_fetched_or_both(text: str | None, expected: tuple[range | None, bool]) -> None:
+    assert parse_experts(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "all", "0-4", "0:4,", ",remote", "remote,0:4", "0:4,0:8", "remote,", "1/2"])
+def test_other_words_for_experts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"invalid --experts .*: expected A:B such as 0:32, remote, or A:B,remote"):
+        parse_experts(text)
+
+
+@pytest.mark.parametrize("text", ["", "2", "0:2", "a/b", "-1/2"])
+def test_a_slice_is_two_numbers(text: str) -> None:
+    assert parse_slice("0/2") == (0, 2)
+    with pytest.raises(ConfigError, match=r"invalid --slice .*: expected K/N such as 0/2"):
+        parse_slice(text)

@@ -24,6 +24,21 @@ def test_table_names_peers_loads_and_missing_blocks() -> None:
     assert "  swarm serve tiny --blocks 6:8 --initial-peers ADDRESS\n" in text
 
 
+def test_table_names_holders_of_experts_and_what_no_one_holds() -> None:
+    servers = [
+        server("QmOwner", 0, 8, needs=((0, 8, 0, 4),)),
+        server("QmHolder", 0, 8, experts=(0, 2), slice=(0, 1)),
+    ]
+    out = io.StringIO()
+    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
+    text = out.getvalue()
+    assert "QmOwner fetches experts 0:4 of blocks 0:8\n" in text
+    assert "QmHolder holds experts 0:2 of blocks 0:8, slice 0/1 of each\n" in text
+    assert "coverage: 0:8 x1" in text
+    assert "missing experts 2:4 of blocks 0:8; serve them with:" in text
+    assert "  swarm serve tiny --blocks 0:8 --experts 2:4 --initial-peers ADDRESS\n" in text
+
+
 def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
     ids = [f"12D3KooW{'A' * 36}{end}" for end in ("abcd1234", "wxyz5678")]
     full: dict[str, Any] = {

@@ -9,6 +9,7 @@ import torch
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload import OffloadConfig
 from swarm_plugins.server.capacity import blocks_that_fit
 from swarm_plugins.server.config import ServeConfig, ServiceLimits
 from swarm_plugins.server.server import SwarmServer
@@ -27,6 +28,28 @@ from swarm_plugins.testing.models import save_tiny
         pytest.param({"kv_bytes": 0}, "kv_bytes must be above 0, got 0", id="kv"),
         pytest.param({"activation_bytes": -1}, "activation_bytes must be 0 or more, got -1", id="activations"),
         pytest.param({"announce_ttl_s": 30.0}, "it must be at least twice as long", id="ttl"),
+        pytest.param({"blocks": range(1), "experts": range(3, 3)}, "invalid experts 3:3: expected", id="experts"),
+        pytest.param({"experts": range(2)}, "experts are given without blocks: name the blocks", id="which-blocks"),
+        pytest.param(
+            {"blocks": range(1), "experts": range(2), "slice": (2, 2)}, "invalid slice 2/2: .* K < N", id="slice"
+        ),
+        pytest.param({"blocks": range(1), "slice": (0, 2)}, "slice 0/2 is a part of held experts", id="slice-of-what"),
+        pytest.param(
+            {"blocks": range(1), "experts": range(2), "remote_experts": True, "slice": (0, 2)},
+            "slice 0/2 is a part of held experts: give experts too, and not remote_experts",
+            id="slice-of-an-owner",
+        ),
+        pytest.param(
+            {"blocks": range(1), "remote_experts": True, "quantization": "int8"},
+            "quantization is 'int8' and experts are served apart",
+            id="quantized-owner",
+        ),
+        pytest.param(
+            {"remote_experts": True, "offload": OffloadConfig()}, "no expert is held here: leave it out", id="offload"
+        ),
+        pytest.param(
+            {"blocks": range(1), "experts": range(2), "adapters": ("a",)}, "only experts are served", id="preloaded"
+        ),
     ],
 )
 def test_wrong_setting_names_value_and_cure(settings: dict[str, Any], words: str) -> None:

@@ -1,0 +1,154 @@
+"""Holders that die, lie, refuse or are late: others compute their rows, and the result is the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from holders_kit import Held, prefer, serving, view_of
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarm_plugins import load_remote_experts
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.errors import MissingExpertsError, RemoteError
+from swarm_plugins.transport.messages import (
+    AdapterStored,
+    ExpertsRequest,
+    ExpertsResponse,
+    Failure,
+    Message,
+)
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+REPLICAS = {"a": Held(range(4)), "b": Held(range(4))}
+SLICES = {
+    "a": Held(range(4), (0, 2)),
+    "b": Held(range(4), (0, 2)),
+    "c": Held(range(4), (1, 2)),
+}
+PATIENCE = SwarmConfig(max_retries=3, request_timeout_s=1.5)
+
+
+@pytest.fixture
+def mixtral(model_of: Callable[[str], Path]) -> Path:
+    return model_of("mixtral")
+
+
+def outcome(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Logits, and the gradient of the embeddings."""
+    embeds = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds).logits
+    logits.square().sum().backward()
+    assert embeds.grad is not None
+    return logits.detach(), embeds.grad
+
+
+def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def rows_like(request: ExpertsRequest, change: Callable[[Tensor], Tensor]) -> ExpertsResponse:
+    return ExpertsResponse(rows=change(torch.ones(request.rows.shape[0], request.hidden.shape[1])))
+
+
+def poisoned(rows: Tensor) -> Tensor:
+    rows[0, 0] = float("nan")
+    return rows
+
+
+LIES: dict[str, Callable[[ExpertsRequest], Message]] = {
+    "nan": lambda request: rows_like(request, poisoned),
+    "fewer-rows": lambda request: rows_like(request, lambda rows: rows[1:]),
+    "no-rows": lambda request: rows_like(request, lambda rows: rows[:0]),
+    "wider": lambda request: rows_like(request, lambda rows: torch.cat([rows, rows], dim=1)),
+    "flat": lambda request: rows_like(request, Tensor.flatten),
+    "integers": lambda request: rows_like(request, lambda rows: rows.to(torch.int64)),
+    "half": lambda request: rows_like(request, lambda rows: rows.to(torch.float16)),
+    "other-message": lambda request: AdapterStored(digest="0" * 64),
+    "its-own-fault": lambda request: Failure(kind="internal", message="secret"),
+    "wrong-span": lambda request: Failure(kind="wrong_span", message="moved"),
+    "late": lambda request: rows_like(request, lambda rows: rows),
+}
+
+
+@pytest.mark.parametrize("lie", list(LIES))
+@pytest.mark.parametrize("held", [pytest.param(REPLICAS, id="whole"), pytest.param(SLICES, id="slices")])
+def test_a_replica_does_what_a_lying_holder_should_have_done(lie: str, held: dict[str, Held], mixtral: Path) -> None:
+    with serving(mixtral, held, config=PATIENCE) as holders:
+        honest = load_remote_experts(mixtral, connection=holders.connection)
+        prefer(honest, holders.connection, "b")
+        expected = outcome(honest)
+        holders.answer_instead("a", LIES[lie], delay_s=4.0 if lie == "late" else 0.0)
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        prefer(remote, holders.connection, "a")
+        holders.asked.clear()
+        found = outcome(remote)
+        assert [peer for peer, _ in holders.asked].count("a") == 1
+        assert view_of(remote).bans.banned() == ["a"]
+    assert same(found, expected)
+
+
+def test_a_holder_that_dies_between_forward_and_backward_costs_no_bit(mixtral: Path) -> None:
+    with serving(mixtral, REPLICAS) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        expected = outcome(remote)
+        prefer(remote, holders.connection, "a")
+        embeds = remote.get_input_embeddings()(TOKENS).detach().requires_grad_()
+        logits = remote(inputs_embeds=embeds).logits
+        holders.kill("a")
+        logits.square().sum().backward()
+        assert embeds.grad is not None
+        assert same((logits.detach(), embeds.grad), expected)
+
+
+def test_a_refusal_is_believed_only_when_two_agree(mixtral: Path) -> None:
+    def refuse(request: ExpertsRequest) -> Message:
+        return Failure(kind="bad_request", message="not to my taste")
+
+    with serving(mixtral, REPLICAS) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        expected = outcome(remote)
+        holders.answer_instead("a", refuse)
+        prefer(remote, holders.connection, "a")
+        assert same(outcome(remote), expected)
+        assert view_of(remote).bans.banned() == ["a"]
+        view_of(remote).bans.forgive("a")
+        holders.answer_instead("b", refuse)
+        with pytest.raises(RemoteError, match=r"the experts of block 0 failed: server . answered bad_request: not to"):
+            outcome(remote)
+
+
+def test_missing_experts_are_named_with_the_command_that_serves_them(mixtral: Path) -> None:
+    with serving(mixtral, {"a": Held(range(2)), "b": Held(range(2, 4), (0, 2))}) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        words = (
+            r"no living server holds experts 2:4 of block 0 of mixtral@local-\w{40}; serve them with: "
+            rf"swarm serve {mixtral} --blocks 0:1 --experts 2:4 --initial-peers ADDRESS"
+        )
+        with pytest.raises(MissingExpertsError, match=words):
+            remote(TOKENS.repeat(8, 9))
+
+
+def test_when_the_last_holder_dies_the_error_names_it(mixtral: Path) -> None:
+    with serving(mixtral, {"a": Held(range(4))}, config=SwarmConfig(max_retries=1)) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        remote(TOKENS)
+        holders.kill("a")
+        with pytest.raises(MissingExpertsError, match=r"left out after failures: a; the last failure: .* a "):
+            remote(TOKENS)
+
+
+def test_a_batch_larger_than_a_holder_takes_is_cut(mixtral: Path) -> None:
+    from swarm_plugins.server.config import ServiceLimits
+
+    tokens = TOKENS.repeat(3, 4)
+    with serving(mixtral, REPLICAS) as holders:
+        whole = load_remote_experts(mixtral, connection=holders.connection)(tokens).logits
+    with serving(mixtral, REPLICAS, limits=ServiceLimits(max_batch_tokens=10)) as holders:
+        cut = load_remote_experts(mixtral, connection=holders.connection)(tokens).logits
+        assert all(len(request.rows) <= 10 for _, request in holders.asked)
+        assert len(holders.asked) > 2 * tokens.numel() * 2 / 10 - 1
+    torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-6)
