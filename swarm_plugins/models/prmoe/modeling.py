@@ -68,10 +68,9 @@ class PRMoEExperts(nn.Module):
 
     def __init__(self, config: PRMoEConfig, num_experts: int) -> None:
         super().__init__()
-        assert config.moe_intermediate_size is not None  # noqa: S101  # set by the config itself
         self.num_experts = num_experts
         self.hidden_dim = config.hidden_size
-        self.intermediate_dim = config.moe_intermediate_size
+        self.intermediate_dim = config.moe_intermediate_size or config.intermediate_size
         self.up_name = "gate_up_proj" if config.mlp_gated else "up_proj"
         rows = 2 * self.intermediate_dim if config.mlp_gated else self.intermediate_dim
         shapes = {self.up_name: (rows, self.hidden_dim), "down_proj": (self.hidden_dim, self.intermediate_dim)}
