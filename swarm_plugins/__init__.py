@@ -4,6 +4,7 @@
 AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on other people's servers
 SwarmConfig                     deadlines, retries and codec of a client
 PRMoEConfig, PRMoEForCausalLM ...   DeepSpeed-MoE's pyramid-residual mixture, known to HF's auto classes
+upcycle, from_deepspeed         PR-MoE out of a dense model, or a checkpoint of DeepSpeed's
 load_offloaded, OffloadConfig   HF's own model class, experts on disk and a bounded number in memory
 parallelize                     HF's own model class, experts divided over the ranks of torch.distributed
 load_remote_experts             HF's own model class, experts on other people's servers
@@ -44,7 +45,14 @@ if TYPE_CHECKING:
     from swarm_plugins.distill import make_student
     from swarm_plugins.hub import find_adapters
     from swarm_plugins.local_swarm import LocalSwarm
-    from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM, PRMoEForSequenceClassification, PRMoEModel
+    from swarm_plugins.models import (
+        PRMoEConfig,
+        PRMoEForCausalLM,
+        PRMoEForSequenceClassification,
+        PRMoEModel,
+        from_deepspeed,
+        upcycle,
+    )
     from swarm_plugins.offload import OffloadConfig, load_offloaded
     from swarm_plugins.parallel import parallelize
     from swarm_plugins.remote_experts.load import load_remote_experts
@@ -70,11 +78,13 @@ __all__ = [
     "SwarmStrategy",
     "__version__",
     "find_adapters",
+    "from_deepspeed",
     "load_adapter",
     "load_offloaded",
     "load_remote_experts",
     "make_student",
     "parallelize",
+    "upcycle",
 ]
 
 __version__ = "0.1.0"
@@ -97,11 +107,13 @@ _HOMES = {
     "SwarmConfig": "swarm_plugins.client",
     "SwarmStrategy": "swarm_plugins.strategy.unified",
     "find_adapters": "swarm_plugins.hub",
+    "from_deepspeed": "swarm_plugins.models",
     "load_adapter": "swarm_plugins.callbacks.loading",
     "load_offloaded": "swarm_plugins.offload",
     "make_student": "swarm_plugins.distill",
     "parallelize": "swarm_plugins.parallel",
     "load_remote_experts": "swarm_plugins.remote_experts.load",
+    "upcycle": "swarm_plugins.models",
 }
 
 

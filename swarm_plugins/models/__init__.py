@@ -9,16 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swarm_plugins.models.deepspeed import from_deepspeed
     from swarm_plugins.models.prmoe.configuration import PRMoEConfig
     from swarm_plugins.models.prmoe.modeling import PRMoEForCausalLM, PRMoEForSequenceClassification, PRMoEModel
+    from swarm_plugins.models.upcycling import upcycle
 
-__all__ = ["PRMoEConfig", "PRMoEForCausalLM", "PRMoEForSequenceClassification", "PRMoEModel"]
+__all__ = [
+    "PRMoEConfig",
+    "PRMoEForCausalLM",
+    "PRMoEForSequenceClassification",
+    "PRMoEModel",
+    "from_deepspeed",
+    "upcycle",
+]
 
 _HOMES = {
     "PRMoEConfig": "swarm_plugins.models.prmoe.configuration",
     "PRMoEForCausalLM": "swarm_plugins.models.prmoe.modeling",
     "PRMoEForSequenceClassification": "swarm_plugins.models.prmoe.modeling",
     "PRMoEModel": "swarm_plugins.models.prmoe.modeling",
+    "from_deepspeed": "swarm_plugins.models.deepspeed",
+    "upcycle": "swarm_plugins.models.upcycling",
 }
 
 
