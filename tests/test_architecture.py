@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "backbone": frozenset({"client", "checkpoint", "offload"}),
     "strategy": frozenset({"backbone", "client", "parallel"}),
     "autoload": frozenset(),
-    "recipes": frozenset({"backbone", "client", "hub", "local_swarm"}),
+    "recipes": frozenset({"backbone", "client", "hub", "local_swarm", "callbacks", "distill"}),
     "survey": frozenset({"transport", "routing"}),
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone", "distill"}),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.backbone.version import base_version
 from swarm_plugins.distill.distillation import Distillation, Teacher
-from swarm_plugins.distill.pair import check_tokenizers
+from swarm_plugins.distill.pair import check_tokenizers, public_name
 from swarm_plugins.errors import ConfigError, SwarmError
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class StagedTraining(Distillation):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the stop and the teacher's name, for a resumed run."""
-        return {**super().state_dict(), "teacher": self.name, "teacher_revision": self._revision}
+        return {**super().state_dict(), "teacher": public_name(self.name), "teacher_revision": self._revision}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the stop and the teacher's name."""
@@ -126,7 +126,7 @@ class StagedTraining(Distillation):
         known = getattr(config, "distillation", None) or {}
         self._record = {
             **known,
-            "teacher": self.name or known.get("teacher"),
+            "teacher": public_name(self.name) or known.get("teacher"),
             "teacher_revision": self._revision or known.get("teacher_revision"),
             "stop_step": self.stop_step,
             "alpha": self.schedule.alpha,

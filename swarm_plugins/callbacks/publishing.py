@@ -185,6 +185,7 @@ class Publishing:
             base_model=self.base_model or _hub_name(source),
             tags=self.tags,
             dataset=self.dataset,
+            distillation=getattr(source.model.get_base_model().config, "distillation", None),
         )
         target = PushTarget(repo_id=self.repo_id, private=self.private, endpoint=self.endpoint)
         folder, digest = write_version(source, self._root, f"step-{step:08d}-{event}", facts, manifest, target)

@@ -93,3 +93,9 @@ def name_of(teacher: Any) -> str:
         return str(teacher)
     config = getattr(teacher, "config", None)
     return str(getattr(config, "name_or_path", None) or getattr(config, "_name_or_path", None) or "")
+
+
+def public_name(name: str) -> str:
+    """Returns the name for a config that may be published: of a directory, its last part."""
+    path = Path(name)
+    return path.resolve().name if name and path.is_dir() else name

@@ -22,6 +22,7 @@ from swarm_plugins.checkpoint import (
 )
 from swarm_plugins.checkpoint.loading import model_classes, take_generation_config
 from swarm_plugins.distill.config_cut import cut_config, kept_layers
+from swarm_plugins.distill.pair import name_of, public_name
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 
@@ -81,7 +82,7 @@ def _from_model(teacher: PreTrainedModel, keep_layers: Sequence[int] | None, dep
     for own, old in _names(student, path, kept):
         _put(student, own, _tensor(teacher, old).detach().clone())
     student.tie_weights()
-    student.config.distillation = _origin(_name_of(teacher), None, kept)
+    student.config.distillation = _origin(public_name(name_of(teacher)), None, kept)
     if teacher.can_generate():
         student.generation_config = copy.deepcopy(teacher.generation_config)
     return student
@@ -185,10 +186,6 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     module = model.get_submodule(owner)
     is_parameter = leaf in module._parameters
     setattr(module, leaf, nn.Parameter(tensor) if is_parameter else tensor)
-
-
-def _name_of(teacher: PreTrainedModel) -> str:
-    return str(getattr(teacher.config, "name_or_path", "") or "")
 
 
 def _origin(name: str, revision: str | None, kept: Sequence[int]) -> Mapping[str, Any]:

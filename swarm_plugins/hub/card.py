@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
@@ -31,6 +32,8 @@ class AdapterFacts:
     """Further tags."""
     dataset: str | None = None
     """Id of the dataset behind the metrics."""
+    distillation: Mapping[str, Any] | None = None
+    """How the adapter was distilled: ``config.distillation`` of its model. None: it was not."""
 
 
 def base_tag(version: ModelVersion) -> str:
@@ -44,16 +47,7 @@ def card_text(facts: AdapterFacts, manifest: Manifest) -> str:
     metadata: dict[str, object] = {}
     if facts.base_model is not None:
         metadata = {"base_model": facts.base_model, "base_model_relation": "adapter"}
-    results = [
-        EvalResult(
-            task_type=facts.pipeline_tag,
-            dataset_type=facts.dataset or "custom",
-            dataset_name=facts.dataset or "evaluation of the training run",
-            metric_type=metric,
-            metric_value=value,
-        )
-        for metric, value in sorted(manifest.metrics.items())
-    ]
+    results = _results(manifest.metrics, facts.pipeline_tag, facts.dataset)
     data = ModelCardData(
         library_name="peft",
         pipeline_tag=facts.pipeline_tag,
@@ -64,6 +58,90 @@ def card_text(facts: AdapterFacts, manifest: Manifest) -> str:
         **metadata,  # type: ignore[arg-type]
     )
     return f"---\n{data.to_yaml()}\n---\n\n{_body(facts, manifest, name)}"
+
+
+def student_card_text(
+    repo_id: str,
+    distillation: Mapping[str, Any],
+    *,
+    metrics: Mapping[str, float] | None = None,
+    pipeline_tag: str = "text-generation",
+    is_on_hub: bool = False,
+) -> str:
+    """Returns the card of a distilled model as Markdown with its metadata.
+
+    Args:
+        repo_id: Its repository.
+        distillation: Its ``config.distillation``.
+        metrics: Its metrics, by name.
+        pipeline_tag: The Hub's word for the task.
+        is_on_hub: Whether the teacher's name is an id on the Hub.
+    """
+    name = repo_id.split("/")[-1]
+    results = _results(metrics or {}, pipeline_tag, None)
+    teacher = {"base_model": distillation.get("teacher"), "base_model_relation": "finetune"} if is_on_hub else {}
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag=pipeline_tag,
+        tags=["distillation", "mixture-of-students", "swarm_plugins"],
+        model_name=name if results else None,
+        eval_results=results or None,
+        **teacher,  # type: ignore[arg-type]
+    )
+    return f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+A student: some layers of its teacher, trained by staged distillation (DeepSpeed-MoE, section 4.2).
+
+```python
+from transformers import {_CLASSES.get(pipeline_tag, "AutoModel")}
+
+model = {_CLASSES.get(pipeline_tag, "AutoModel")}.from_pretrained("{repo_id}")
+```
+
+| | |
+|---|---|
+{_table(_distillation_rows(distillation))}
+{_metrics(metrics or {})}"""
+
+
+def _distillation_rows(distillation: Mapping[str, Any]) -> dict[str, object]:
+    kept = distillation.get("kept_layers")
+    return {
+        "teacher": distillation.get("teacher") or "not known",
+        "teacher version": distillation.get("teacher_revision") or "not known",
+        "layers kept": ", ".join(map(str, kept)) if kept else None,
+        "distillation stops at step": distillation.get("stop_step"),
+        "steps with distillation": distillation.get("distilled_steps"),
+        "alpha": distillation.get("alpha"),
+        "temperature": distillation.get("temperature"),
+        "schedule": distillation.get("schedule"),
+    }
+
+
+def _results(metrics: Mapping[str, float], task: str, dataset: str | None) -> list[EvalResult]:
+    return [
+        EvalResult(
+            task_type=task,
+            dataset_type=dataset or "custom",
+            dataset_name=dataset or "evaluation of the training run",
+            metric_type=metric,
+            metric_value=value,
+        )
+        for metric, value in sorted(metrics.items())
+    ]
+
+
+def _table(rows: Mapping[str, object]) -> str:
+    return "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value not in (None, ""))
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    rows = _table({metric: f"{value:.6g}" for metric, value in sorted(metrics.items())})
+    return f"\n## Metrics\n\n| metric | value |\n|---|---|\n{rows}\n" if rows else ""
 
 
 def _tags(facts: AdapterFacts, manifest: Manifest) -> list[str]:
@@ -83,7 +161,7 @@ def _body(facts: AdapterFacts, manifest: Manifest, name: str) -> str:
     # A directory has a fingerprint and no revision to load.
     revision = f', revision="{version.revision}"' if version is not None and not version.is_local else ""
     model_class = _CLASSES.get(facts.pipeline_tag, "AutoModel")
-    rows = {
+    rows: dict[str, object] = {
         "base model": base,
         "base version": manifest.base_revision or "not known",
         "method": manifest.peft_type,
@@ -91,9 +169,8 @@ def _body(facts: AdapterFacts, manifest: Manifest, name: str) -> str:
         "published": manifest.event,
         "written by": f"swarm_plugins {manifest.swarm_plugins_version}",
     }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value not in (None, ""))
-    metrics = "\n".join(f"| {metric} | {value:.6g} |" for metric, value in sorted(manifest.metrics.items()))
-    metrics = f"\n## Metrics\n\n| metric | value |\n|---|---|\n{metrics}\n" if metrics else ""
+    if facts.distillation is not None:
+        rows |= _distillation_rows(facts.distillation)
     return f"""# {name}
 
 An adapter for `{base}`, in PEFT's format. Each version is a git tag.
@@ -108,5 +185,5 @@ model = swarm_plugins.load_adapter(base, "{facts.repo_id}")  # or version="v1"; 
 
 | | |
 |---|---|
-{table}
-{metrics}"""
+{_table(rows)}
+{_metrics(manifest.metrics)}"""

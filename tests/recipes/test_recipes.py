@@ -49,10 +49,12 @@ def sentence(result: Result) -> str:
 
 @pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.glob("*.yaml")))
-def test_every_recipe_runs_on_its_own_data(recipe: str, fit: Fit) -> None:
-    result = fit(recipe, *FAST, "--data.num_documents", 16)
+def test_every_recipe_runs_on_its_own_data(recipe: str, model: Path, fit: Fit) -> None:
+    # A new model has the bytes of the text as tokens; the base that it is given here has its own.
+    tokenizer = ["--data.tokenizer", model] if recipe == "prmoe.yaml" else []
+    result = fit(recipe, *FAST, "--data.num_documents", 16, *tokenizer)
     assert result.exit_code == 0, result.output[-3000:]
-    assert re.search(r"^train_loss \d\.\d+.*val_loss \d\.\d+", result.output, re.MULTILINE)
+    assert re.search(r"train_loss \d\.\d+.*val_loss \d\.\d+", result.output, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("peers")

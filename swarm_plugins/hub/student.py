@@ -1,0 +1,58 @@
+"""Writes a distilled model as a folder to upload: weights, config, tokenizer, and the card that names its teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.hub.card import student_card_text
+from swarm_plugins.hub.folder import CARD_FILE
+from swarm_plugins.hub.names import check_repo_id
+from swarm_plugins.hub_errors import repo_id_fault
+
+
+def save_student(
+    model: Any,
+    folder: str | Path,
+    *,
+    repo_id: str | None = None,
+    tokenizer: Any = None,
+    metrics: Mapping[str, float] | None = None,
+) -> Path:
+    """Writes a student with its card, ready for ``hf upload REPO FOLDER``, and returns the folder.
+
+    The card names the teacher with its version, the kept layers, the stop step, alpha, temperature and schedule, from
+    the model's ``config.distillation``.
+
+    Args:
+        model: A model of transformers made by `make_student` or trained with `StagedDistillation`.
+        folder: Where to write.
+        repo_id: The repository it is for. None: the folder's name.
+        tokenizer: Saved with the model, if given.
+        metrics: Shown on the card, by name.
+
+    Raises:
+        ConfigError: If the model was not distilled, or the repository's name is not possible.
+    """
+    record = getattr(model.config, "distillation", None)
+    if not record:
+        raise ConfigError(
+            f"config.distillation of {type(model).__name__} is {record!r}: its card could not name a teacher; make the "
+            "model with make_student, or train it with StagedDistillation"
+        )
+    place = Path(folder)
+    name = place.absolute().name if repo_id is None else check_repo_id(repo_id)
+    model.save_pretrained(place)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(place)
+    text = student_card_text(name, record, metrics=metrics, is_on_hub=_is_on_hub(record))
+    (place / CARD_FILE).write_text(text, encoding="utf-8")
+    return place
+
+
+def _is_on_hub(record: Mapping[str, Any]) -> bool:
+    # A commit; the version of a directory begins with "local-".
+    teacher, revision = record.get("teacher") or "", record.get("teacher_revision") or "local-"
+    return repo_id_fault(teacher) is None and not revision.startswith("local-")
