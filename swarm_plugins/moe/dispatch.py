@@ -6,8 +6,10 @@ The caller computes the products, since it knows where the weights are (quantize
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from swarm_plugins.moe.routing import Routing
@@ -36,11 +38,21 @@ def expert_mlp(module: Any, rows: Tensor, product: Product) -> Tensor:
     Returns:
         ``[N, D]``.
     """
-    if module.has_gate:
-        inner = module._apply_gate(product("gate_up_proj", rows))
-    else:
-        inner = module.act_fn(product("up_proj", rows))
-    return product("down_proj", inner)
+    up = product("gate_up_proj" if module.has_gate else "up_proj", rows)
+    return product("down_proj", activate(module, up))
+
+
+def activate(module: Any, up: Tensor) -> Tensor:
+    """Applies the gate and the activation of a family's experts to ``[N, 2 F]`` (``[N, F]`` without a gate)."""
+    activated: Tensor = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+    return activated
+
+
+def out_of_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Returns a context in which products are formed in the tensors' own type."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def combine(module: Any, down: Tensor, top_k_weights: Tensor, routing: Routing | None, like: Tensor) -> Tensor:

@@ -6,10 +6,13 @@ al. 2022, section 5.4, replaces them by the same kind of table).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def rows_of_tokens(wanted: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
@@ -17,6 +20,22 @@ def rows_of_tokens(wanted: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
     is_wanted = torch.zeros(num_tokens, dtype=torch.bool, device=tokens.device)
     is_wanted[wanted] = True
     return is_wanted[tokens]
+
+
+class Chunk(NamedTuple):
+    """Consecutive experts and their rows."""
+
+    rows: slice
+    """Among all sorted rows."""
+    parts: list[tuple[int, slice]]
+    """Experts that have rows, and which rows of the chunk are theirs."""
+
+    def expert_of_row(self, device: torch.device) -> Tensor:
+        """Returns the expert of each row, ``[n]``."""
+        counts = [[expert, span.stop - span.start] for expert, span in self.parts]
+        experts, repeats = torch.tensor(counts, device=device).T
+        rows: Tensor = experts.repeat_interleave(repeats)
+        return rows
 
 
 class Routing:
@@ -28,12 +47,13 @@ class Routing:
     """
 
     def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
-        self.num_tokens, num_chosen = top_k_index.shape
-        # The same call on the same values as in transformers' grouped implementation, hence the same order.
-        self.experts, self.order = torch.sort(top_k_index.reshape(-1))
-        self.tokens = self.order // num_chosen
+        self.num_tokens, self.num_chosen = top_k_index.shape
+        # Stable: the rows of an expert are in the order of the tokens.
+        self.experts, self.order = torch.sort(top_k_index.reshape(-1), stable=True)
+        self.tokens = self.order // self.num_chosen
         self._num_experts = num_experts
         self._spans: dict[int, slice] | None = None
+        self._inverse: Tensor | None = None
 
     def rows_of(self, tokens: Tensor | None) -> tuple[Tensor | None, list[int]]:
         """Returns the sorted rows of some tokens (None: of all) and the number of rows of each expert."""
@@ -52,8 +72,44 @@ class Routing:
             self._spans = {expert: slice(start, end) for expert, (start, end) in ranges if end > start}
         return self._spans
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of experts that live here; they come first."""
+        return max((span.stop for span in self.spans().values()), default=0)
+
+    def empty_experts(self) -> Sequence[int]:
+        """Returns the experts that live here and have no rows."""
+        spans = self.spans()
+        return [expert for expert in range(self._num_experts) if expert not in spans]
+
+    def chunks(self, num_rows: int) -> list[Chunk]:
+        """Returns the experts that have rows, in chunks of at most so many rows, or of one expert."""
+        found: list[Chunk] = []
+        start = 0
+        parts: list[tuple[int, slice]] = []
+        for expert, span in self.spans().items():
+            if parts and span.stop - start > num_rows:
+                found.append(Chunk(slice(start, span.start), parts))
+                start, parts = span.start, []
+            parts.append((expert, slice(span.start - start, span.stop - start)))
+        if parts:
+            found.append(Chunk(slice(start, self.num_rows), parts))
+        return found
+
+    def sum_tokens(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sums expert-sorted rows for each token, weighted: ``[T * k, D]`` and ``[T, k]`` to ``[T, D]``."""
+        # Gathers, weighs and sums in one pass: a fifth of the time of three.
+        weights = None if weights is None else weights.to(rows.dtype)
+        inverse = self.inverse().view(self.num_tokens, self.num_chosen)
+        return functional.embedding_bag(inverse, rows, mode="sum", per_sample_weights=weights)
+
+    def inverse(self) -> Tensor:
+        """Returns the sorted place of each token's choices, ``[T * k]``."""
+        if self._inverse is None:
+            self._inverse = torch.empty_like(self.order)
+            self._inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
+        return self._inverse
+
     def unsort(self, rows: Tensor) -> Tensor:
         """Puts expert-sorted rows, ``[T * k, D]``, back in the order of the tokens."""
-        inverse = torch.empty_like(self.order)
-        inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
-        return rows[inverse]
+        return rows[self.inverse()]
