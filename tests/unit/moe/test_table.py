@@ -249,7 +249,7 @@ def test_nan_weights_spoil_their_token_only() -> None:
 
 def test_an_activation_with_parameters_is_trained() -> None:
     experts, inputs = case(9)
-    experts.act_fn = nn.PReLU()
+    experts.act_fn = nn.PReLU(dtype=torch.float64)
     torch.testing.assert_close(with_gradients(run_table, experts, *inputs), with_gradients(loop, experts, *inputs))
 
 
@@ -264,7 +264,7 @@ def test_the_gradient_of_silu_written_by_hand_is_autograds() -> None:
 
 
 def test_transformers_grouped_implementation_agrees() -> None:
-    experts, (hidden, index, weights) = case(9)
+    experts, (hidden, index, weights) = case(9, dtype=torch.float32)
     inputs = (hidden, index.clamp(max=NUM_EXPERTS - 1), weights)
     grouped = with_gradients(ALL_EXPERTS_FUNCTIONS["grouped_mm"], experts, *inputs)
     torch.testing.assert_close(with_gradients(ALL_EXPERTS_FUNCTIONS["swarm_table"], experts, *inputs), grouped)
