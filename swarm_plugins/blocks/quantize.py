@@ -8,7 +8,6 @@ to activations and adapters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.moe import EXPERT_PARAMETERS, Routing, combine, expert_mlp, is_fused_experts
+from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
+from swarm_plugins.moe.frozen import run_frozen
 
 QUANTIZATIONS = ("none", "int8", "nf4")
 """Known ways to keep weights."""
@@ -72,48 +72,13 @@ class ExpertWeights(nn.Module):
             return codes.to(dtype) * scales.to(dtype).unsqueeze(1)
         return _nf4_weight(codes, scales, self._expert_shape, dtype)
 
-    def product(self, hidden: Tensor, counts: Sequence[int]) -> Tensor:
-        """Multiplies rows that are sorted by expert, ``counts`` of them for each expert."""
-        pieces: list[Tensor] = [
-            _Product.apply(rows, self, expert)  # type: ignore[no-untyped-call]
-            for expert, rows in enumerate(hidden.split(list(counts)))
-            if rows.shape[0]
-        ]
-        return torch.cat(pieces) if pieces else hidden.new_zeros(0, self._expert_shape[0])
-
-
-class _Product(torch.autograd.Function):
-    """A product with an expert's weight, which is widened again for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
-        ctx.weights, ctx.expert = weights, expert
-        return functional.linear(rows, weights.weight(expert, rows.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad @ ctx.weights.weight(ctx.expert, grad.dtype), None, None
-
 
 class QuantizedExperts:
     """Mixed into a family's experts class: runs the experts from quantized weights."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the experts; the flags of transformers' experts registry are honoured."""
-        return run_quantized(self, hidden_states, top_k_index, top_k_weights)
-
-
-def run_quantized(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Runs experts from quantized weights, as transformers' grouped implementation does from plain ones."""
-    routing = Routing(top_k_index, module.num_experts)
-    _, counts = routing.rows_of(None)
-
-    def product(name: str, rows: Tensor) -> Tensor:
-        result: Tensor = getattr(module, name).product(rows, counts)  # [T * k, out]
-        return result + getattr(module, f"{name}_bias")[routing.experts] if module.has_bias else result
-
-    down = expert_mlp(module, hidden_states[routing.tokens], product)  # [T * k, D]
-    return combine(module, down, top_k_weights, routing, hidden_states)
+        return run_frozen(self, (), hidden_states, top_k_index, top_k_weights)
 
 
 def _quantize_experts(module: nn.Module, kind: str) -> None:
@@ -123,8 +88,7 @@ def _quantize_experts(module: nn.Module, kind: str) -> None:
             delattr(module, name)
             setattr(module, name, ExpertWeights(parameter, kind, bool(module.is_transposed)))
     plain = type(module)
-    members = {"grouped_forward": staticmethod(run_quantized), "__module__": plain.__module__}
-    module.__class__ = type(f"Quantized{plain.__name__}", (QuantizedExperts, plain), members)
+    module.__class__ = type(f"Quantized{plain.__name__}", (QuantizedExperts, plain), {"__module__": plain.__module__})
 
 
 def _quantized_linear(linear: nn.Linear, kind: str, dtype: torch.dtype) -> nn.Linear:

@@ -57,8 +57,11 @@ class ExpertDelta:
         index, counts = routing.rows_of(self.index(routing.num_tokens))
         if index is not None:
             hidden = hidden[index]
+        # Rows of experts elsewhere, which come last, stay as they are.
         pieces = [
             functional.linear(functional.linear(rows, factors_a[expert]), factors_b[expert])
+            if expert < self.num_experts
+            else result.new_zeros(rows.shape[0], result.shape[1])
             for expert, rows in enumerate(hidden.split(counts))
             if rows.shape[0]
         ]

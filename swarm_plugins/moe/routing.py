@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     def expert_of_row(self, device: torch.device) -> Tensor:
         """Returns the expert of each row, ``[n]``."""
         counts = [[expert, span.stop - span.start] for expert, span in self.parts]
-        experts, repeats = torch.tensor(counts, device=device).T
+        experts, repeats = torch.tensor(counts, device=device).unbind(1)
         rows: Tensor = experts.repeat_interleave(repeats)
         return rows
 
@@ -96,12 +96,10 @@ class Routing:
             found.append(Chunk(slice(start, self.num_rows), parts))
         return found
 
-    def sum_tokens(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sums expert-sorted rows for each token, weighted: ``[T * k, D]`` and ``[T, k]`` to ``[T, D]``."""
-        # Gathers, weighs and sums in one pass: a fifth of the time of three.
-        weights = None if weights is None else weights.to(rows.dtype)
-        inverse = self.inverse().view(self.num_tokens, self.num_chosen)
-        return functional.embedding_bag(inverse, rows, mode="sum", per_sample_weights=weights)
+    def sum_tokens(self, rows: Tensor) -> Tensor:
+        """Sums expert-sorted rows, ``[T * k, D]``, for each token: ``[T, D]``."""
+        # Gathers and sums in one pass: a fifth of the time of two.
+        return functional.embedding_bag(self.inverse().view(self.num_tokens, self.num_chosen), rows, mode="sum")
 
     def inverse(self) -> Tensor:
         """Returns the sorted place of each token's choices, ``[T * k]``."""

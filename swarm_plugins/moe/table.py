@@ -118,18 +118,19 @@ def _run(
     routing, dtype = job.routing, job.product_dtype
     up_columns, down_columns = job.columns(weights.up), job.columns(weights.down)
     kept = hidden.new_empty(routing.num_rows, up_columns.shape[2], dtype=dtype) if keep else None
-    # Products with weights of more bits keep them.
+    sorted_scales = None if scales is None else scales.reshape(-1, 1).index_select(0, routing.order)
     wide = dtype if scales is None else torch.promote_types(dtype, scales.dtype)
     results = job.room(hidden, down_columns.shape[2], wide)
     for chunk in routing.chunks(_CHUNK_ROWS):
         rows = hidden.index_select(0, routing.tokens[chunk.rows]).to(dtype)
         up = rows.new_empty(rows.shape[0], up_columns.shape[2]) if kept is None else kept[chunk.rows]
         _multiply(chunk, rows, up_columns, weights.up_bias, up)
-        down = results[chunk.rows] if wide == dtype else rows.new_empty(rows.shape[0], down_columns.shape[2])
+        place = results[chunk.rows]
+        down = place if wide == dtype else rows.new_empty(place.shape)
         _multiply(chunk, activate(job.module, up), down_columns, weights.down_bias, down)
-        if wide != dtype:
-            results[chunk.rows] = down
-    return results if scales is None else routing.sum_tokens(results, scales).to(job.dtype), kept
+        if sorted_scales is not None:
+            torch.mul(down, sorted_scales[chunk.rows], out=place)
+    return results if scales is None else routing.sum_tokens(results).to(job.dtype), kept
 
 
 def _multiply(chunk: Chunk, rows: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -137,10 +138,9 @@ def _multiply(chunk: Chunk, rows: Tensor, columns: Tensor, bias: Tensor | None, 
     is_same = columns.dtype == rows.dtype
     for expert, span in chunk.parts:
         weight = columns[expert] if is_same else columns[expert].to(rows.dtype)
-        if bias is None:
-            torch.mm(rows[span], weight, out=out[span])
-        else:
-            torch.addmm(bias[expert].to(rows.dtype), rows[span], weight, out=out[span])
+        torch.mm(rows[span], weight, out=out[span])
+        if bias is not None:  # apart, for the bits of transformers' grouped implementation
+            out[span].add_(bias[expert])
 
 
 def _weight_gradients(chunk: Chunk, rows: Tensor, grads: Tensor, columns: Tensor) -> None:

@@ -21,7 +21,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Three to five of the sixteen experts of a toy.
 FEW = OffloadConfig(fast_bytes=60_000)
 # The products of an expert have the same shapes as loaded ones, except where adapters run on all experts at once.
-CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @pytest.fixture(scope="module")

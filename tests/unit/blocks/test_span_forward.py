@@ -75,7 +75,8 @@ def test_gradients_of_hidden_states_equal_local_ones(pair: Pair) -> None:
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     (pair.forward(ours) * weight).sum().backward()
     (run_local(pair.local, theirs) * weight).sum().backward()
-    assert torch.equal(ours.grad, theirs.grad)
+    # Experts weigh their gradients after a product, transformers' grouped ones before.
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=2e-5)
 
 
 def test_prefix_and_its_gradients_equal_a_prefilled_local_cache(pair: Pair) -> None:
@@ -100,8 +101,8 @@ def test_prefix_and_its_gradients_equal_a_prefilled_local_cache(pair: Pair) -> N
     out.square().sum().backward()
     expected.square().sum().backward()
     for mine, other in zip(ours, theirs, strict=True):
-        # Summed over heads in another order where the cache concatenates differently.
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-6)
+        # Summed over heads in another order where the cache concatenates differently; experts as above.
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=2e-5)
 
 
 def test_collected_hidden_states_are_the_blocks_outputs(pair: Pair) -> None:
