@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.parallel.agreement import translated
@@ -18,16 +19,20 @@ from swarm_plugins.parallel.state import Parallelism, parallelism_of
 _BUCKET_BYTES = 32 * 2**20
 
 
-def synchronize_gradients(model: nn.Module, *, average: bool = True) -> None:
+def synchronize_gradients(
+    model: nn.Module, *, average: bool = True, parameters: Iterable[nn.Parameter] | None = None
+) -> None:
     """Makes the gradients those of the batches of all ranks; call it after ``backward``, before the optimizer.
 
     An expert has seen the tokens of every rank in its group, a dense weight those of its own rank. Each gradient is
     summed over the ranks that hold the same weight and divided by the number of batches, as data parallelism does.
+    A parameter that has a gradient on any rank has one on every rank afterwards.
 
     Args:
         model: The parallel model, or a module that contains it; parameters around it are treated as dense.
         average: Divide by the number of batches: right if each rank's loss is a mean over as many tokens. With
             batches of different sizes, divide the summed loss by the tokens of all ranks and pass False.
+        parameters: Only these, the same ones on every rank. None: all of the model.
 
     Raises:
         ConfigError: If the module contains no parallel model.
@@ -35,12 +40,19 @@ def synchronize_gradients(model: nn.Module, *, average: bool = True) -> None:
     """
     parallelism = parallelism_of(model)
     factor = 1.0 / parallelism.num_batches if average else 1.0
-    for group, parameters in _by_group(model, parallelism):
-        with translated("the synchronization of gradients"):
-            _sum_over(group, parameters, factor)
+    with translated("the synchronization of gradients"):
+        present = _with_gradient_anywhere(model.parameters() if parameters is None else parameters)
+        for group, members in _by_group(present, parallelism):
+            _sum_over(group, members, factor)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+def clip_gradients(
+    model: nn.Module,
+    max_norm: float,
+    *,
+    norm_type: float = 2.0,
+    parameters: Iterable[nn.Parameter] | None = None,
+) -> Tensor:
     """Scales the gradients down so that their norm, over all parameters of all ranks, is at most ``max_norm``.
 
     ``torch.nn.utils.clip_grad_norm_`` counts only this rank's experts. Call it after :func:`synchronize_gradients`, on
@@ -49,6 +61,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Args:
         model: The parallel model, or a module that contains it.
         max_norm: The largest norm allowed; ``inf`` only measures.
+        norm_type: The exponent; ``inf`` for the largest gradient.
+        parameters: Only these, the same ones on every rank. None: all of the model.
 
     Returns:
         The norm before, the same on every rank.
@@ -56,46 +70,74 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Raises:
         TransportError: If another rank is lost.
     """
+    parameters = list(model.parameters() if parameters is None else parameters)
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.grad is not None:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
-    squares = []
-    with translated("measuring the norm of gradients"):
-        for parameters in by_mesh.values():
-            norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-            squares.append((norm.full_tensor() if isinstance(norm, DTensor) else norm).square())
-    total = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
-    for parameters in by_mesh.values():
-        clip_grads_with_norm_(parameters, max_norm, total)
+    total = _norm_of_all_ranks(parameters, norm_type)
+    for members in by_mesh.values():
+        clip_grads_with_norm_(members, max_norm, total)
     return total
 
 
-def _by_group(model: nn.Module, parallelism: Parallelism) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-    """The trainable parameters, by the group of ranks that hold the same of them."""
-    buckets: dict[str, list[nn.Parameter]] = {}
-    groups: dict[str, dist.ProcessGroup] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            group = parallelism.group_of(parameter)
-            groups[group.group_name] = group
-            buckets.setdefault(group.group_name, []).append(parameter)
-    for name, parameters in buckets.items():
-        yield groups[name], parameters
+def _norm_of_all_ranks(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+    """The norm of all gradients; one reduction, so that every rank gets the same bits."""
+    is_largest = norm_type == float("inf")
+    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            grad = local(parameter.grad)
+            norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
+            # Several ranks hold the same gradient, and each adds its share of it.
+            total = total.maximum(norm) if is_largest else total + norm.double() ** norm_type / _copies(parameter.grad)
+    with translated("measuring the norm of gradients"):
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+    return (total if is_largest else total ** (1 / norm_type)).float()
 
 
-def _sum_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], factor: float) -> None:
-    device = parameters[0].device
-    # A rank whose experts got no token has no gradient for them; the other copies may have one.
-    has = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=device)
-    if group.size() > 1:
-        dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
-    present = [parameter for parameter, flag in zip(parameters, has.tolist(), strict=True) if flag]
+def _copies(tensor: Tensor) -> int:
+    """Number of ranks that hold the same part of a tensor."""
+    parts = 1
+    if isinstance(tensor, DTensor):
+        sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
+    return dist.get_world_size() // parts
+
+
+def _with_gradient_anywhere(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The trainable parameters that have a gradient on some rank; it is zero where there was none."""
+    # An expert without tokens has none, but as part of a whole layer it would: its optimizer makes a step too.
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trainable:
+        return []
+    flags = [parameter.grad is not None for parameter in trainable]
+    has = torch.tensor(flags, dtype=torch.uint8, device=trainable[0].device)
+    dist.all_reduce(has, dist.ReduceOp.MAX)
+    present = [parameter for parameter, flag in zip(trainable, has.tolist(), strict=True) if flag]
     for parameter in present:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets([local(parameter.grad) for parameter in present]):
+    return present
+
+
+def _by_group(
+    parameters: Iterable[nn.Parameter], parallelism: Parallelism
+) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
+    """Parameters by the group of ranks that hold the same of them."""
+    buckets: dict[str, list[nn.Parameter]] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
+    for parameter in parameters:
+        group = parallelism.group_of(parameter)
+        groups[group.group_name] = group
+        buckets.setdefault(group.group_name, []).append(parameter)
+    for name, members in buckets.items():
+        yield groups[name], members
+
+
+def _sum_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], factor: float) -> None:
+    for bucket in _buckets([local(parameter.grad) for parameter in parameters]):
         if group.size() > 1:
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat, group=group)
