@@ -9,6 +9,7 @@ load_offloaded, OffloadConfig   HF's own model class, experts on disk and a boun
 parallelize                     HF's own model class, experts divided over the ranks of torch.distributed
 load_remote_experts             HF's own model class, experts on other people's servers
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
+ExpertParallelStrategy, Fabric...   Lightning: Trainer(strategy="expert_parallel"), Fabric(strategy="expert_parallel")
 make_student                    a shallower copy of a model (Mixture-of-Students of DeepSpeed-MoE)
 StagedDistillation, StagedDistillationTrainerCallback   teach it by its teacher, until a step
 HubAdapterCallback, HubAdapterTrainerCallback   publish adapters during training
@@ -18,7 +19,7 @@ swarm serve | status | bench    the same from the command line
 ```
 
 Importing this package opens no socket, starts no process and loads no torch: names are resolved at first use. It makes
-the strategy name "swarm" known to Lightning and the model type "prmoe" to transformers.
+the strategy names "swarm" and "expert_parallel" known to Lightning and the model type "prmoe" to transformers.
 """
 
 from __future__ import annotations
@@ -56,12 +57,15 @@ if TYPE_CHECKING:
     from swarm_plugins.offload import OffloadConfig, load_offloaded
     from swarm_plugins.parallel import parallelize
     from swarm_plugins.remote_experts.load import load_remote_experts
+    from swarm_plugins.strategy.expert_parallel_unified import ExpertParallelStrategy, FabricExpertParallelStrategy
     from swarm_plugins.strategy.unified import FabricSwarmStrategy, SwarmStrategy
 
 __all__ = [
     "AutoSwarmModel",
     "AutoSwarmModelForCausalLM",
     "AutoSwarmModelForSequenceClassification",
+    "ExpertParallelStrategy",
+    "FabricExpertParallelStrategy",
     "FabricSwarmStrategy",
     "HubAdapterCallback",
     "HubAdapterTrainerCallback",
@@ -93,6 +97,8 @@ _HOMES = {
     "AutoSwarmModel": "swarm_plugins.backbone",
     "AutoSwarmModelForCausalLM": "swarm_plugins.backbone",
     "AutoSwarmModelForSequenceClassification": "swarm_plugins.backbone",
+    "ExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel_unified",
+    "FabricExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel_unified",
     "FabricSwarmStrategy": "swarm_plugins.strategy.unified",
     "HubAdapterCallback": "swarm_plugins.callbacks.for_lightning",
     "HubAdapterTrainerCallback": "swarm_plugins.callbacks.for_transformers",

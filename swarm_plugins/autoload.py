@@ -1,10 +1,10 @@
 """Registers our names in the registries of other packages, imported before or after this one.
 
-Lightning has no entry point for strategies: the name ``swarm`` must be in the registry of the package in use
-(``lightning.*`` or ``pytorch_lightning``/``lightning_fabric``, Trainer or Fabric). The same holds for the experts
-implementation ``swarm_table`` of transformers and the model type ``prmoe`` of its `AutoConfig`. `install` registers in
-the imported packages and watches for the others; what a name stands for is imported only when it is used, but for the
-config class of ``prmoe``, which is light: its models are imported when the first of its configs is made.
+Lightning has no entry point for strategies: the names ``swarm`` and ``expert_parallel`` must be in the registry of the
+package in use (``lightning.*`` or ``pytorch_lightning``/``lightning_fabric``, Trainer or Fabric). The same holds for
+the experts implementation ``swarm_table`` of transformers and the model type ``prmoe`` of its `AutoConfig`. `install`
+registers in the imported packages and watches for the others; what a name stands for is imported only when it is used,
+but for the config class of ``prmoe``, which is light: its models are imported when the first of its configs is made.
 
 It runs on ``import swarm_plugins``, and at the end of ``import torch`` through the entry point of torch's backends, so
 that ``fabric run --strategy swarm`` knows the name before a user's script runs. That entry point is made for devices;
@@ -23,14 +23,18 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-NAME = "swarm"
 EXPERTS = "swarm_table"
-# Module with a registry -> name of the registry, and module:class in swarm_plugins.strategy.
+# Module with a registry -> name of the registry, file in swarm_plugins.strategy, what its classes begin with.
 _REGISTRIES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "unified:SwarmStrategy"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "unified:FabricSwarmStrategy"),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "standalone:SwarmStrategy"),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "standalone_fabric:FabricSwarmStrategy"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "unified", ""),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "unified", "Fabric"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "standalone", ""),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "standalone_fabric", "Fabric"),
+}
+# Name -> what its file begins with, its class, description.
+_STRATEGIES = {
+    "swarm": ("", "SwarmStrategy", "Blocks on a swarm, adapters here"),
+    "expert_parallel": ("expert_parallel_", "ExpertParallelStrategy", "Experts divided over ranks, a batch for each"),
 }
 
 
@@ -48,17 +52,18 @@ def install() -> None:
 
 
 def _register_strategy(module: ModuleType) -> bool:
-    registry_name, target = _REGISTRIES[module.__name__]
+    registry_name, file, kind = _REGISTRIES[module.__name__]
     registry = getattr(module, registry_name, None)
     # Missing while the module is being imported: the watcher registers later.
     if registry is not None:
-        registry.register(NAME, _creator(target), description="Blocks on a swarm, adapters here", override=True)
+        for name, (prefix, class_name, description) in _STRATEGIES.items():
+            registry.register(
+                name, _creator(f"{prefix}{file}", f"{kind}{class_name}"), description=description, override=True
+            )
     return registry is not None
 
 
-def _creator(target: str) -> Callable[..., Any]:
-    module_name, _, class_name = target.partition(":")
-
+def _creator(module_name: str, class_name: str) -> Callable[..., Any]:
     def create(**options: Any) -> Any:
         return getattr(importlib.import_module(f"swarm_plugins.strategy.{module_name}"), class_name)(**options)
 

@@ -1,0 +1,191 @@
+"""What the expert-parallel strategies of a Trainer and of Fabric share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from swarm_plugins.errors import ConfigError, SwarmError, UnsupportedError
+from swarm_plugins.parallel import parallelize, synchronize_gradients
+from swarm_plugins.parallel.agreement import agree, translated
+from swarm_plugins.parallel.apply import DEFAULT_TIMEOUT_S, expert_layers
+from swarm_plugins.parallel.gradients import local
+
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+_OPTIONS = ("ep_size", "ep_implementation", "expert_slices", "tp_size", "ranks_per_node", "timeout_s")
+
+
+class ExpertParallelMember:
+    """Mixed into the strategies; keeps the options and distributes modules."""
+
+    strategy_name = "expert_parallel"
+    world_size: Any
+    global_rank: Any
+    root_device: Any
+    _accelerator: Any
+
+    def __init__(
+        self,
+        ep_size: int | str | Sequence[int] | Mapping[int, int] = "auto",
+        ep_implementation: str = "flat_all_to_all",
+        *,
+        expert_slices: int = 1,
+        tp_size: int = 1,
+        ranks_per_node: int | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise ConfigError(
+                f"strategy 'expert_parallel' has no option {', '.join(map(repr, unknown))}: valid are "
+                f"{', '.join(_OPTIONS)}; options of DDPStrategy have no meaning here, since nothing is wrapped in DDP"
+            )
+        super().__init__(timeout=timedelta(seconds=timeout_s))  # type: ignore[call-arg]  # of Lightning's DDPStrategy
+        self.ep_size = ep_size
+        self.ep_implementation = ep_implementation
+        self.expert_slices = expert_slices
+        self.tp_size = tp_size
+        self.ranks_per_node = ranks_per_node
+        self.timeout_s = timeout_s
+        self._num_backwards = 0
+        # Optimizer -> backward passes when the gradients of its parameters were last synchronized.
+        self._synchronized: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    @property
+    def accelerator(self) -> Any:
+        """The accelerator; each Trainer or Fabric sets it once.
+
+        Raises:
+            ConfigError: If the strategy is given to a second one.
+        """
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        if self._accelerator is not None:
+            raise ConfigError(
+                f"this {type(self).__name__} belongs to another Trainer or Fabric: make a new one for each, or give "
+                "its name, strategy='expert_parallel'"
+            )
+        self._accelerator = accelerator
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of the DistributedSampler: ranks that share a batch read the same rows."""
+        return {"num_replicas": self.world_size // self.tp_size, "rank": self.global_rank // self.tp_size}
+
+    def synchronize(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Makes the gradients that an optimizer uses those of all ranks, once after any number of backward passes.
+
+        Raises:
+            TransportError: If another rank is lost.
+        """
+        if self._synchronized.get(optimizer, 0) != self._num_backwards:
+            synchronize_gradients(module, parameters=parameters_of(optimizer))
+            self._synchronized[optimizer] = self._num_backwards
+
+    def distribute(self, module: nn.Module) -> None:
+        """Makes the mixture of experts in a module expert-parallel, with the weights of rank 0.
+
+        Args:
+            module: A module on this rank's device, the same on every rank.
+
+        Raises:
+            UnsupportedError: If there is no mixture of experts in it.
+            ConfigError: If there are several, if the sizes do not fit, or if ranks differ.
+            TransportError: If another rank is lost.
+        """
+        if self.world_size % self.tp_size:
+            valid = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
+            raise ConfigError(f"tp_size {self.tp_size} does not divide {self.world_size} ranks: valid are {valid}")
+        model, refusal = nn.Module(), None
+        try:
+            model = find_mixture(module)
+        except SwarmError as exc:
+            refusal = exc
+        shapes = [(name, one.dtype, one.shape) for name, one in module.named_parameters()]
+        agree(repr(shapes), refusal, self.root_device)
+        with translated("sending the weights of rank 0"):
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                dist.broadcast(tensor.detach(), src=0)
+        mesh = None
+        if self.tp_size > 1:
+            shape = (self.world_size // self.tp_size, self.tp_size)
+            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "tp"))
+        parallelize(
+            model,
+            mesh,
+            ep_size=self.ep_size,
+            ep_implementation=self.ep_implementation,
+            expert_slices=self.expert_slices,
+            ranks_per_node=self.ranks_per_node,
+            timeout_s=self.timeout_s,
+        )
+
+
+def find_mixture(module: nn.Module) -> PreTrainedModel:
+    """Returns the Hugging Face model with experts in a module.
+
+    Raises:
+        UnsupportedError: If there is none.
+        ConfigError: If there are several.
+    """
+    models: dict[str, PreTrainedModel] = {}
+    for name, part in module.named_modules():
+        # The outermost: MixtralForCausalLM, not the MixtralModel in it.
+        is_inner = any(not outer or name.startswith(f"{outer}.") for outer in models)
+        if isinstance(part, PreTrainedModel) and not is_inner:
+            models[name] = part
+    if not models:
+        raise UnsupportedError(
+            f"{type(module).__name__} holds no Hugging Face model, but strategy 'expert_parallel' was asked for: build "
+            "one with experts (mixtral, qwen3_moe, olmoe, prmoe) in __init__ or configure_model(), or use "
+            "strategy='ddp'"
+        )
+    mixtures = {name: model for name, model in models.items() if model.ep_plan}
+    if len(mixtures) > 1:
+        names = ", ".join(f"{name!r} ({type(model).__name__})" for name, model in mixtures.items())
+        raise ConfigError(
+            f"{type(module).__name__} holds {len(mixtures)} mixtures of experts: {names}. Strategy 'expert_parallel' "
+            "distributes one: keep the others outside of the module's attributes, in a list, say"
+        )
+    # Without any, the first one's reason.
+    model = next(iter((mixtures or models).values()))
+    expert_layers(model)
+    return model
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters of an optimizer, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def clip_values(optimizer: Optimizer, limit: float) -> None:
+    """Clips each number of the gradients; torch's function takes no mixture of distributed and other tensors."""
+    for parameter in parameters_of(optimizer):
+        if parameter.grad is not None:
+            local(parameter.grad).clamp_(-limit, limit)
+
+
+def check_precision(plugin: Any) -> None:
+    """Checks Lightning's precision plugin.
+
+    Raises:
+        ConfigError: If it cannot work with experts on other ranks.
+    """
+    name = getattr(plugin, "precision", None)
+    if plugin is not None and ("bitsandbytes" in type(plugin).__name__.lower() or name not in _PRECISIONS):
+        raise ConfigError(
+            f"precision {name!r} ({type(plugin).__name__}) cannot work with strategy 'expert_parallel': float16 needs "
+            "a gradient scaler that decides on all ranks together, and quantized weights cannot be divided; use one of "
+            f"{', '.join(map(repr, _PRECISIONS))}"
+        )

@@ -1,0 +1,161 @@
+"""The expert-parallel strategy of Fabric, as a mixin for the base class of either Lightning package."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.parallel import clip_gradients, gather_state_dict
+from swarm_plugins.parallel.agreement import translated
+from swarm_plugins.parallel.state import is_parallel
+from swarm_plugins.strategy.expert_parallel import ExpertParallelMember, check_precision, clip_values, parameters_of
+from swarm_plugins.strategy.expert_parallel_state import (
+    distribute_optimizer_state,
+    load_whole_state,
+    whole_optimizer_state,
+)
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.ddp import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class ExpertParallelFabricStrategy(ExpertParallelMember, _Base):
+    """Mixed in before the `DDPStrategy` of either package: processes, launcher and collectives are those of DDP."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._module: nn.Module = nn.Module()
+        # Gradients are sent before an optimizer steps, not in backward.
+        self._backward_sync_control = self  # type: ignore[assignment]
+
+    @property
+    def precision(self) -> Any:
+        """Lightning's precision plugin.
+
+        Raises:
+            ConfigError: If it is set to one that cannot work.
+        """
+        return super().precision
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        check_precision(plugin)
+        self._precision = plugin
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # not wrapped in DDP
+        """Distributes the experts of a module.
+
+        Raises:
+            UnsupportedError: If it holds no mixture of experts.
+            ConfigError: If the sizes do not fit, on every rank.
+        """
+        if is_parallel(self._module):
+            raise ConfigError(
+                f"a {type(self._module).__name__} has been set up already: strategy 'expert_parallel' distributes one "
+                "module; put both into one, or use a second Fabric"
+            )
+        self.distribute(module)
+        self._module = module
+        return module
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        """Distributes the experts of a module; its optimizers go on with the new parameters.
+
+        Raises:
+            ConfigError: If an optimizer has made steps.
+        """
+        if any(optimizer.state for optimizer in optimizers):
+            raise ConfigError(
+                "an optimizer has a state already: set it up before its first step, and load its state afterwards with "
+                "fabric.load()"
+            )
+        before = dict(module.named_parameters())
+        module = self.setup_module(module)
+        after = dict(module.named_parameters())
+        successors = {old: after[name] for name, old in before.items()}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [successors.get(parameter, parameter) for parameter in group["params"]]
+        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Lets an optimizer load whole tensors."""
+        optimizer.register_load_state_dict_pre_hook(distribute_optimizer_state)
+        return optimizer
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Does nothing: no backward pass synchronizes."""
+        return contextlib.nullcontext()
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Computes this rank's gradients; they are synchronized before the next step or clipping."""
+        super().backward(tensor, module, *args, **kwargs)
+        self._num_backwards += 1
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Steps with the gradients of all ranks; accumulated ones are sent once."""
+        closure = kwargs.pop("closure", None)
+        if closure is None:
+            self.synchronize(self._module, optimizer)
+            return super().optimizer_step(optimizer, **kwargs)
+
+        def synchronized() -> Any:
+            result = closure()
+            self.synchronize(self._module, optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, closure=synchronized, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips by the norm over the gradients of all ranks, each counted once.
+
+        Raises:
+            RuntimeError: If the norm is not finite and that is an error.
+        """
+        self.synchronize(module, optimizer)
+        norm = clip_gradients(module, max_norm, norm_type=norm_type, parameters=parameters_of(optimizer))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}: they cannot be clipped; look for the first loss that is "
+                "not finite, or pass error_if_nonfinite=False"
+            )
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips each gradient of all ranks by its value."""
+        self.synchronize(module, optimizer)
+        clip_values(optimizer, clip_val)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Returns the state of the whole module on rank 0, as one process would have it, and nothing elsewhere."""
+        return gather_state_dict(module) if is_parallel(module) else super().get_module_state_dict(module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Loads whole tensors, before or after the experts are distributed."""
+        load_whole_state(module, state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the whole state of an optimizer on rank 0, as one process would have it, and nothing elsewhere."""
+        return whole_optimizer_state(optimizer, keep=self.is_global_zero)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Reduces a value over the ranks.
+
+        Raises:
+            TransportError: If another rank is lost.
+        """
+        with translated("a reduction"):
+            return super().all_reduce(*args, **kwargs)

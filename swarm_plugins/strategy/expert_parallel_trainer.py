@@ -1,0 +1,179 @@
+"""The expert-parallel strategy of a Trainer, as a mixin for the base class of either Lightning package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.parallel import clip_gradients, gather_state_dict
+from swarm_plugins.parallel.agreement import translated
+from swarm_plugins.parallel.state import is_parallel
+from swarm_plugins.strategy.expert_parallel import ExpertParallelMember, check_precision, clip_values, parameters_of
+from swarm_plugins.strategy.expert_parallel_state import (
+    distribute_optimizer_state,
+    load_whole_state,
+    whole_optimizer_state,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
+    """Mixed in before the `DDPStrategy` of either package: processes, launcher and collectives are those of DDP."""
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's precision plugin; it clips gradients by their norm over all ranks.
+
+        Raises:
+            ConfigError: If it is set to one that cannot work.
+        """
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        check_precision(plugin)
+        self._precision_plugin = plugin
+        if plugin is not None:
+            plugin.clip_grad_by_norm = self._clip_by_norm
+            plugin.clip_grad_by_value = self._clip_by_value
+
+    def setup(self, trainer: Any) -> None:
+        """Moves the module to its device, distributes its experts and makes the optimizers.
+
+        Raises:
+            UnsupportedError: If it holds no mixture of experts.
+            ConfigError: If the sizes do not fit, on every rank.
+        """
+        if self._layer_sync is not None:
+            raise ConfigError("sync_batchnorm=True has no meaning for strategy 'expert_parallel': leave it out")
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self._module)
+        self.model_to_device()
+        # Of an earlier fit: `trainer.test()` afterwards.
+        if not is_parallel(self._module):
+            self.distribute(self._module)
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                optimizer.register_load_state_dict_pre_hook(distribute_optimizer_state)
+        self.setup_precision_plugin()
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Notes that there are gradients to synchronize before the next step."""
+        self._num_backwards += 1
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Steps with the gradients of all ranks; accumulated ones are sent once."""
+
+        def synchronized() -> Any:
+            result = closure()
+            self.synchronize(self._module, optimizer)
+            return result
+
+        return super().optimizer_step(optimizer, synchronized, model, **kwargs)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        # With manual optimization, clipping comes before the step, and the optimizer is Lightning's wrapper.
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        self.synchronize(self._module, optimizer)
+        clip_gradients(self._module, clip_val, parameters=parameters_of(optimizer))
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        self.synchronize(self._module, optimizer)
+        clip_values(optimizer, clip_val)
+
+    @property
+    def _module(self) -> Any:
+        if self.lightning_module is None:
+            raise RuntimeError(
+                "the strategy has no module yet: a Trainer connects it in fit, validate, test or predict"
+            )
+        return self.lightning_module
+
+    def on_train_start(self) -> None:
+        """Checks that all ranks have as many batches."""
+        self._check_batches("training", [self._module.trainer.num_training_batches])
+
+    def on_validation_start(self) -> None:
+        """Checks that all ranks have as many batches."""
+        trainer = self._module.trainer
+        counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._check_batches("validation", counts)
+
+    def on_test_start(self) -> None:
+        """Checks that all ranks have as many batches."""
+        self._check_batches("test", self._module.trainer.num_test_batches)
+
+    def on_predict_start(self) -> None:
+        """Checks that all ranks have as many batches."""
+        self._check_batches("predict", self._module.trainer.num_predict_batches)
+
+    def _check_batches(self, kind: str, counts: Sequence[float]) -> None:
+        mine = torch.tensor(float(sum(counts)), device=self.root_device)
+        found = [int(count) if count != float("inf") else count for count in self.all_gather(mine).flatten().tolist()]
+        if len(set(found)) > 1:
+            raise ConfigError(
+                f"the ranks have {found} {kind} batches, but experts on other ranks need all of them in each forward: "
+                f"give every rank as many rows, or set limit_{kind.removesuffix('ing').replace('idation', '')}_batches="
+                f"{min(found)}"
+            )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the state of the whole module on rank 0, as one process would have it, and nothing elsewhere."""
+        return gather_state_dict(self._module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the whole state of an optimizer on rank 0, as one process would have it, and nothing elsewhere."""
+        return whole_optimizer_state(getattr(optimizer, "_optimizer", optimizer), keep=self.is_global_zero)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads whole tensors, before or after the experts are distributed."""
+        if is_parallel(self._module):
+            load_whole_state(self._module, checkpoint["state_dict"], strict=strict)
+        else:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Reduces a value over the ranks.
+
+        Raises:
+            TransportError: If another rank is lost.
+        """
+        with translated("a reduction"):
+            return super().reduce(*args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for the other ranks.
+
+        Raises:
+            TransportError: If another rank is lost.
+        """
+        with translated("a barrier"):
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns an object of one rank on all ranks.
+
+        Raises:
+            TransportError: If another rank is lost.
+        """
+        with translated("a broadcast"):
+            return super().broadcast(obj, src)
+
+    def teardown(self) -> None:
+        """Ends the plugins; the module stays on its device, where its ranks can still gather it."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
