@@ -33,13 +33,13 @@ def bench_decode(
     local = local_model(directory)
     prompt = prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size)
     expected = decode(local, prompt, new_tokens).tokens
-    here = _round(local, prompt, new_tokens, expected)
+    here = decoding_round(local, prompt, new_tokens, expected)
     for count in servers:
         name = f"decode, batch 1, {count} server{'s' if count > 1 else ''}"
         with LocalSwarm(directory, num_servers=count, dtype="float32", threads=1) as swarm:
             if count == 1:
                 report.figures.append(_idle_memory(swarm, local))
-            there = _round(swarm_model(directory, swarm.initial_peers), prompt, new_tokens, expected)
+            there = decoding_round(swarm_model(directory, swarm.initial_peers), prompt, new_tokens, expected)
             arms = Arm(here, (os.getpid(),)), Arm(there, (os.getpid(), *(server.pid for server in swarm.servers)))
             goal = GOALS.get(count)
             report.figures.append(compare(name, "ms/token", *arms, goal=goal, rounds=rounds, progress=progress))
@@ -47,7 +47,9 @@ def bench_decode(
     return report
 
 
-def _round(model: PreTrainedModel, prompt: Tensor, new_tokens: int, expected: list[int]) -> Callable[[], float]:
+def decoding_round(model: PreTrainedModel, prompt: Tensor, new_tokens: int, expected: list[int]) -> Callable[[], float]:
+    """Returns a round that decodes and returns the seconds per token; other tokens are a SwarmError."""
+
     def run() -> float:
         decoded = decode(model, prompt, new_tokens)
         if decoded.tokens != expected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swarm_plugins.bench.arms import local_model, prompt_tokens
-from swarm_plugins.bench.figures import SwarmReport
+from swarm_plugins.bench.figures import Figure, SwarmReport
 from swarm_plugins.bench.measure import Arm
 from swarm_plugins.bench.swarm import compare, swarm_model
 from swarm_plugins.errors import SwarmError
@@ -36,20 +36,41 @@ def bench_train(directory: Path, *, num_servers: int, rounds: int, progress: Pro
     local = local_model(directory)
     with LocalSwarm(directory, num_servers=num_servers, dtype="float32", threads=1) as swarm:
         remote = swarm_model(directory, swarm.initial_peers)
-        pids = (os.getpid(), *(server.pid for server in swarm.servers))
-        for (what, batch), goal in GOALS.items():
-            work = _logits if what == "forward" else _prompt_gradient
-            tokens = _batch(directory, batch, local.config.vocab_size)
-            ours, theirs = work(local, tokens), work(remote, tokens)
-            _check_equal(what, ours(), theirs())
-            arms = Arm(_timed(ours), (os.getpid(),)), Arm(_timed(theirs), pids)
-            name = f"{what}, {batch} x {TOKENS} tokens"
-            report.figures.append(compare(name, "ms", *arms, goal=goal, rounds=rounds, progress=progress))
+        pids = tuple(server.pid for server in swarm.servers)
+        report.figures += training_figures(directory, local, remote, pids, GOALS, rounds=rounds, progress=progress)
     report.notes.append(
         f"{num_servers} server(s); backward of a soft prompt of {PROMPT_TOKENS} of the {TOKENS} tokens; "
         f"logits and gradients within {TOLERANCE:g} of the local model's"
     )
     return report
+
+
+def training_figures(
+    directory: Path,
+    local: PreTrainedModel,
+    remote: PreTrainedModel,
+    pids: Sequence[int],
+    works: Mapping[tuple[str, int], float | None],
+    *,
+    rounds: int,
+    progress: Progress,
+    suffix: str = "",
+) -> list[Figure]:
+    """Compares works, each ``forward`` or ``forward + backward`` with a number of rows, with its goal if it has one.
+
+    Raises:
+        SwarmError: If logits or gradients differ from the local model's.
+    """
+    figures = []
+    for (what, batch), goal in works.items():
+        work = _logits if what == "forward" else _prompt_gradient
+        tokens = _batch(directory, batch, local.config.vocab_size)
+        ours, theirs = work(local, tokens), work(remote, tokens)
+        _check_equal(what, ours(), theirs())
+        arms = Arm(_timed(ours), (os.getpid(),)), Arm(_timed(theirs), (os.getpid(), *pids))
+        name = f"{what}, {batch} x {TOKENS} tokens{suffix}"
+        figures.append(compare(name, "ms", *arms, goal=goal, rounds=rounds, progress=progress))
+    return figures
 
 
 def _logits(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:

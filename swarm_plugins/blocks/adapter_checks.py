@@ -130,6 +130,8 @@ def _check_parameter(entry: AdapterModule, module: nn.Module, limits: AdapterLim
     shape = _shape_of(module, entry.parameter or "")
     if shape is None:
         raise ConfigError(f"the adapter names the parameter {entry.parameter!r} of {_where(entry)}: there is none")
+    if refusal := getattr(module, "adapter_refusal", None):
+        raise ConfigError(f"the adapter names {_where(entry)}: {refusal}")
     if entry.dropout:
         raise ConfigError(f"{_where(entry)} has dropout {entry.dropout}: LoRA on a bare parameter supports none")
     is_experts = is_fused_experts(module)

@@ -102,6 +102,36 @@ def sessions(
 
 
 @app.command()
+def experts(
+    model: Model,
+    holders: Annotated[
+        list[int] | None, typer.Option(help="Holders that share the experts; repeatable.", min=1, max=64)
+    ] = None,
+    slices: Annotated[
+        list[int] | None, typer.Option(help="Holders that have a slice of each expert; repeatable.", min=2, max=64)
+    ] = None,
+    new_tokens: NewTokens = 32,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """Measure a mixture whose experts are at 1 and 2 holders, or cut into 2 slices, against all of it here."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.experts import bench_experts
+
+        return bench_experts(
+            model,
+            holders=holders or ([] if slices else [1, 2]),
+            slices=slices or ([] if holders else [2]),
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+        )
+
+    _measure("experts", run, json)
+
+
+@app.command()
 def offload(
     model: Annotated[
         Path | None, typer.Option(help="Directory of a mixture of experts: config.json and safetensors files.")

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from swarm_plugins.errors import CapacityError, MissingExpertsError, RemoteError, SwarmError, TransportError, one_line
+from swarm_plugins.errors import (
+    CapacityError,
+    MissingExpertsError,
+    RemoteError,
+    SwarmError,
+    TransportError,
+    UnsupportedError,
+    one_line,
+)
 from swarm_plugins.moe import Routing, combine
 from swarm_plugins.remote_experts.calls import ExpertRows, Holders
 
@@ -63,6 +71,12 @@ class RemoteExperts:
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExperts:
         # Bound to a network: copies of a model share it.
         return self
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "a model with remote experts cannot be pickled, it is bound to a network: save its adapter with "
+            "save_pretrained, and load the model again with load_remote_experts"
+        )
 
     def run(self, block: int, module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the experts of a block; differentiable in hidden states and routing weights.

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
+from swarm_plugins.offload.model.saving import refuse_saving
 from swarm_plugins.remote_experts.calls import Holders
 from swarm_plugins.remote_experts.experts import RemoteExperts
 from swarm_plugins.remote_experts.holders import HolderView
-from swarm_plugins.remote_experts.module import IMPLEMENTATION, turn_into_remote
+from swarm_plugins.remote_experts.module import IMPLEMENTATION, RemoteExpertsModule, turn_into_remote
 
 
 def load_remote_experts(
@@ -73,4 +74,5 @@ def load_remote_experts(
     for block, path in moe.paths.items():
         turn_into_remote(model.get_submodule(path), moe.outline.get_submodule(path), place, block, experts)
     model.set_experts_implementation(IMPLEMENTATION)
+    refuse_saving(model, RemoteExpertsModule, which="remote")
     return model

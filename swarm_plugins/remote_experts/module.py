@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +29,17 @@ class RemoteWeight(HollowWeight):
 class RemoteExpertsModule(HollowModule):
     """Mixed in before a family's experts class: has no weights, its rows are computed at holders."""
 
+    adapter_refusal: ClassVar[str] = (
+        "these experts are at other peers, which apply no adapters; adapt other modules, or use a server that has the "
+        "experts itself"
+    )
+    """Why no adapter is accepted on the experts."""
     _remote: RemoteExperts
     _block: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the experts, whatever experts implementation the config names: no other has the weights."""
         return run_remote(self, hidden_states, top_k_index, top_k_weights)
-
-    def __reduce__(self) -> Any:
-        raise UnsupportedError(
-            "a model with remote experts cannot be pickled, it is bound to a network: save its adapter with "
-            "save_pretrained, and load the model again with load_remote_experts"
-        )
 
 
 @functools.cache
@@ -61,8 +60,19 @@ def turn_into_remote(
 
 def run_remote(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Runs experts that are elsewhere; an experts implementation of transformers. See `RemoteExperts.run`."""
+    if torch.is_grad_enabled():
+        _check_frozen(module)
     experts: RemoteExperts = module._remote
     return experts.run(module._block, module, hidden_states, top_k_index, top_k_weights)
+
+
+def _check_frozen(module: Any) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.requires_grad:
+            raise UnsupportedError(
+                f"{name} of remote experts ({type(module).__name__}) is to be trained, but its weights are at other "
+                "peers: freeze it (requires_grad_(False)) and train other weights, or adapters on them"
+            )
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, run_remote)

@@ -55,7 +55,8 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
 
 
 def _hosted_bytes(info: TensorInfo, config: ServeConfig) -> float:
-    if config.offload is not None and _EXPERTS in f".{info.name}":
+    are_elsewhere = config.offload is not None or (config.remote_experts and config.experts is None)
+    if are_elsewhere and _EXPERTS in f".{info.name}":
         return 0.0
     numel, dtype = math.prod(info.shape), info.dtype
     if len(info.shape) > 1 and config.quantization in _QUANTIZED_BYTES:

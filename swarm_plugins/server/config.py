@@ -184,7 +184,7 @@ class ServeConfig:
             )
         if self.offload is not None and held is None:
             raise ConfigError("offload is given and no expert is held here: leave it out, or name experts to hold")
-        if self.is_holder and not any(self._span_choices()):
+        if self.is_holder and self.blocks is None and self.part is None:
             raise ConfigError("experts are given without blocks: name the blocks that they belong to")
         if self.is_holder and self.adapters:
             raise ConfigError("adapters are given and only experts are served: preload them where the blocks are")

@@ -54,6 +54,22 @@ def test_bench_shows_a_ratio_for_each_figure(
     assert all(name in result.stdout for name in figures)
 
 
+@pytest.mark.swarm
+def test_bench_of_remote_experts(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    model = save_tiny("mixtral", tmp_path / "model", num_layers=2)
+    result = bench("experts", "--slices", "2", "--new-tokens", "4", *QUICK, "--model", str(model), "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    names = [one["name"] for one in json.loads(path.read_text())["figures"]]
+    assert names == [
+        "decode, batch 1, 2 slices",
+        "forward, 1 x 64 tokens, 2 slices",
+        "forward, 8 x 64 tokens, 2 slices",
+        "forward + backward, 8 x 64 tokens, 2 slices",
+    ]
+    assert "ms more for each token and layer with experts" in result.stdout
+
+
 def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     result = bench("decode", "--model", str(tmp_path))
     assert result.returncode == 1

@@ -16,8 +16,9 @@ from holders_kit import Held, Holders, serving
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
 from swarm_plugins.blocks import Span, StepInputs, load_span
+from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import MissingExpertsError, UnsupportedError
+from swarm_plugins.errors import ConfigError, MissingExpertsError, UnsupportedError
 from swarm_plugins.remote_experts.held import load_held_experts
 from swarm_plugins.remote_experts.owner import RemoteShare, needed_runs
 
@@ -127,6 +128,9 @@ def test_adapters_beside_the_experts_work_and_those_on_them_are_refused_with_the
         torch.testing.assert_close(span.forward(inputs).hidden, whole.forward(inputs).hidden, rtol=1e-5, atol=1e-5)
         with pytest.raises(UnsupportedError, match=r"are at other peers, frozen.*adapt other modules"):
             span.forward(SpanInputs(blocks=span.blocks, hidden=HIDDEN, adapters=on_experts))
+        shipped = on_experts.adapters[0]
+        with pytest.raises(ConfigError, match=r"block 0, mlp\.experts: these experts are at other peers, which apply no"):
+            check_adapter(shipped.spec, shipped.tensors, span)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ from swarm_plugins.testing.models import save_tiny
         pytest.param({"blocks": range(1), "experts": range(3, 3)}, "invalid experts 3:3: expected", id="experts"),
         pytest.param({"experts": range(2)}, "experts are given without blocks: name the blocks", id="which-blocks"),
         pytest.param(
+            {"experts": range(2), "num_blocks": 1}, "experts are given without blocks: name the blocks", id="any-blocks"
+        ),
+        pytest.param(
             {"blocks": range(1), "experts": range(2), "slice": (2, 2)}, "invalid slice 2/2: .* K < N", id="slice"
         ),
         pytest.param({"blocks": range(1), "slice": (0, 2)}, "slice 0/2 is a part of held experts", id="slice-of-what"),
