@@ -129,8 +129,9 @@ class Distillation:
         if step >= self.stop_step and not self.is_stopped:
             self.is_stopped = True
             self._source = None if isinstance(self._source, nn.Module) else self._source
-            self.end()
-            log.info("distillation stopped at step %d: the teacher is freed", step)
+            if self._term is not None:
+                self.end()
+                log.info("distillation stopped at step %d: the teacher is freed", step)
 
     def pause(self) -> None:
         """Leaves forward passes alone until the next call of `at`."""
