@@ -142,7 +142,9 @@ def find_student(module: nn.Module, path: str | None, teacher: object) -> nn.Mod
     Raises:
         ConfigError: If the path does not exist, or there is not exactly one model of transformers.
     """
-    found = {name: one for name, one in _models(module, "") if one is not teacher}
+    found = dict(_models(module, ""))
+    if len(found) > 1:
+        found = {name: one for name, one in found.items() if one is not teacher}
     if path is not None:
         try:
             return module.get_submodule(path)

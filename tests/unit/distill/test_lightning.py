@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from swarm_plugins import StagedDistillation, make_student
 from swarm_plugins.distill import distillation_loss
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.testing.models import tiny_model
+from swarm_plugins.testing.models import tiny_model, tiny_tokenizer
 
 pytestmark = [
     # Lightning's advice about data loaders, loggers and folders.
@@ -266,10 +266,32 @@ def test_a_teacher_on_another_device_is_refused(student: PreTrainedModel, fit: F
         fit(Tuner(student), StagedDistillation(tiny_model("mixtral").to("meta"), 3))
 
 
-def test_a_teacher_that_is_the_student_is_refused(student: PreTrainedModel, fit: Fit) -> None:
-    module = Tuner(student)
-    with pytest.raises(ConfigError, match=r"(?s)student.*make_student"):
-        fit(module, StagedDistillation(student, 3, student="model"))
+@pytest.mark.parametrize("path", [None, "model"])
+def test_a_teacher_that_is_the_student_is_refused(path: str | None, student: PreTrainedModel, fit: Fit) -> None:
+    with pytest.raises(ConfigError, match=r"the teacher is the student: it would change.*make_student\(teacher"):
+        fit(Tuner(student), StagedDistillation(student, 3, student=path))
+
+
+def test_another_tokenizer_is_refused(student: PreTrainedModel, teacher_dir: Path) -> None:
+    class Data(pl.LightningDataModule):
+        tokenizer = tiny_tokenizer()
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    data = Data()
+    data.tokenizer.add_tokens(["swarm"])
+    trainer = pl.Trainer(
+        max_steps=1,
+        callbacks=[StagedDistillation(teacher_dir, 3)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    with pytest.raises(ConfigError, match=r"tokenizer of the teacher .* differs from the student's in 1 of \d+ tokens"):
+        trainer.fit(Tuner(student), data)
 
 
 def test_a_teacher_that_shares_weights_with_the_student_is_refused(
