@@ -27,6 +27,7 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
     "olmoe": _QUERY_VALUE,
     "gpt_oss": _QUERY_VALUE,
     "phimoe": _QUERY_VALUE,
+    "prmoe": _QUERY_VALUE,
     "granitemoe": _QUERY_VALUE,
     "glm4_moe": _QUERY_VALUE,
     "ernie4_5_moe": _QUERY_VALUE,

@@ -21,10 +21,10 @@ from peft import (
 )
 from torch import Tensor, nn
 
-FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "prmoe")
 MOE = FAMILIES[1:]
-WITH_DENSE_MLP = ("llama", "qwen2_moe", "deepseek_v3")
-WITH_ROUTER_LOSS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+WITH_DENSE_MLP = ("llama", "qwen2_moe", "deepseek_v3", "prmoe")
+WITH_ROUTER_LOSS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "prmoe")
 # Multi-head latent attention caches latents, to which PEFT's prefix of keys and values does not fit, locally either.
 WITH_PREFIX = tuple(family for family in FAMILIES if family != "deepseek_v3")
 

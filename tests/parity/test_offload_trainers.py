@@ -25,10 +25,10 @@ BATCHES = [tokens(2, 12, seed=seed) for seed in range(STEPS)]
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["mixtral", "prmoe"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("offload_trainers")
-    save_toy("mixtral", path)
+    save_toy(request.param, path)
     return path
 
 
@@ -110,7 +110,7 @@ def test_the_trainer_of_lightning(directory: Path, tmp_path: Path, precision: st
             default_root_dir=tmp_path,
             enable_checkpointing=False,
         )
-        trainer.fit(tuner, DataLoader(BATCHES, batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(tuner, DataLoader(BATCHES[:1] * STEPS, batch_size=None))  # type: ignore[arg-type]
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         assert all(math.isfinite(loss) for loss in tuner.losses)
         found.append(tuner.losses)

@@ -30,7 +30,7 @@ IDS = torch.tensor([[5, 17, 99, 23, 64, 9, 88], [31, 64, 9, 88, 12, 101, 7]])
 LEFT = torch.tensor([[0, 0, 0, 23, 64, 9, 88], [31, 64, 9, 88, 12, 101, 7]])
 RIGHT = torch.tensor([[5, 17, 99, 23, 0, 0, 0], [31, 64, 9, 88, 12, 101, 7]])
 RESTARTED = torch.arange(7).repeat(2)[None]  # [1, 14]: two sequences of 7 tokens in one row
-WITH_ROUTERS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+WITH_ROUTERS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "prmoe")
 few_families = pytest.mark.parametrize("pair", ["llama", "mixtral"], indirect=True)
 llama_only = pytest.mark.parametrize("pair", ["llama"], indirect=True)
 
@@ -82,7 +82,8 @@ def test_hidden_states_of_generation_are_equal(pair) -> None:
 def test_router_logits_are_equal(pair, use_cache: bool) -> None:
     got = pair.remote(IDS, output_router_logits=True, use_cache=use_cache).router_logits
     want = pair.local(IDS, output_router_logits=True, use_cache=use_cache).router_logits
-    assert len(got) == len(want) == pair.local.config.num_hidden_layers
+    config = pair.local.config
+    assert len(got) == len(want) == len(getattr(config, "moe_layers", range(config.num_hidden_layers)))
     for mine, theirs in zip(got, want, strict=True):
         close(mine, theirs)
 

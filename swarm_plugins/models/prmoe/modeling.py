@@ -278,11 +278,15 @@ class PRMoEModel(PRMoEPreTrainedModel):
 
         Raises:
             ValueError: If both or neither of them are given.
+            ConfigError: If there is no token.
+            NumericError: If router logits are NaN or infinite.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if not inputs_embeds.numel():
+            raise ConfigError(f"the batch is empty (shape {list(inputs_embeds.shape[:2])}): give at least one token")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:

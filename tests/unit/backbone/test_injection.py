@@ -21,6 +21,7 @@ FAMILIES = {
     "gpt_oss": ATTENTION,
     "glm4_moe": ATTENTION,
     "phimoe": ATTENTION,
+    "prmoe": ATTENTION,
     "deepseek_v3": LATENT,
 }
 
