@@ -124,6 +124,12 @@ class PRMoEConfig(PreTrainedConfig):
         """
         return cls(**{**preset_settings(name), **settings})
 
+    def to_dict(self) -> dict[str, Any]:
+        """Leaves out ``moe_layers``, which follows from the full list: whoever cuts layers need not know it."""
+        found: dict[str, Any] = super().to_dict()
+        found.pop("moe_layers", None)
+        return found
+
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]  # a plan names only what is there
         """Tensor-parallel styles of transformers by module."""
