@@ -111,9 +111,11 @@ def toy(family: str, *, seed: int = 0, **other: object) -> PreTrainedModel:
     return model
 
 
-def save_toy(family: str, directory: Path, *, is_fused: bool = False, max_shard_size: str = "5GB") -> PreTrainedModel:
+def save_toy(
+    family: str, directory: Path, *, is_fused: bool = False, max_shard_size: str = "5GB", **other: object
+) -> PreTrainedModel:
     """Writes a family's toy, per expert as the family's checkpoints are, or with fused tensors; returns it."""
-    model = toy(family)
+    model = toy(family, **other)
     model.save_pretrained(directory, save_original_format=not is_fused, max_shard_size=max_shard_size)
     return model
 
