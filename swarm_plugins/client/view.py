@@ -121,6 +121,11 @@ class SwarmView:
         seconds = self.bans.ban(peer)
         log.info("server %s is left out for %.0f s: %s", peer, seconds, error)
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the view is so old that it should be refreshed before a plan."""
+        return time.monotonic() - self._refreshed_at >= self.config.refresh_s
+
     async def refresh(self, *, force: bool) -> None:
         """Updates the view if it is old.
 
@@ -128,7 +133,7 @@ class SwarmView:
             TransportError: If the directory cannot be asked and no earlier answer is known.
         """
         async with self._lock:
-            if not force and time.monotonic() - self._refreshed_at < self.config.refresh_s:
+            if not force and not self.is_stale:
                 return
             self._announced = await self._ask_directory()
             # Banned servers must not crowd others out of the sample.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from swarm_plugins.client.retries import Retries
 from swarm_plugins.client.view import SwarmView, ranges
-from swarm_plugins.errors import MissingExpertsError, SwarmError
+from swarm_plugins.errors import MissingExpertsError, SwarmError, TransportError
 from swarm_plugins.routing import Holder, Share, missing_experts, share_experts
 from swarm_plugins.transport.messages import ServerInfo
+
+log = logging.getLogger(__name__)
 
 
 class HolderView(SwarmView):
@@ -24,6 +28,7 @@ class HolderView(SwarmView):
     def __init__(self, *args: Any, blocks: range, **options: Any) -> None:
         super().__init__(*args, **options)
         self.blocks = blocks
+        self._refreshing: asyncio.Task[None] | None = None
 
     def is_of_use(self, info: ServerInfo) -> bool:
         """Returns whether a peer announces experts of the blocks."""
@@ -46,7 +51,10 @@ class HolderView(SwarmView):
         Raises:
             MissingExpertsError: If some expert has no living holder.
         """
-        await self.refresh(force=False)
+        if self.entries:
+            self._refresh_in_background()
+        else:
+            await self.refresh(force=False)
         found = share_experts(self._holders(block, without), loads)
         if found is None:
             await self.refresh(force=True)
@@ -57,6 +65,17 @@ class HolderView(SwarmView):
             what = f"experts {ranges(missing)} of block {block}"
             raise MissingExpertsError(self.missing_text(what, range(block, block + 1), experts, without, failure))
         return found
+
+    def _refresh_in_background(self) -> None:
+        """Renews an old view without keeping a token waiting for the slowest holder's answer."""
+        if self.is_stale and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.create_task(self._refresh_quietly(), name="look up holders of experts")
+
+    async def _refresh_quietly(self) -> None:
+        try:
+            await self.refresh(force=False)
+        except TransportError as exc:
+            log.warning("could not look up the holders of experts, using the last answer: %s", exc)
 
     def _holders(self, block: int, without: Collection[str]) -> list[Holder]:
         holders = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from swarm_plugins.transport.messages import (
     ExpertsResponse,
     Failure,
     Message,
+    ServerInfo,
 )
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
@@ -152,3 +155,19 @@ def test_a_batch_larger_than_a_holder_takes_is_cut(mixtral: Path) -> None:
         assert all(len(request.rows) <= 10 for _, request in holders.asked)
         assert len(holders.asked) > 2 * tokens.numel() * 2 / 10 - 1
     torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_no_token_waits_for_a_look_up_of_holders(mixtral: Path) -> None:
+    with serving(mixtral, REPLICAS, config=SwarmConfig(refresh_s=0.001)) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        expected = remote(TOKENS).logits
+        view, asked = view_of(remote), threading.Event()
+
+        async def hang(version: str, num_blocks: int) -> dict[str, ServerInfo]:
+            asked.set()
+            await asyncio.sleep(60.0)
+            raise AssertionError("nobody waits so long")
+
+        view.directory.servers = hang  # type: ignore[method-assign]
+        assert torch.equal(remote(TOKENS).logits, expected)
+        assert asked.wait(10.0)

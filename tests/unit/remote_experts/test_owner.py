@@ -77,6 +77,29 @@ def test_a_span_with_experts_elsewhere_computes_the_same(own: range | None, mixt
     assert asked == set(range(4)) - set(own or ())
 
 
+HALVES = {"a": Held(range(2)), "b": Held(range(2, 4))}
+PYRAMID = {
+    "a": Held(range(3), blocks=range(1, 4)),
+    "b": Held(range(3, 4), blocks=range(1, 2)),
+    "c": Held(range(3, 6), blocks=range(3, 4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "held"),
+    [pytest.param("qwen3_moe", HALVES, id="qwen3_moe"), pytest.param("prmoe", PYRAMID, id="prmoe")],
+)
+def test_other_families_compute_the_same(family: str, held: dict[str, Held], model_of: Callable[[str], Path]) -> None:
+    directory = model_of(family)
+    checkpoint = Checkpoint.open(directory)
+    whole = load_span(checkpoint, range(int(checkpoint.config.num_hidden_layers)))
+    with serving(directory, held) as holders, owned(holders) as (span, share):
+        found = outcome(span)
+    torch.testing.assert_close(found, outcome(whole), rtol=1e-4, atol=1e-4)
+    if family == "prmoe":
+        assert share.needs == ((1, 2, 0, 4), (2, 3, 0, 3), (3, 4, 0, 6))
+
+
 def test_experts_here_are_computed_while_the_others_are_on_their_way(mixtral: Path) -> None:
     events: list[str] = []
     with serving(mixtral, {"a": Held(range(2))}) as holders, owned(holders, range(2, 4)) as (span, share):
