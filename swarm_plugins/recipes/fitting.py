@@ -29,7 +29,8 @@ class KeepTrained(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Writes the checkpoint; never raises, so as not to hide the error that ended the run."""
-        if trainer.global_step == 0 or trainer.fast_dev_run:
+        # Ranks that go on would not take part in gathering what they hold.
+        if trainer.global_step == 0 or trainer.fast_dev_run or trainer.world_size > 1:
             return
         # The run's own disk may be full.
         for folder in (Path(trainer.log_dir or trainer.default_root_dir), Path(tempfile.gettempdir())):

@@ -51,6 +51,7 @@ class ModelTuner(pl.LightningModule):
         self.weight_decay = weight_decay
         self.output = output
         self._config = config
+        self._whole: dict[str, Any] = {}
         self.model: PreTrainedModel | None = None
 
     def make_model(self) -> PreTrainedModel:
@@ -89,7 +90,7 @@ class ModelTuner(pl.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Logs the loss of a held-out batch."""
-        self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]))
+        self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Returns AdamW over all weights."""
@@ -97,13 +98,17 @@ class ModelTuner(pl.LightningModule):
 
     def on_fit_end(self) -> None:
         """Writes the model next to those of earlier runs."""
-        if self.output is not None and self.model is not None and self.trainer.is_global_zero:
-            self._save(Path(self.output).expanduser().absolute())
+        if self.output is not None and self.model is not None:
+            # On every rank: a strategy may have divided the weights.
+            self._whole = self.trainer.strategy.lightning_module_state_dict()
+            if self.trainer.is_global_zero:
+                self._save(Path(self.output).expanduser().absolute())
 
     def write(self, folder: Path) -> None:
         """Writes model and tokenizer into a new folder."""
         if self.model is not None:
-            self.model.save_pretrained(folder)
+            weights = {name.removeprefix("model."): value for name, value in self._whole.items()}
+            self.model.save_pretrained(folder, state_dict=weights)
             self._tokenizer.save_pretrained(folder)
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.parallel import clip_gradients, gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
@@ -129,7 +129,17 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the state of the whole module on rank 0, as one process would have it, and nothing elsewhere."""
+        """Returns the state of the whole module on rank 0, as one process would have it, and nothing elsewhere.
+
+        Raises:
+            UnsupportedError: After an error, which other ranks may not have had.
+            TransportError: If another rank is lost.
+        """
+        if self._module.trainer.state.status == "interrupted" and self.world_size > 1:
+            raise UnsupportedError(
+                "no checkpoint can be made after an error: every rank would have to take part, and the others may be "
+                "in another step. Save during training, with ModelCheckpoint(every_n_train_steps=...)"
+            )
         return gather_state_dict(self._module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
