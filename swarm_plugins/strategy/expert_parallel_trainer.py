@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -119,8 +120,12 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
         self._check_batches("predict", self._module.trainer.num_predict_batches)
 
     def _check_batches(self, kind: str, counts: Sequence[float]) -> None:
-        mine = torch.tensor(float(sum(counts)), device=self.root_device)
-        found = [int(count) if count != float("inf") else count for count in self.all_gather(mine).flatten().tolist()]
+        mine = torch.tensor([float(sum(counts))], device=self.root_device)
+        everyone = mine.new_empty(self.world_size)
+        with translated(f"counting the {kind} batches"):
+            dist.all_gather_single(everyone, mine)
+        # IterableDatasets have no length.
+        found = [int(count) if count != float("inf") else count for count in everyone.tolist()]
         if len(set(found)) > 1:
             raise ConfigError(
                 f"the ranks have {found} {kind} batches, but experts on other ranks need all of them in each forward: "

@@ -267,8 +267,3 @@ def torch_steps(model: Any, optimizer: torch.optim.Optimizer) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
-
-
-def everything(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], folder: Path) -> dict[str, Any]:
-    """All that a group of ranks is started for."""
-    return {"equal": equal_to_one_process(cases), "resumed": resumed(folder), "fabric": by_fabric(folder)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-from expert_parallel_checks import everything
+from expert_parallel_checks import equal_to_one_process
+from expert_parallel_failures import everything, rank_dies
 from parallel_kit import run_ranks
 
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -43,3 +45,38 @@ def test_a_checkpoint_is_one_process_s_and_loads_at_any_size(results: list[dict[
 def test_fabric_trains_and_loads_as_torch_does(results: list[dict[str, Any]]) -> None:
     for one in results:
         assert max(one["fabric"].values()) < 1e-3
+
+
+@pytest.mark.slow
+def test_four_ranks_too() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"ep_size": [2, 4]}, {"lora": True}),
+        ({"tp_size": 2}, {"family": "qwen3_moe"}),
+        ({"ep_size": 2, "expert_slices": 2}, {}),
+        ({"ep_size": 4, "ep_implementation": "hierarchical_all_to_all", "ranks_per_node": 2}, {"manual": True}),
+    ]
+    for errors in run_ranks(4, equal_to_one_process, cases):
+        assert max(value for one in errors for value in one.values()) < 1e-3
+
+
+def test_what_cannot_work_is_refused_on_every_rank(results: list[dict[str, Any]]) -> None:
+    both = {
+        "size": r"ep_size does not divide .* 2 ranks: layer 0 has 8 experts, ep_size 3, valid are \[1, 2\]",
+        "tp": r"tp_size 3 does not divide 2 ranks: valid are \[1, 2\]",
+        "no mixture": r"Dense holds no Hugging Face model.*configure_model",
+        "one rank's module": r"different|refused",
+        "batch norm": r"sync_batchnorm=True has no meaning",
+        "batches": r"the ranks have \[3, 2\] predict batches.*limit_predict_batches=2",
+        "after an error": r"no checkpoint can be made after an error",
+        "then": r"2 losses",
+    }
+    for one in results:
+        for name, message in both.items():
+            assert re.search(message, one["refused"][name]), (name, one["refused"][name])
+
+
+def test_a_lost_rank_ends_the_others_with_one_sentence() -> None:
+    said, seconds = run_ranks(2, rank_dies, may_die=(1,))[0]
+    assert said.startswith("TransportError: rank 0 lost its group in ")
+    assert seconds < 60

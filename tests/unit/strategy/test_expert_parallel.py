@@ -90,9 +90,6 @@ def test_two_mixtures_are_refused_with_their_names() -> None:
 
 NAMES = """
 import sys
-(first,) = sys.argv[1:]
-if first == "swarm_plugins":
-    import swarm_plugins
 import lightning.pytorch, lightning.fabric, pytorch_lightning, lightning_fabric
 import swarm_plugins
 for trainer in (lightning.pytorch.Trainer, pytorch_lightning.Trainer):
@@ -105,11 +102,8 @@ print([name for name in sys.modules if name.startswith("hivemind")][:1])
 """
 
 
-@pytest.mark.parametrize("first", ["swarm_plugins", "lightning"])
-def test_the_name_is_known_in_both_spellings_and_loads_no_swarm(first: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NAMES, first], capture_output=True, text=True, timeout=120, check=False
-    )
+def test_the_name_is_known_in_both_spellings_and_loads_no_swarm() -> None:
+    done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     *modules, hivemind = done.stdout.splitlines()
     home = "swarm_plugins.strategy.expert_parallel"
