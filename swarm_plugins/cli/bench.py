@@ -174,6 +174,22 @@ def offload(
 
 
 @app.command()
+def dispatch(
+    full: Annotated[bool, typer.Option("--full", help="More numbers of experts and tokens: half an hour.")] = False,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """Measure a layer of experts: swarm_table against transformers' implementations and DeepSpeed's padded dispatch."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.dispatch import bench_dispatch
+
+        return bench_dispatch(is_full=full, rounds=rounds, progress=progress)
+
+    _measure("dispatch", run, json)
+
+
+@app.command()
 def quality(
     model: Annotated[str, typer.Option(help="Mixture of experts: a directory, or its id on the Hub.")],
     experts: Annotated[list[str] | None, typer.Option(metavar="BITS", help="Width of experts; repeatable.")] = None,

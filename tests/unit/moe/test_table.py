@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from experts_kit import FLAGS, NUM_EXPERTS, WIDTH, family
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -268,3 +269,20 @@ def test_transformers_grouped_implementation_agrees() -> None:
     inputs = (hidden, index.clamp(max=NUM_EXPERTS - 1), weights)
     grouped = with_gradients(ALL_EXPERTS_FUNCTIONS["grouped_mm"], experts, *inputs)
     torch.testing.assert_close(with_gradients(ALL_EXPERTS_FUNCTIONS["swarm_table"], experts, *inputs), grouped)
+
+
+def test_adapters_on_expert_parameters_train_as_with_eager() -> None:
+    found = []
+    for implementation in ("eager", "swarm_table"):
+        base = tiny_model("mixtral", num_layers=1)
+        base.set_experts_implementation(implementation)
+        torch.manual_seed(0)
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        settings = LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
+        model = get_peft_model(base, settings)
+        tokens = torch.arange(3, 15).reshape(2, 6)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append([loss.detach(), *(one.grad for one in model.parameters() if one.requires_grad)])
+    assert len(found[0]) == 5
+    torch.testing.assert_close(found[1], found[0])
