@@ -49,7 +49,11 @@ def activate(module: Any, up: Tensor) -> Tensor:
 
 
 def out_of_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context in which products are formed in the tensors' own type."""
+    """Returns a context in which products are formed in the tensors' own type.
+
+    As in transformers' grouped implementation: autocast does not reach that one, neither in the forward pass nor in a
+    backward pass that is called inside it.
+    """
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

@@ -15,8 +15,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from swarm_plugins.checkpoint.hollow import HollowModule, HollowWeight
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta, Routing, combine
+from swarm_plugins.moe.dispatch import out_of_autocast
 from swarm_plugins.moe.low_rank import adapters_of
-from swarm_plugins.offload.model.gradients import out_of_autocast, run_sorted, run_with_gradients
+from swarm_plugins.offload.model.gradients import run_sorted, run_with_gradients
 from swarm_plugins.offload.model.loans import ExpertLoans
 
 IMPLEMENTATION = "swarm_offload"

@@ -8,7 +8,7 @@ still at hand), runs it again on its rows, and takes the gradients at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -16,18 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from swarm_plugins.moe import ExpertDelta, Routing
+from swarm_plugins.moe.dispatch import out_of_autocast
 from swarm_plugins.moe.low_rank import adapters_of
 from swarm_plugins.offload.model.loans import ExpertLoans
-
-
-def out_of_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Returns a context in which products are formed in the weights' type, as in transformers' grouped implementation.
-
-    Autocast does not reach that one, neither in the forward pass nor in a backward pass that is called inside it.
-    """
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def run_sorted(
