@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from swarm_plugins.parallel.apply import parallelize
 from swarm_plugins.parallel.collectives import Traffic, count_traffic
-from swarm_plugins.parallel.gradients import clip_gradients, synchronize_gradients
+from swarm_plugins.parallel.gradients import broadcast_parameters, clip_gradients, synchronize_gradients
 from swarm_plugins.parallel.state import Parallelism, gather_state_dict, parallelism_of, scatter_state_dict
 
 __all__ = [
     "Parallelism",
     "Traffic",
+    "broadcast_parameters",
     "clip_gradients",
     "count_traffic",
     "gather_state_dict",

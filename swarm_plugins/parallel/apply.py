@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import DistributedConfig, PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
@@ -32,7 +32,7 @@ from swarm_plugins.parallel.meshes import (
     build_mesh,
     start_torch_distributed,
 )
-from swarm_plugins.parallel.refusal import Agreed, CanRefuse, watch
+from swarm_plugins.parallel.refusal import Agreed, WatchedLayer, watch
 from swarm_plugins.parallel.slicing import check_dense_slices, check_slices, slice_dense_layers, slice_experts
 from swarm_plugins.parallel.state import Parallelism, is_parallel, remember
 
@@ -106,6 +106,7 @@ def parallelize(
     watch(decoder, [_distribute_experts(model, layout, parallelism, settings) for layout in distributed])
     if ranks.shape[1] > 1:
         slice_dense_layers(model, parallelism.batch_mesh["tp"])
+    _introduce(model, parallelism)
     remember(model, parallelism)
     return model
 
@@ -130,6 +131,14 @@ def expert_layers(model: PreTrainedModel) -> list[ExpertLayer]:
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no layer with experts: nothing to parallelize")
     return found
+
+
+def _introduce(model: Any, parallelism: Parallelism) -> None:
+    """Leaves what transformers' own loading leaves, for ``save_pretrained``, ``generate`` and PEFT."""
+    data, tp = parallelism.batch_mesh.shape
+    model.config.distributed_config = DistributedConfig(fsdp_size=data, tp_size=tp)
+    model._device_mesh = parallelism.batch_mesh
+    model._tp_size = tp
 
 
 def _plan(model: nn.Module, ranks: torch.Tensor, ep_size: EpSize, expert_slices: int) -> list[LayerLayout]:
@@ -164,8 +173,8 @@ def _build(
 
 def _distribute_experts(
     model: Any, layout: LayerLayout, parallelism: Parallelism, settings: ExchangeSettings
-) -> CanRefuse:
-    """Divides one layer's experts, has transformers install the exchange, and returns it."""
+) -> WatchedLayer:
+    """Divides one layer's experts, and has transformers install the exchange."""
     mesh = parallelism.expert_meshes[layout.ep_size, layout.expert_slices]
     name = layout.layer.name
     experts = model.get_submodule(name)
@@ -186,4 +195,4 @@ def _distribute_experts(
     if built is None:
         built = Agreed(experts.forward, layout.layer.num_experts, mesh["ep"], name)
         experts.forward = built
-    return built
+    return WatchedLayer(name, experts, model.get_submodule(name.rpartition(".")[0]), built)

@@ -46,6 +46,26 @@ def synchronize_gradients(
             _sum_over(group, members, factor)
 
 
+def broadcast_parameters(model: nn.Module) -> None:
+    """Gives every rank the values of the first rank that holds the same part of a parameter; call it on every rank.
+
+    After each rank has made new parameters, such as an adapter's, from random numbers of its own.
+
+    Args:
+        model: The parallel model, or a module that contains it.
+
+    Raises:
+        ConfigError: If the module contains no parallel model.
+        TransportError: If another rank is lost.
+    """
+    parallelism = parallelism_of(model)
+    for parameter in model.parameters():
+        with translated("the broadcast of parameters"):
+            if not isinstance(parameter, DTensor):
+                dist.broadcast(local(parameter), group=parallelism.batch_mesh["tp"].get_group(), group_src=0)
+            dist.broadcast(local(parameter), group=parallelism.group_of(parameter), group_src=0)
+
+
 def clip_gradients(
     model: nn.Module,
     max_norm: float,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from swarm_plugins.errors import ConfigError, NumericError, SwarmError, TransportError
+from swarm_plugins.errors import ConfigError, NumericError, SwarmError, TransportError, UnsupportedError
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.collectives import gather_table
 from swarm_plugins.parallel.meshes import own_device
@@ -86,14 +87,40 @@ def check(layer: CanRefuse, words: Tensor, name: str) -> None:
             )
 
 
-def watch(model: nn.Module, layers: Sequence[CanRefuse]) -> None:
+@dataclass(frozen=True)
+class WatchedLayer:
+    """The divided experts of a layer, and where they belong."""
+
+    name: str
+    """Dotted name of the experts module."""
+    experts: nn.Module
+    block: nn.Module
+    """The module whose child the experts are."""
+    implementation: CanRefuse
+
+    def check(self) -> None:
+        """Raises if something has taken the place of the experts.
+
+        Raises:
+            UnsupportedError: If so.
+        """
+        found = getattr(self.block, self.name.rpartition(".")[2])
+        if found is not self.experts:
+            raise UnsupportedError(
+                f"{self.name} is wrapped by {type(found).__name__}: adapters on divided experts are not possible, "
+                "target attention and dense layers, or train adapters on experts without expert parallelism"
+            )
+
+
+def watch(model: nn.Module, watched: Sequence[WatchedLayer]) -> None:
     """Lets the other ranks know if a forward fails on this one, before they wait for its tokens.
 
     Args:
         model: The module that runs all layers.
-        layers: The implementations of its experts, in the order of the layers.
+        watched: Its layers with divided experts, in their order.
     """
     forward = model.forward
+    layers = [one.implementation for one in watched]
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -101,6 +128,8 @@ def watch(model: nn.Module, layers: Sequence[CanRefuse]) -> None:
             layer.is_open = layer.is_refused = False
         try:
             _check_batch(args, kwargs)
+            for one in watched:
+                one.check()
             return forward(*args, **kwargs)
         except Exception as exc:
             with contextlib.suppress(SwarmError):

@@ -80,8 +80,6 @@ def slice_dense_layers(model: Any, mesh: DeviceMesh) -> None:
     apply_tensor_parallelism(model, mesh, _dense_plan(model))
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
-    # What transformers' own loading leaves for caches and generate().
-    model._tp_size = mesh.size()
 
 
 def _dense_plan(model: PreTrainedModel) -> dict[str, str]:

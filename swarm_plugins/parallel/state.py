@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from swarm_plugins.errors import ConfigError
-from swarm_plugins.parallel.agreement import translated
+from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.parallel.agreement import agree, translated
 from swarm_plugins.parallel.layout import LayerLayout
+from swarm_plugins.parallel.meshes import own_device
 
 _ATTRIBUTE = "swarm_parallelism"
 
@@ -95,8 +96,26 @@ def scatter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         state_dict: Whole tensors on rank 0, as :func:`gather_state_dict` returns them; ignored elsewhere.
 
     Raises:
+        CheckpointError: On rank 0, if names or shapes are not those of the model.
+        ConfigError: On the other ranks, with rank 0's reason.
         TransportError: If another rank is lost.
     """
+    refusal = _mismatch(model, state_dict) if dist.get_rank() == 0 else None
+    agree("scatter", refusal, own_device(parallelism_of(model).batch_mesh.device_type))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with translated("scattering the state dict"):
         set_model_state_dict(model, dict(state_dict), options=options)
+
+
+def _mismatch(model: nn.Module, state_dict: Mapping[str, Any]) -> CheckpointError | None:
+    own = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+    given = {name: tuple(one.shape) for name, one in state_dict.items()}
+    if own == given:
+        return None
+    kinds = {
+        "missing": own.keys() - given.keys(),
+        "unknown": given.keys() - own.keys(),
+        "of another shape": {name for name in own.keys() & given.keys() if own[name] != given[name]},
+    }
+    found = "; ".join(f"{len(names)} {kind}, such as {min(names)}" for kind, names in kinds.items() if names)
+    return CheckpointError(f"the state dict does not fit {type(model).__name__}: {found}; load that of the same model")

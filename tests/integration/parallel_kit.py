@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # Imported by one process, which the ranks are forked from: importing costs more than the tests.
-_PRELOAD = ["swarm_plugins.parallel", "swarm_plugins.testing", "torch.testing", "transformers.generation"]
+_PRELOAD = ["swarm_plugins.parallel", "swarm_plugins.testing", "torch.testing", "transformers.generation", "peft"]
 _PRELOAD += [f"transformers.models.{family}.modeling_{family}" for family in ("mixtral", "qwen3_moe", "olmoe")]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([*_PRELOAD, "swarm_plugins.models"])

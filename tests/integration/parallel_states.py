@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from parallel_checks import loss_of, mixture, parallel, tokens
+from parallel_failures import said
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DistributedConfig
 
@@ -52,15 +54,15 @@ def saved_and_loaded(folder: str) -> list[float]:
     state = gather_state_dict(model)
     rows = tokens(2)
     right = model(rows).logits.detach()
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state)
-    dist.barrier()
+    assert bool(state) == (dist.get_rank() == 0)
+    model.save_pretrained(folder)
     assert (Path(folder) / "model.safetensors").is_file()
     found = []
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     found.append(loaded)
     found.append(parallelize(AutoModelForCausalLM.from_pretrained(folder), ep_size=[4, 1]))
-    for name in ("flat_all_to_all", "all_to_all"):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    for name in ("flat_all_to_all", "hierarchical_all_to_all"):
         config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation=name)
         found.append(AutoModelForCausalLM.from_pretrained(folder, distributed_config=config))
     return [float((one(rows).logits - right).abs().max()) for one in found]
@@ -100,3 +102,8 @@ def held_bytes() -> tuple[int, int]:
     before = held()
     parallelize(model, ep_size=2)
     return before, held()
+
+
+def mismatch() -> str:
+    """What a rank says to the state dict of a model with more layers."""
+    return said(scatter_state_dict, parallel(ep_size=2), mixture(num_layers=3).state_dict())

@@ -8,6 +8,9 @@ import pytest
 from parallel_checks import equal_to_one_process, messages, same_bits
 from parallel_kit import run_ranks
 
+# The ranks are forked from one process that has imported everything.
+pytestmark = pytest.mark.xdist_group("parallel")
+
 ANY_WORLD = [
     {"ep_size": "auto"},
     {"family": "qwen3_moe", "ep_size": [1, 2]},
@@ -31,9 +34,20 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_logits_and_gradients_are_those_of_one_process(world_size: int) -> None:
-    cases = ANY_WORLD + (FOUR if world_size == 4 else [])
+EIGHT = [
+    {"ep_size": 8},
+    {"family": "prmoe"},
+    {"ep_size": [2, 4], "ep_implementation": "hierarchical_all_to_all", "ranks_per_node": 2},
+    {"ep_size": 8, "ep_implementation": "hierarchical_all_to_all", "ranks_per_node": 4},
+    {"tp": 2, "ep_size": 8, "ep_implementation": "coordinated_all_to_all"},
+    {"tp": 2, "ep_size": [2, 4], "expert_slices": 2, "ep_implementation": "coordinated_all_to_all"},
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(2, ANY_WORLD), (4, ANY_WORLD + FOUR), (8, EIGHT)], ids=["2", "4", "8"]
+)
+def test_logits_and_gradients_are_those_of_one_process(world_size: int, cases: list[dict[str, Any]]) -> None:
     for errors in run_ranks(world_size, equal_to_one_process, cases):
         for case, one in zip(cases, errors, strict=True):
             assert max(one.values()) < 1e-4, (case, one)

@@ -17,6 +17,9 @@ from parallel_failures import (
 )
 from parallel_kit import run_ranks
 
+# The ranks are forked from one process that has imported everything.
+pytestmark = pytest.mark.xdist_group("parallel")
+
 IMPLEMENTATIONS = [
     {"ep_size": 2},
     {"ep_size": 2, "ep_implementation": "hierarchical_all_to_all", "ranks_per_node": 1},

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from parallel_kit import run_ranks
-from parallel_states import clipped, gathered, held_bytes, saved_and_loaded, scattered
+from parallel_states import clipped, gathered, held_bytes, mismatch, saved_and_loaded, scattered
+
+# The ranks are forked from one process that has imported everything.
+pytestmark = pytest.mark.xdist_group("parallel")
 
 LAYOUTS = [
     {"ep_size": [2, 4]},
@@ -44,3 +48,9 @@ def test_gradients_are_clipped_by_the_norm_of_all_ranks(case: dict[str, int]) ->
 def test_a_rank_keeps_only_its_experts_in_memory() -> None:
     for before, after in run_ranks(2, held_bytes):
         assert after == before // 2
+
+
+def test_a_state_dict_of_another_model_is_refused_on_every_rank() -> None:
+    answers = run_ranks(2, mismatch)
+    assert re.match(r"CheckpointError: the state dict does not fit .*: 9 unknown, such as model.layers.2", answers[0])
+    assert re.match(r"ConfigError: rank 0 refused: the state dict does not fit", answers[1])
