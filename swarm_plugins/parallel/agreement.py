@@ -15,13 +15,14 @@ _TEXT_BYTES = 480
 _DIGEST_BYTES = 32
 
 
-def agree(plan: str, refusal: SwarmError | None, device: torch.device) -> None:
-    """Returns if every rank of the world has the same plan and none refuses; raises on every rank otherwise.
+def agree(plan: str, refusal: SwarmError | None, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Returns if every rank of a group has the same plan and none refuses; raises on every rank otherwise.
 
     Args:
         plan: What this rank is about to do, as text.
         refusal: Why this rank cannot do it.
-        device: Where collectives of the default group run.
+        device: Where collectives of the group run.
+        group: All ranks, with a deadline; None: the default group, with its own.
 
     Raises:
         ConfigError: If a rank refuses, or if two ranks have different plans.
@@ -29,9 +30,9 @@ def agree(plan: str, refusal: SwarmError | None, device: torch.device) -> None:
     digest = hashlib.sha256(plan.encode()).digest()
     text = b"" if refusal is None else str(refusal).encode()[:_TEXT_BYTES]
     mine = torch.tensor(list(digest + text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device=device)
-    everyone = mine.new_empty(dist.get_world_size() * mine.numel())
-    with translated("agreement on the layout"):
-        dist.all_gather_single(everyone, mine)
+    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    with translated("an agreement of all ranks"):
+        dist.all_gather_single(everyone, mine, group=group)
     rows = [bytes(row) for row in everyone.view(-1, mine.numel()).tolist()]
     if refusal is not None:
         raise refusal
@@ -56,8 +57,9 @@ def translated(doing: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
-        # gloo has no class of its own for its errors; they begin with the file that raised them.
-        if not (isinstance(exc, dist.DistError) or "gloo" in str(exc) or "NCCL" in str(exc)):
+        # gloo and the stores have no class of their own for their errors.
+        said = str(exc).lower()
+        if not (isinstance(exc, dist.DistError) or any(word in said for word in ("gloo", "nccl", "timeout"))):
             raise
         cause = one_line(exc, max_chars=160).partition(". ")[0]
         raise TransportError(

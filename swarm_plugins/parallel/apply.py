@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import DistributedConfig, PreTrainedModel
@@ -97,9 +99,11 @@ def parallelize(
         check_implementation(ep_implementation, layouts, ranks, ranks_per_node)
     except SwarmError as exc:
         refusal = exc
-    agree(describe(layouts, ranks=ranks.tolist(), how=[ep_implementation, ranks_per_node]), refusal, device)
     with translated("building the groups"):
-        parallelism = _build(layouts, ranks, device_type, ep_implementation, timeout_s)
+        world = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    agree(describe(layouts, ranks=ranks.tolist(), how=[ep_implementation, ranks_per_node]), refusal, device, world)
+    with translated("building the groups"):
+        parallelism = _build(world, layouts, ranks, device_type, ep_implementation, timeout_s)
     settings = ExchangeSettings(ranks_per_node=ranks_per_node, timeout_s=timeout_s)
     distributed = [layout for layout in layouts if layout.is_distributed]
     decoder: Any = model.base_model
@@ -160,7 +164,12 @@ def _plan(model: nn.Module, ranks: torch.Tensor, ep_size: EpSize, expert_slices:
 
 
 def _build(
-    layouts: Sequence[LayerLayout], ranks: torch.Tensor, device_type: str, ep_implementation: str, timeout_s: float
+    world: dist.ProcessGroup,
+    layouts: Sequence[LayerLayout],
+    ranks: torch.Tensor,
+    device_type: str,
+    ep_implementation: str,
+    timeout_s: float,
 ) -> Parallelism:
     batch_mesh = build_mesh(ranks, ranks.shape, BATCH_DIMS, device_type, timeout_s)
     meshes: dict[tuple[int, int], DeviceMesh] = {}
@@ -168,7 +177,7 @@ def _build(
         key = (layout.ep_size, layout.expert_slices)
         if layout.is_distributed and key not in meshes:
             meshes[key] = build_mesh(ranks, (layout.num_replicas, *key), EXPERT_DIMS, device_type, timeout_s)
-    return Parallelism(batch_mesh, layouts, meshes, ep_implementation)
+    return Parallelism(world, batch_mesh, layouts, meshes, ep_implementation)
 
 
 def _distribute_experts(

@@ -41,7 +41,7 @@ def synchronize_gradients(
     parallelism = parallelism_of(model)
     factor = 1.0 / parallelism.num_batches if average else 1.0
     with translated("the synchronization of gradients"):
-        present = _with_gradient_anywhere(model.parameters() if parameters is None else parameters)
+        present = _with_gradient_anywhere(model.parameters() if parameters is None else parameters, parallelism.world)
         for group, members in _by_group(present, parallelism):
             _sum_over(group, members, factor)
 
@@ -88,6 +88,7 @@ def clip_gradients(
         The norm before, the same on every rank.
 
     Raises:
+        ConfigError: If the module contains no parallel model.
         TransportError: If another rank is lost.
     """
     parameters = list(model.parameters() if parameters is None else parameters)
@@ -96,13 +97,13 @@ def clip_gradients(
         if parameter.grad is not None:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
-    total = _norm_of_all_ranks(parameters, norm_type)
+    total = _norm_of_all_ranks(parameters, norm_type, parallelism_of(model).world)
     for members in by_mesh.values():
         clip_grads_with_norm_(members, max_norm, total)
     return total
 
 
-def _norm_of_all_ranks(parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+def _norm_of_all_ranks(parameters: Sequence[nn.Parameter], norm_type: float, world: dist.ProcessGroup) -> Tensor:
     """The norm of all gradients; one reduction, so that every rank gets the same bits."""
     is_largest = norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
@@ -113,7 +114,7 @@ def _norm_of_all_ranks(parameters: Sequence[nn.Parameter], norm_type: float) -> 
             # Several ranks hold the same gradient, and each adds its share of it.
             total = total.maximum(norm) if is_largest else total + norm.double() ** norm_type / _copies(parameter.grad)
     with translated("measuring the norm of gradients"):
-        dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=world)
     return (total if is_largest else total ** (1 / norm_type)).float()
 
 
@@ -126,7 +127,7 @@ def _copies(tensor: Tensor) -> int:
     return dist.get_world_size() // parts
 
 
-def _with_gradient_anywhere(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def _with_gradient_anywhere(parameters: Iterable[nn.Parameter], world: dist.ProcessGroup) -> list[nn.Parameter]:
     """The trainable parameters that have a gradient on some rank; it is zero where there was none."""
     # An expert without tokens has none, but as part of a whole layer it would: its optimizer makes a step too.
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -134,7 +135,7 @@ def _with_gradient_anywhere(parameters: Iterable[nn.Parameter]) -> list[nn.Param
         return []
     flags = [parameter.grad is not None for parameter in trainable]
     has = torch.tensor(flags, dtype=torch.uint8, device=trainable[0].device)
-    dist.all_reduce(has, dist.ReduceOp.MAX)
+    dist.all_reduce(has, dist.ReduceOp.MAX, group=world)
     present = [parameter for parameter, flag in zip(trainable, has.tolist(), strict=True) if flag]
     for parameter in present:
         if parameter.grad is None:

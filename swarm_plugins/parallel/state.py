@@ -24,6 +24,8 @@ _ATTRIBUTE = "swarm_parallelism"
 class Parallelism:
     """Which groups of ranks a parallel model uses."""
 
+    world: dist.ProcessGroup
+    """All ranks, with the same deadline as the meshes."""
     batch_mesh: DeviceMesh
     """``[data, tp]``: ranks along "data" have batches of their own, ranks along "tp" share one."""
     layouts: Sequence[LayerLayout]
@@ -101,7 +103,8 @@ def scatter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         TransportError: If another rank is lost.
     """
     refusal = _mismatch(model, state_dict) if dist.get_rank() == 0 else None
-    agree("scatter", refusal, own_device(parallelism_of(model).batch_mesh.device_type))
+    parallelism = parallelism_of(model)
+    agree("scatter", refusal, own_device(parallelism.batch_mesh.device_type), parallelism.world)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with translated("scattering the state dict"):
         set_model_state_dict(model, dict(state_dict), options=options)

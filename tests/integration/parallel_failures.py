@@ -116,6 +116,14 @@ def rank_dies(when: str, timeout_s: float, **how: Any) -> tuple[str, float]:
     return said(_train, model, rows, when), time.monotonic() - start
 
 
+def rank_is_missing() -> tuple[str, float]:
+    """Rank 1 does not come to `parallelize`."""
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(30)
+    return said(parallelize, mixture(), timeout_s=2), time.monotonic() - start
+
+
 def _train(model: Any, rows: Tensor, when: str) -> None:
     loss_of(model(rows).logits, rows).backward()
     if dist.get_rank() == 1:

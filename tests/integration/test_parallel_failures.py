@@ -12,6 +12,7 @@ from parallel_failures import (
     no_tokens_for_experts,
     one_expert_takes_all,
     rank_dies,
+    rank_is_missing,
     routing_refused,
     uneven_batches,
 )
@@ -100,3 +101,9 @@ def test_the_others_end_when_a_rank_is_late() -> None:
             text, seconds = answer
             assert re.match(rf"TransportError: rank {rank} lost its group in .*: another rank .* was too late", text)
             assert 2 < seconds < 30
+
+
+def test_the_others_end_when_a_rank_does_not_come() -> None:
+    text, seconds = run_ranks(2, rank_is_missing, may_die=(1,))[0]
+    assert re.match(r"TransportError: rank 0 lost its group in building the groups: another rank .* was too late", text)
+    assert 1 < seconds < 20
