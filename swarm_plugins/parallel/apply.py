@@ -138,11 +138,13 @@ def expert_layers(model: PreTrainedModel) -> list[ExpertLayer]:
 
 
 def _introduce(model: Any, parallelism: Parallelism) -> None:
-    """Leaves what transformers' own loading leaves, for ``save_pretrained``, ``generate`` and PEFT."""
+    """Leaves what transformers' own loading leaves, for ``generate`` and PEFT."""
     data, tp = parallelism.batch_mesh.shape
-    model.config.distributed_config = DistributedConfig(fsdp_size=data, tp_size=tp)
-    model._device_mesh = parallelism.batch_mesh
     model._tp_size = tp
+    if tp > 1:
+        # PEFT slices adapters by it. It makes save_pretrained a collective, too, so not where that is not needed.
+        model.config.distributed_config = DistributedConfig(fsdp_size=data, tp_size=tp)
+        model._device_mesh = parallelism.batch_mesh
 
 
 def _plan(model: nn.Module, ranks: torch.Tensor, ep_size: EpSize, expert_slices: int) -> list[LayerLayout]:

@@ -55,7 +55,9 @@ def saved_and_loaded(folder: str) -> list[float]:
     rows = tokens(2)
     right = model(rows).logits.detach()
     assert bool(state) == (dist.get_rank() == 0)
-    model.save_pretrained(folder)
+    if state:
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
     assert (Path(folder) / "model.safetensors").is_file()
     found = []
     loaded = AutoModelForCausalLM.from_pretrained(folder)

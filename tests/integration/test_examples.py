@@ -135,3 +135,17 @@ def test_fabric_run_without_a_swarm_says_how_to_name_one(model: Path, tmp_path: 
     )  # fmt: skip
     assert done.returncode != 0
     assert "SWARM_INITIAL_PEERS" in done.stderr
+
+
+def test_expert_parallelism_under_torchrun_saves_an_ordinary_checkpoint(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = ROOT / "examples" / "expert_parallel.py"
+    said = run(tmp_path, *torchrun, program, tmp_path / "model", environment={"OMP_NUM_THREADS": "1"})
+    assert "layer 1: 4 experts over 2 ranks" in said
+    assert len(numbers(r"loss ([\d.]+)", said)) == 5
+    assert "model.layers.3.mlp.experts.down_proj" in " ".join(checkpoint_names(tmp_path / "model"))
+
+
+def checkpoint_names(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
