@@ -99,7 +99,11 @@ def _compare(
         compare(f"decode, batch 1, {label}", "ms/token", *arms, goal=None, rounds=rounds, progress=progress)
     )
     hop_ms = (arms[1].median_s - arms[0].median_s) * 1e3 / num_layers
-    report.notes.append(f"{label}: {hop_ms:.2f} ms more for each token and layer with experts")
+    passes = rounds * new_tokens * num_layers
+    cpu_ms = (arms[1].cpu_s - arms[0].cpu_s) * 1e3 / passes
+    report.notes.append(
+        f"{label}: {hop_ms:.2f} ms more for each token and layer with experts, and {cpu_ms:.2f} ms more CPU time"
+    )
     report.figures += training_figures(
         directory, local, remote, pids, WORKS, rounds=rounds, progress=progress, suffix=f", {label}"
     )
