@@ -134,6 +134,13 @@ def expert_layers(model: PreTrainedModel) -> list[ExpertLayer]:
     ]
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no layer with experts: nothing to parallelize")
+    for layer in found:
+        experts = model.get_submodule(layer.name)
+        if not list(experts.parameters(recurse=False)):
+            raise UnsupportedError(
+                f"{layer.name} is a {type(experts).__name__}, an adapter on experts: experts cannot be divided inside "
+                "of it. Adapt attention instead (target_modules=['q_proj', 'v_proj'], no target_parameters)"
+            )
     return found
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -14,6 +15,8 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from swarm_plugins.errors import ConfigError, UnsupportedError
+
+_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
 
 def check_slices(experts: Any, name: str, expert_slices: int) -> None:
@@ -77,7 +80,14 @@ def slice_dense_layers(model: Any, mesh: DeviceMesh) -> None:
     tied = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
     )
-    apply_tensor_parallelism(model, mesh, _dense_plan(model))
+    plan = _dense_plan(model)
+    # transformers 5.23 sums the accumulated gradient in every backward pass, so that earlier ones count twice:
+    # tensor_parallel.py, ReplicatedWithGradAllReduce. Each pass's own gradient is summed here.
+    partial = [name for name, style in plan.items() if style == _PARTIAL_GRADIENT]
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in partial})
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name in partial:
+            parameter.register_hook(lambda grad: all_reduce(grad, "sum", mesh))
     if tied:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
