@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from session_check import CLOSE_S, sessions_left
@@ -27,6 +28,10 @@ FAMILIES = (
 )
 
 
+# As blocks of a server on a CPU: their gradients have these bits.
+EXPERTS: dict[str, Any] = {"experts_implementation": "swarm_table"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """One family's toy: locally, and with its blocks on a swarm."""
@@ -44,14 +49,14 @@ class Pair:
 
     def load_local(self, **kwargs: object) -> PreTrainedModel:
         """Loads the local model once more, for a test that changes it."""
-        return AutoModelForCausalLM.from_pretrained(self.directory, **kwargs).eval()
+        return AutoModelForCausalLM.from_pretrained(self.directory, **{**EXPERTS, **kwargs}).eval()
 
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """A pair of each family; ``parametrize("pair", [...], indirect=True)`` takes fewer."""
     directory = save_tiny(request.param, tmp_path_factory.mktemp(request.param))
-    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+    local = AutoModelForCausalLM.from_pretrained(directory, **EXPERTS).eval()
     with InProcessSwarm(directory) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         yield Pair(family=request.param, directory=directory, local=local, remote=remote, swarm=swarm)
@@ -61,7 +66,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """The smallest family with a swarm of its own, for tests that break things."""
     directory = save_tiny("llama", tmp_path_factory.mktemp("llama"))
-    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+    local = AutoModelForCausalLM.from_pretrained(directory, **EXPERTS).eval()
     with InProcessSwarm(directory) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         yield Pair(family="llama", directory=directory, local=local, remote=remote, swarm=swarm)

@@ -37,7 +37,7 @@ class Served:
 
     def load_local(self) -> PreTrainedModel:
         """The model of transformers."""
-        return AutoModelForCausalLM.from_pretrained(self.directory).eval()
+        return AutoModelForCausalLM.from_pretrained(self.directory, experts_implementation="swarm_table").eval()
 
     def load_remote(self) -> PreTrainedModel:
         """The model with its blocks on the servers."""
