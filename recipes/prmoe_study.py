@@ -31,7 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=Path("runs/prmoe_study"), help="keeps runs and text")
     parser.add_argument("--output", type=Path, help="where the report goes; default: --dir")
     parser.add_argument("--stage", choices=["all", "train", "cost", "report"], default="all", help="what to do")
-    parser.add_argument("--seeds", type=int, default=4, help="runs of each arm, at least 3")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm, at least 3")
     parser.add_argument("--steps", type=int, default=800, help="steps of a run")
     parser.add_argument("--rows", type=int, default=8, help="sequences of a step")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")

@@ -20,7 +20,7 @@ from swarm_plugins.study.training import Place
 DENSE = ("dense", "dense-1.25x", "dense-1.5x")
 SPARSE = ("standard", "pr-moe", "student-staged")
 _COSTS = ("parameters", "latency_s", "latency_cpu_s", "tokens_per_s", "tokens_per_cpu_s")
-_PROMPT_TOKENS = 64
+PROMPT_TOKENS = 64
 
 
 @dataclass
@@ -53,7 +53,7 @@ def measure(
     runs = plan.runs(seed, corpus.facts.digest)
     models = {arm: place.model(runs[arm]) for arm in (*DENSE, *SPARSE) if place.result(runs[arm]) is not None}
     speeds = {arm: _Speed() for arm in models}
-    prompts = corpus.batch(seed, 0, rows, _PROMPT_TOKENS - 1).to(place.device)
+    prompts = corpus.batch(seed, 0, rows, PROMPT_TOKENS - 1).to(place.device)
     for index in range(rounds + 1):
         for arm in list(models)[:: 1 if index % 2 == 0 else -1]:
             single, batched = (_decode(models[arm], some, tokens, place.device) for some in (prompts[:1], prompts))
@@ -64,7 +64,7 @@ def measure(
 
 
 def dense_at_equal_loss(losses: Mapping[str, float], costs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Returns for each sparse model the cost of a dense one of the same loss, between the sizes that were trained.
+    """Returns for each sparse model the cost of a dense one of the same loss, between two sizes that were trained.
 
     Args:
         losses: Held-out loss by arm.
@@ -73,7 +73,7 @@ def dense_at_equal_loss(losses: Mapping[str, float], costs: Mapping[str, Mapping
     Returns:
         By sparse arm: its loss and the costs, each 0 if no two dense models enclose that loss.
     """
-    dense = sorted((losses[arm], costs[arm]) for arm in DENSE if arm in costs and arm in losses)
+    dense = [(losses[arm], costs[arm]) for arm in DENSE if arm in costs and arm in losses]  # by size
     found = {}
     for arm in SPARSE:
         if arm in costs and arm in losses:
@@ -98,7 +98,7 @@ def add_cost(figures: dict[str, Any], costs: Mapping[str, Mapping[str, float]], 
 
 def _between(points: Sequence[tuple[float, Mapping[str, float]]], loss: float, cost: str) -> float:
     # Loss falls about linearly in the logarithm of the size.
-    for (low, larger), (high, smaller) in itertools.pairwise(points):
+    for (high, smaller), (low, larger) in itertools.pairwise(points):
         if low <= loss <= high:
             share = (high - loss) / (high - low) if high > low else 0.0
             return math.exp(math.log(smaller[cost]) * (1 - share) + math.log(larger[cost]) * share)

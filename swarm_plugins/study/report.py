@@ -15,7 +15,10 @@ from swarm_plugins.study.training import Place
 SHOWN = "shown"
 NOT_SHOWN = "not shown"
 OPPOSITE = "not shown; the opposite was measured"
+TOO_FEW = "not shown; too few seeds"
 MISSING = "not run"
+FEWEST_SEEDS = 3
+"""Paired seeds below which nothing is shown, whatever the interval: two may agree by chance."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Outcome:
         """``shown`` only if the whole interval supports the claim."""
         if self.evidence is None:
             return MISSING
+        if self.evidence.count < FEWEST_SEEDS:
+            return TOO_FEW
         if self.evidence.is_above_zero:
             return SHOWN
         return OPPOSITE if self.evidence.is_below_zero else NOT_SHOWN
@@ -111,6 +116,14 @@ def _budget(figures: Mapping[str, Any]) -> str:
         ),
         ("machine", figures.get("machine", "not recorded")),
     ]
+    if "cost" in figures:
+        how = figures["cost"]["how"]
+        text = (
+            f"medians of {how['rounds']} rounds in turns, one thread; {how['tokens']} tokens after a prompt of "
+            f"{how['prompt_tokens']}; batch of 1, then of {how['rows']}; load average of the machine "
+            f"{how['load_before']:.1f} before, {how['load_after']:.1f} after"
+        )
+        rows.append(("cost", text))
     return _table(("budget", ""), rows)
 
 
@@ -132,14 +145,13 @@ def _claims(figures: Mapping[str, Any]) -> str:
 def _arms(figures: Mapping[str, Any]) -> str:
     rows = []
     for arm, entry in figures["arms"].items():
-        losses = list(entry["losses"].values())
-        interval = t_interval(losses)
-        cpu = sum(entry["cpu_s"].values()) / len(losses)
+        losses = [entry["losses"].get(str(seed)) for seed in figures["seeds"]]
+        shown = [f"{loss:.4f}" if loss is not None else "missing" for loss in losses]
+        cpu = sum(entry["cpu_s"].values()) / len(entry["cpu_s"])
         experts = "-".join(map(str, entry["experts"]))
-        rows.append(
-            (arm, experts, entry["width"], f"{entry['parameters'] / 1e6:.2f} M", f"{interval.mean:.4f}", f"{cpu:.0f}")
-        )
-    return _table(("arm", "experts by layer", "width", "parameters", "held-out loss, nats/byte", "CPU s a run"), rows)
+        rows.append((arm, experts, entry["width"], f"{entry['parameters'] / 1e6:.2f} M", *shown, f"{cpu:.0f}"))
+    seeds = (f"loss, seed {seed}" for seed in figures["seeds"])
+    return _table(("arm", "experts by layer", "width", "parameters", *seeds, "CPU s a run"), rows)
 
 
 def _costs(figures: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from swarm_plugins.distill import Distillation
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM
+from swarm_plugins.noise import quiet_transformers
 from swarm_plugins.study.corpus import Corpus
 from swarm_plugins.study.settings import Run, Training
 
@@ -55,7 +56,8 @@ class Place:
 
     def model(self, run: Run) -> PRMoEForCausalLM:
         """Loads the model of a finished run, in evaluation mode."""
-        model = PRMoEForCausalLM.from_pretrained(self.of(run) / _MODEL)
+        with quiet_transformers():
+            model = PRMoEForCausalLM.from_pretrained(self.of(run) / _MODEL)
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
         model.train(False)
         return on_device(model, self.device)
@@ -239,7 +241,8 @@ class _Loop:
             "device": device,
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
-        self.model.save_pretrained(self.folder / _MODEL)
+        with quiet_transformers():
+            self.model.save_pretrained(self.folder / _MODEL)
         unfinished = self.folder / "unfinished.json"
         unfinished.write_text(json.dumps(record, indent=1))
         unfinished.replace(self.folder / _RESULT)

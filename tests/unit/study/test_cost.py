@@ -18,3 +18,10 @@ def test_a_dense_model_of_equal_loss_lies_between_two_that_were_trained() -> Non
     # Nothing is extrapolated.
     assert found["standard"]["parameters"] == 0
     assert "student-staged" not in found
+
+
+def test_a_larger_model_that_is_worse_is_not_used() -> None:
+    losses = {"dense": 1.4, "dense-1.25x": 1.2, "dense-1.5x": 1.25, "pr-moe": 1.3}
+    sizes = {"dense": 1e6, "dense-1.25x": 4e6, "dense-1.5x": 9e6, "pr-moe": 3e6}
+    costs = {arm: dict.fromkeys(COSTS, size) for arm, size in sizes.items()}
+    assert dense_at_equal_loss(losses, costs)["pr-moe"]["parameters"] == pytest.approx(2e6)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from swarm_plugins.study.arms import CLAIMS, Claim
-from swarm_plugins.study.report import MISSING, NOT_SHOWN, OPPOSITE, SHOWN, judge
+from swarm_plugins.study.report import MISSING, NOT_SHOWN, OPPOSITE, SHOWN, TOO_FEW, judge
 
 CLAIM = Claim("new beats old", "new", "old", "4.1")
 KEEPS_HALF = Claim("new keeps half of big's gain over old", "new", "big", "4.1", "old")
@@ -20,7 +20,8 @@ def losses(**arms: list[float]) -> dict[str, dict[str, float]]:
         pytest.param([1.39, 1.41, 1.30], NOT_SHOWN, id="better-on-average-but-the-interval-includes-zero"),
         pytest.param([1.40, 1.40, 1.40], NOT_SHOWN, id="equal"),
         pytest.param([1.50, 1.51, 1.49], OPPOSITE, id="clearly-worse"),
-        pytest.param([1.0], NOT_SHOWN, id="one-seed-shows-nothing"),
+        pytest.param([1.0], TOO_FEW, id="one-seed-shows-nothing"),
+        pytest.param([1.3, 1.3], TOO_FEW, id="two-seeds-that-agree-show-nothing"),
         pytest.param([], MISSING, id="no-seed"),
     ],
 )
