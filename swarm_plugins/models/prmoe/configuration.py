@@ -99,16 +99,30 @@ class PRMoEConfig(PreTrainedConfig):
             self.moe_intermediate_size = self.intermediate_size
         self.experts_per_layer = _full_list(self.experts_per_layer, self.moe_layers, self.num_hidden_layers)
         self.moe_layers = [layer for layer, experts in enumerate(self.experts_per_layer) if experts]
-        _check_picks(self.experts_per_layer, self.num_experts_per_tok)
+        self.check_experts()
+        super().__post_init__(**kwargs)
+        # Auto classes look models up by the class of a config in hand. Registering earlier, while transformers is being
+        # imported, would be circular: the models need modules that import the auto classes themselves.
+        importlib.import_module(_MODELS)
+
+    def check_experts(self) -> None:
+        """Checks that experts fit the layers, and the other settings the experts.
+
+        Raises:
+            ConfigError: If they do not.
+        """
+        experts = self.experts_per_layer
+        if isinstance(experts, int) or len(experts) != self.num_hidden_layers:
+            raise ConfigError(
+                f"experts_per_layer {experts} does not fit {self.num_hidden_layers} layers: give one entry per layer, "
+                "0 for a dense one"
+            )
+        _check_picks(experts, self.num_experts_per_tok)
         if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
             raise ConfigError(
                 f"invalid capacity_factor {self.capacity_factor}: expected a number above 0, such as 1.25, or None to "
                 "drop no token"
             )
-        super().__post_init__(**kwargs)
-        # Auto classes look models up by the class of a config in hand. Registering earlier, while transformers is being
-        # imported, would be circular: the models need modules that import the auto classes themselves.
-        importlib.import_module(_MODELS)
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> Self:

@@ -128,11 +128,8 @@ class PRMoEModel(PRMoEPreTrainedModel):
 
     def __init__(self, config: PRMoEConfig) -> None:
         super().__init__(config)
-        if len(config.experts_per_layer) != config.num_hidden_layers:  # type: ignore[arg-type]  # a list by now
-            raise ConfigError(
-                f"experts_per_layer {config.experts_per_layer} does not fit {config.num_hidden_layers} layers: give "
-                "one entry per layer, 0 for a dense one"
-            )
+        # Settings may have been changed since, by from_pretrained(..., experts_per_layer=...) too.
+        config.check_experts()
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
@@ -228,7 +225,8 @@ class PRMoEForCausalLM(PRMoEPreTrainedModel, GenerationMixin):
         """Returns logits, with labels also the loss of the next tokens.
 
         While routers are trained, the loss contains the load-balancing loss, the sum over the layers times
-        ``router_aux_loss_coef``; ``aux_loss`` is that sum.
+        ``router_aux_loss_coef``; ``aux_loss`` is that sum. With ``num_items_in_batch``, the labels of all batches of an
+        accumulated step, each batch counts by its share of them.
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits or (labels is not None and self._trains_routers())
@@ -249,7 +247,8 @@ class PRMoEForCausalLM(PRMoEPreTrainedModel, GenerationMixin):
         if output_router_logits and outputs.router_logits:
             aux_loss = self._balance(outputs.router_logits, attention_mask)
             if loss is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+                share = _share_of_step(labels, kwargs.get("num_items_in_batch"))
+                loss = loss + self.config.router_aux_loss_coef * share * aux_loss.to(loss.device)
         return MoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,
@@ -262,8 +261,11 @@ class PRMoEForCausalLM(PRMoEPreTrainedModel, GenerationMixin):
 
     def _balance(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
         """Returns the sum of the layers' load-balancing losses; layers may lie on different devices."""
-        mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
         picks, home = self.config.num_experts_per_tok, router_logits[0].device
+        mask = None
+        if attention_mask is not None and attention_mask.ndim == 2:
+            # It begins with the tokens in the cache, or those of a prefix.
+            mask = attention_mask[:, -(len(router_logits[0]) // len(attention_mask)) :]
         return torch.stack([load_balancing_loss(one, picks, mask).to(home) for one in router_logits]).sum()
 
     def _trains_routers(self) -> bool:
@@ -271,6 +273,13 @@ class PRMoEForCausalLM(PRMoEPreTrainedModel, GenerationMixin):
         if not self.training or not self.config.router_aux_loss_coef:
             return False
         return any(one.weight.requires_grad for one in self.modules() if isinstance(one, PRMoETopKRouter))
+
+
+def _share_of_step(labels: Tensor | None, num_items: Tensor | int | None) -> Tensor | float:
+    """Returns the share of a batch in the labels of a step; the losses of its batches are summed by the Trainer."""
+    if labels is None or num_items is None:
+        return 1.0
+    return (labels[..., 1:] != -100).sum() / num_items
 
 
 class PRMoEForSequenceClassification(GenericForSequenceClassification, PRMoEPreTrainedModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from swarm_plugins.errors import ConfigError, NumericError
 from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM
+from swarm_plugins.moe.losses import load_balancing_loss
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -69,6 +71,19 @@ def test_a_list_that_no_longer_fits_is_named_by_the_model() -> None:
     config.num_hidden_layers = 5
     with pytest.raises(ConfigError, match=r"experts_per_layer \[0, 4, 0, 8\] does not fit 5 layers"):
         PRMoEForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"experts_per_layer": 4}, "experts_per_layer 4 does not fit 4 layers: give one entry per layer"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the 4 experts of layer 1"),
+    ],
+)
+def test_settings_changed_at_loading_are_checked_too(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
+    small().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        PRMoEForCausalLM.from_pretrained(tmp_path, **changed)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -161,6 +176,29 @@ def test_balance_is_the_sum_over_layers_and_leaves_padding_out() -> None:
         share = torch.nn.functional.one_hot(probabilities.argmax(-1), probabilities.shape[1]).float().mean(0)
         expected += float((share * probabilities.mean(0)).sum() * probabilities.shape[1])
     assert float(output.aux_loss) == pytest.approx(expected, rel=1e-4)
+
+
+def test_balance_of_a_step_with_a_cache_is_about_its_own_tokens() -> None:
+    model = small(output_router_logits=True)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    first = model(IDS[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+    positions = mask.sum(dim=1, keepdim=True) - 1
+    last = model(IDS[:, -1:], attention_mask=mask, position_ids=positions, past_key_values=first.past_key_values)
+    expected = sum(load_balancing_loss(one, 1) for one in last.router_logits)
+    torch.testing.assert_close(last.aux_loss, expected)
+
+
+def test_accumulated_batches_balance_once() -> None:
+    model = small(router_aux_loss_coef=1.0).train()
+    labels = IDS.clone()
+    labels[0, :8] = -100
+    num_items = (labels[:, 1:] != -100).sum()
+    outputs = [model(IDS[[row]], labels=labels[[row]], num_items_in_batch=num_items) for row in range(2)]
+    shares = [8 / 23, 15 / 23]
+    text = [model(IDS[[row]], labels=labels[[row]], output_router_logits=False).loss for row in range(2)]
+    expected = sum(share * (loss + one.aux_loss) for share, loss, one in zip(shares, text, outputs, strict=True))
+    torch.testing.assert_close(outputs[0].loss + outputs[1].loss, expected)
 
 
 def test_gradient_checkpointing_changes_no_gradient() -> None:
