@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -59,11 +60,11 @@ def upcycle(
         settings: More settings of `PRMoEConfig`, such as ``router_aux_loss_coef``.
 
     Returns:
-        A model of the dense one's dtype, on the CPU, in evaluation mode.
+        A model of the dense one's dtype and generation config, on the CPU, in evaluation mode.
 
     Raises:
-        UnsupportedError: If the dense model is of another family, has a sliding window, or has weights of other names
-            (adapters, quantization).
+        UnsupportedError: If the dense model is of another family, has a sliding window, or its weights are elsewhere or
+            have other names (remote or offloaded layers, adapters, quantization).
         ConfigError: If the settings do not fit together.
     """
     if noise < 0:
@@ -71,7 +72,7 @@ def upcycle(
     _check_family(dense)
     source = dense.config
     kept = {name: getattr(source, name) for name in _KEPT if hasattr(source, name)}
-    weights = {name: tensor.detach().cpu() for name, tensor in dense.state_dict().items()}
+    weights = _weights(dense)
     experts = experts_per_layer if isinstance(experts_per_layer, int) else list(experts_per_layer)
     config = PRMoEConfig(
         **{
@@ -94,8 +95,9 @@ def upcycle(
     model_name = f"{dense.name_or_path or type(dense).__name__}, upcycled"
     scheme = _Scheme(config, noise, torch.Generator().manual_seed(seed))
     tensors = dict(_converted(weights, scheme))
-    _check_names(dense, config, tensors)
-    return cast(PRMoEForCausalLM, model_from_tensors(PRMoEForCausalLM, config, tensors, dense.dtype, model_name))
+    model = model_from_tensors(PRMoEForCausalLM, config, tensors, dense.dtype, model_name)
+    model.generation_config = copy.deepcopy(dense.generation_config)
+    return cast(PRMoEForCausalLM, model)
 
 
 class _Scheme(NamedTuple):
@@ -160,10 +162,11 @@ def _converted(weights: dict[str, Tensor], scheme: _Scheme) -> Iterator[tuple[st
 
 def _check_family(dense: PreTrainedModel) -> None:
     config = dense.config
-    if config.model_type not in FAMILIES or dense.get_output_embeddings() is None:
+    is_known = isinstance(dense, PreTrainedModel) and config.model_type in FAMILIES
+    if not is_known or dense.get_output_embeddings() is None:
         raise UnsupportedError(
             f"cannot upcycle {type(dense).__name__} (model_type {config.model_type!r}): expected a causal language "
-            f"model of {', '.join(FAMILIES)}"
+            f"model of {', '.join(FAMILIES)}; of a PEFT model, merge_and_unload() returns one"
         )
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
@@ -174,12 +177,14 @@ def _check_family(dense: PreTrainedModel) -> None:
         )
 
 
-def _check_names(dense: PreTrainedModel, config: PRMoEConfig, tensors: dict[str, Tensor]) -> None:
+def _weights(dense: PreTrainedModel) -> dict[str, Tensor]:
+    weights = dense.state_dict()
     with torch.device("meta"):
-        known = PRMoEForCausalLM(config).state_dict()
-    left = sorted(tensors.keys() - known.keys())
-    if left:
+        usual = type(dense)(dense.config).state_dict()
+    odd = sorted(weights.keys() ^ usual.keys()) or [name for name, tensor in weights.items() if tensor.is_meta]
+    if odd:
         raise UnsupportedError(
-            f"cannot upcycle {type(dense).__name__}: {len(left)} of its weights have no place in PR-MoE, such as "
-            f"{left[0]}; merge adapters and load it without quantization"
+            f"cannot upcycle {type(dense).__name__}: {len(odd)} of its weights are not where it should have them, such "
+            f"as {odd[0]}; merge adapters, and load it whole, without quantization or offloading"
         )
+    return {name: tensor.detach().cpu() for name, tensor in weights.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.errors import ConfigError, UnsupportedError
@@ -105,6 +106,20 @@ def test_dtype_is_kept() -> None:
     assert upcycle(dense().bfloat16(), 4).dtype == torch.bfloat16
 
 
+def test_it_generates_with_the_dense_models_settings() -> None:
+    source = dense()
+    source.generation_config.eos_token_id = [2, 7]
+    model = upcycle(source, 4)
+    assert model.generation_config.eos_token_id == [2, 7]
+    assert model.generation_config is not source.generation_config
+
+
+def adapted() -> PreTrainedModel:
+    model = dense()
+    model.add_adapter(LoraConfig(target_modules=["down_proj"]))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
@@ -112,9 +127,12 @@ def test_dtype_is_kept() -> None:
         (lambda: upcycle(dense("mistral", sliding_window=8), 4), UnsupportedError, "sliding_window 8 below its 64"),
         (lambda: upcycle(dense(), [4, 4]), ConfigError, "2 entries for 3 layers"),
         (lambda: upcycle(dense(), 4, noise=-1.0), ConfigError, "invalid noise -1.0"),
+        (lambda: upcycle(adapted(), 4), UnsupportedError, "weights are not where .* merge adapters"),
+        (lambda: upcycle(get_peft_model(dense(), LoraConfig()), 4), UnsupportedError, r"PeftModel .*merge_and_unload"),
+        (lambda: upcycle(dense().to("meta"), 4), UnsupportedError, "load it whole"),
         (lambda: upcycle(dense(), 4, moe_intermediate_size=8), ConfigError, "8 differs .* 48"),
     ],
-    ids=["mixture", "window", "list", "noise", "size"],
+    ids=["mixture", "window", "list", "noise", "adapter", "peft", "meta", "size"],
 )
 def test_what_cannot_be_upcycled_is_named(make: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
