@@ -170,8 +170,10 @@ class Distillation:
             self._loaded_stop = (stop_at, int(stop_step))
 
     def _resolve_stop(self, total_steps: float) -> int:
-        if self._loaded_stop is not None:
-            stop_at, stop_step = self._loaded_stop
+        # For this run alone: the next one may be another.
+        loaded, self._loaded_stop = self._loaded_stop, None
+        if loaded is not None:
+            stop_at, stop_step = loaded
             if stop_at == self.schedule.stop_at:
                 return stop_step
             log.warning(

@@ -56,6 +56,11 @@ class DistillationTerm:
         self.weight = 0.0
         """Factor of the term."""
 
+    def __reduce__(self) -> Any:
+        # A student that is copied or pickled in training (an average of weights, torch.save) must not take the teacher
+        # along, nor be taught for ever: its hook has weight 0.
+        return DistillationTerm, (nn.Identity(), self.temperature, Tally())
+
     def __call__(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Adds the term to a student's output, in place."""
         # Not student.training: Lightning trains a model in the mode that it finds, and from_pretrained leaves it in
