@@ -20,6 +20,7 @@ def save_student(
     repo_id: str | None = None,
     tokenizer: Any = None,
     metrics: Mapping[str, float] | None = None,
+    state_dict: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes a student with its card, ready for ``hf upload REPO FOLDER``, and returns the folder.
 
@@ -32,6 +33,7 @@ def save_student(
         repo_id: The repository it is for. None: the folder's name.
         tokenizer: Saved with the model, if given.
         metrics: Shown on the card, by name.
+        state_dict: The whole weights, if a strategy has divided the model's over ranks. None: the model's.
 
     Raises:
         ConfigError: If the model was not distilled, or the repository's name is not possible.
@@ -44,7 +46,7 @@ def save_student(
         )
     place = Path(folder)
     name = place.absolute().name if repo_id is None else check_repo_id(repo_id)
-    model.save_pretrained(place)
+    model.save_pretrained(place, state_dict=state_dict)
     if tokenizer is not None:
         tokenizer.save_pretrained(place)
     text = student_card_text(name, record, metrics=metrics, is_on_hub=_is_on_hub(record))

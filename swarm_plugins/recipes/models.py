@@ -55,18 +55,19 @@ class ModelTuner(pl.LightningModule):
         self.model: PreTrainedModel | None = None
 
     def make_model(self) -> PreTrainedModel:
-        """Returns the model to train.
+        """Returns the model to train, in float32: AdamW's small steps get lost in the rounding of half precision.
 
         Raises:
             ConfigError: If the base does not exist, or a setting of the new model is wrong.
         """
-        if self.base is None:
-            return self._new()
+        return self._new() if self.base is None else self._loaded(self.base, torch.float32)
+
+    def _loaded(self, base: str, dtype: torch.dtype | str) -> PreTrainedModel:
         try:
-            found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.base, revision=self.revision)
+            found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, revision=self.revision, dtype=dtype)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"base {self.base!r} cannot be loaded ({one_line(error)}); give the directory of a causal language "
+                f"base {base!r} cannot be loaded ({one_line(error)}); give the directory of a causal language "
                 "model, or its id on the Hub"
             ) from error
         return found
@@ -100,15 +101,15 @@ class ModelTuner(pl.LightningModule):
         """Writes the model next to those of earlier runs."""
         if self.output is not None and self.model is not None:
             # On every rank: a strategy may have divided the weights.
-            self._whole = self.trainer.strategy.lightning_module_state_dict()
+            whole = self.trainer.strategy.lightning_module_state_dict()
+            self._whole = {name.removeprefix("model."): value for name, value in whole.items()}
             if self.trainer.is_global_zero:
                 self._save(Path(self.output).expanduser().absolute())
 
     def write(self, folder: Path) -> None:
         """Writes model and tokenizer into a new folder."""
         if self.model is not None:
-            weights = {name.removeprefix("model."): value for name, value in self._whole.items()}
-            self.model.save_pretrained(folder, state_dict=weights)
+            self.model.save_pretrained(folder, state_dict=self._whole)
             self._tokenizer.save_pretrained(folder)
 
     @property
@@ -200,9 +201,9 @@ class StudentTuner(ModelTuner):
         """Writes the student, its tokenizer and its card into a new folder."""
         if self.model is not None:
             metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items() if "val" in name}
-            save_student(self.model, folder, tokenizer=self._tokenizer, metrics=metrics)
+            save_student(self.model, folder, tokenizer=self._tokenizer, metrics=metrics, state_dict=self._whole)
 
     def _load_teacher(self) -> PreTrainedModel:
-        teacher: Any = super().make_model()
+        teacher: Any = self._loaded(self._teacher, "auto")
         found: PreTrainedModel = teacher.to(self.device)
         return found

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
+
+from swarm_plugins.recipes import ModelTuner, StudentTuner
+from swarm_plugins.testing.models import tiny_model
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -53,6 +57,14 @@ def test_a_new_teacher_teaches_a_student_until_the_stop(text: Path, tmp_path: Pa
     )
     assert again.exit_code == 0, again.output[-3000:]
     assert "kd_loss" not in again.output, "past the stop, a resumed run has no teacher"
+
+
+def test_a_base_in_few_bits_is_trained_in_float32_and_teaches_as_it_is(tmp_path: Path) -> None:
+    tiny_model("mixtral").bfloat16().save_pretrained(tmp_path)
+    assert ModelTuner(base=str(tmp_path)).make_model().dtype == torch.float32
+    tuner = StudentTuner(base=str(tmp_path), depth=1)
+    assert tuner.make_model().dtype == torch.float32
+    assert tuner._load_teacher().dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,13 @@ def test_a_teacher_in_a_directory_is_not_named_as_if_it_were_on_the_hub(tmp_path
     assert f"| teacher version | local-{'b' * 40} |" in card.text
 
 
+def test_weights_that_a_strategy_has_gathered_are_written(tmp_path: Path) -> None:
+    student = make_student(tiny_model("llama"), depth=1)
+    whole = {name: tensor + 1 for name, tensor in student.state_dict().items()}
+    loaded = AutoModelForCausalLM.from_pretrained(save_student(student, tmp_path / "student", state_dict=whole))
+    assert torch.equal(loaded.lm_head.weight, student.lm_head.weight + 1)
+
+
 def test_a_model_that_was_not_distilled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config.distillation of LlamaForCausalLM is None.*make_student"):
         save_student(tiny_model("llama"), tmp_path / "student")
