@@ -39,8 +39,8 @@ class PRMoEConfig(PreTrainedConfig):
             code), None leaves it out.
         num_experts_per_tok: Experts each token takes. The weight of a single one is its probability among all experts,
             so that the router learns from the task; two and more are normalised to a sum of one.
-        capacity_factor: Most tokens an expert takes, relative to an even load ``T k / E``; None: no limit. See
-            `swarm_plugins.moe.gating.within_capacity`.
+        capacity_factor: Most tokens an expert takes, padding included, relative to an even load ``T k / E``; None: no
+            limit. See `swarm_plugins.moe.gating.within_capacity`.
         router_aux_loss_coef: Weight of the load-balancing loss, the sum over the layers, while routers are trained.
         output_router_logits: Return router logits and the load-balancing loss in evaluation too.
         moe_intermediate_size: Neurons of an expert; None: ``intermediate_size``.
