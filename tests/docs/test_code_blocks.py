@@ -79,4 +79,7 @@ def test_commands_and_options_of_a_page_exist(page: str, line: str) -> None:
         command = command.commands[name]
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in known | {"--help"}]
+    if command.context_settings.get("ignore_unknown_options"):
+        # `swarm fit` hands what it does not know to Lightning's command line, which refuses what that does not know.
+        unknown = [word for word in unknown if not word.startswith(("--trainer.", "--model.", "--data."))]
     assert not unknown, f"{page}: {line!r} uses {unknown}; {command.name} knows {sorted(known)}"
