@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from swarm_plugins.offload import OffloadConfig, load_offloaded
     from swarm_plugins.parallel import parallelize
     from swarm_plugins.remote_experts.load import load_remote_experts
-    from swarm_plugins.strategy.expert_parallel_unified import ExpertParallelStrategy, FabricExpertParallelStrategy
-    from swarm_plugins.strategy.unified import FabricSwarmStrategy, SwarmStrategy
+    from swarm_plugins.strategy.expert_parallel.unified import ExpertParallelStrategy, FabricExpertParallelStrategy
+    from swarm_plugins.strategy.swarm.unified import FabricSwarmStrategy, SwarmStrategy
 
 __all__ = [
     "AutoSwarmModel",
@@ -97,9 +97,9 @@ _HOMES = {
     "AutoSwarmModel": "swarm_plugins.backbone",
     "AutoSwarmModelForCausalLM": "swarm_plugins.backbone",
     "AutoSwarmModelForSequenceClassification": "swarm_plugins.backbone",
-    "ExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel_unified",
-    "FabricExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel_unified",
-    "FabricSwarmStrategy": "swarm_plugins.strategy.unified",
+    "ExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel.unified",
+    "FabricExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel.unified",
+    "FabricSwarmStrategy": "swarm_plugins.strategy.swarm.unified",
     "HubAdapterCallback": "swarm_plugins.callbacks.for_lightning",
     "HubAdapterTrainerCallback": "swarm_plugins.callbacks.for_transformers",
     "LocalSwarm": "swarm_plugins.local_swarm",
@@ -111,7 +111,7 @@ _HOMES = {
     "StagedDistillation": "swarm_plugins.callbacks.distill_lightning",
     "StagedDistillationTrainerCallback": "swarm_plugins.callbacks.distill_transformers",
     "SwarmConfig": "swarm_plugins.client",
-    "SwarmStrategy": "swarm_plugins.strategy.unified",
+    "SwarmStrategy": "swarm_plugins.strategy.swarm.unified",
     "find_adapters": "swarm_plugins.hub",
     "from_deepspeed": "swarm_plugins.models",
     "load_adapter": "swarm_plugins.callbacks.loading",

@@ -24,17 +24,17 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 EXPERTS = "swarm_table"
-# Module with a registry -> name of the registry, file in swarm_plugins.strategy, what its classes begin with.
+# Module with a registry -> name of the registry, file in a room of swarm_plugins.strategy, what its class begins with.
 _REGISTRIES = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "unified", ""),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "unified", "Fabric"),
     "pytorch_lightning.strategies": ("StrategyRegistry", "standalone", ""),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "standalone_fabric", "Fabric"),
 }
-# Name -> what its file begins with, its class, description.
+# Name, which is also the room's -> class, description.
 _STRATEGIES = {
-    "swarm": ("", "SwarmStrategy", "Blocks on a swarm, adapters here"),
-    "expert_parallel": ("expert_parallel_", "ExpertParallelStrategy", "Experts divided over ranks, a batch for each"),
+    "swarm": ("SwarmStrategy", "Blocks on a swarm, adapters here"),
+    "expert_parallel": ("ExpertParallelStrategy", "Experts divided over ranks, a batch for each"),
 }
 
 
@@ -56,10 +56,9 @@ def _register_strategy(module: ModuleType) -> bool:
     registry = getattr(module, registry_name, None)
     # Missing while the module is being imported: the watcher registers later.
     if registry is not None:
-        for name, (prefix, class_name, description) in _STRATEGIES.items():
-            registry.register(
-                name, _creator(f"{prefix}{file}", f"{kind}{class_name}"), description=description, override=True
-            )
+        for name, (class_name, description) in _STRATEGIES.items():
+            create = _creator(f"{name}.{file}", f"{kind}{class_name}")
+            registry.register(name, create, description=description, override=True)
     return registry is not None
 
 

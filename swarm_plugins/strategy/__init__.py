@@ -1,9 +1,8 @@
-"""Lightning's strategy ``swarm``: blocks run on the swarm; adapters, heads and optimizer stay here.
+"""Lightning's strategies, a room for each: ``swarm`` and ``expert_parallel``.
 
 ```text
-member.py               peers, device, precision: the same for Trainer and Fabric
-inspection.py           checks of a module before training
-state.py                checkpoints of the trained tensors, tied to the base model's version
+member.py               options and checks: the same for Trainer and Fabric
+state.py                checkpoints
 trainer.py fabric.py    the strategies, without the class of Lightning that they extend
 unified.py              for lightning.pytorch and lightning.fabric
 standalone.py           for pytorch_lightning

@@ -25,7 +25,7 @@ print(json.dumps({
     "before": before,
     "known": "swarm" in module.STRATEGY_REGISTRY,
     "loader": type(module.__loader__).__name__,
-    "strategy_loaded": "swarm_plugins.strategy.standalone_fabric" in sys.modules,
+    "strategy_loaded": "swarm_plugins.strategy.swarm.standalone_fabric" in sys.modules,
 }))
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 
-from swarm_plugins.strategy.fabric import FabricStrategy
+from swarm_plugins.strategy.swarm.fabric import FabricStrategy
 
 
 class FabricSwarmStrategy(FabricStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # typed for the other package

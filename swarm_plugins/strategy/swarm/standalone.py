@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
-from swarm_plugins.strategy.trainer import TrainerStrategy
+from swarm_plugins.strategy.swarm.trainer import TrainerStrategy
 
 
 class SwarmStrategy(TrainerStrategy, SingleDeviceStrategy):  # type: ignore[misc]  # typed for the other package

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from swarm_plugins.strategy.inspection import check_remote, check_trainable
-from swarm_plugins.strategy.member import SwarmMember, check_precision
-from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, readable, trained_state
+from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable
+from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
+from swarm_plugins.strategy.swarm.state import KEY, check_base, describe_base, load_trained, readable, trained_state
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _Base

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pytorch_lightning.strategies import DDPStrategy
 
-from swarm_plugins.strategy.expert_parallel_trainer import ExpertParallelTrainerStrategy
+from swarm_plugins.strategy.expert_parallel.trainer import ExpertParallelTrainerStrategy
 
 
 class ExpertParallelStrategy(ExpertParallelTrainerStrategy, DDPStrategy):  # type: ignore[misc]  # for the other package

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy as _FabricDevice
 from lightning.pytorch.strategies import SingleDeviceStrategy as _TrainerDevice
 
-from swarm_plugins.strategy.fabric import FabricStrategy
-from swarm_plugins.strategy.trainer import TrainerStrategy
+from swarm_plugins.strategy.swarm.fabric import FabricStrategy
+from swarm_plugins.strategy.swarm.trainer import TrainerStrategy
 
 
 class SwarmStrategy(TrainerStrategy, _TrainerDevice):
@@ -14,7 +14,7 @@ class SwarmStrategy(TrainerStrategy, _TrainerDevice):
 
     ``Trainer(strategy="swarm")`` makes one without arguments. It joins the swarm when fitting starts, before
     ``configure_model``, and models loaded there use it. For ``pytorch_lightning`` use
-    ``swarm_plugins.strategy.standalone.SwarmStrategy``, or the name.
+    ``swarm_plugins.strategy.swarm.standalone.SwarmStrategy``, or the name.
 
     Args:
         initial_peers: Addresses of peers to join the swarm through. None: from ``SWARM_INITIAL_PEERS``, or else from
@@ -27,5 +27,5 @@ class FabricSwarmStrategy(FabricStrategy, _FabricDevice):
     """Trains with Fabric: load the model inside ``fabric.init_module()``, after ``fabric.launch()``.
 
     Takes the arguments of `SwarmStrategy`. For ``lightning_fabric`` use
-    ``swarm_plugins.strategy.standalone_fabric.FabricSwarmStrategy``, or the name.
+    ``swarm_plugins.strategy.swarm.standalone_fabric.FabricSwarmStrategy``, or the name.
     """

@@ -15,7 +15,7 @@ from torch import nn
 
 from swarm_plugins import ExpertParallelStrategy, FabricExpertParallelStrategy
 from swarm_plugins.errors import ConfigError, UnsupportedError
-from swarm_plugins.strategy.expert_parallel import find_mixture
+from swarm_plugins.strategy.expert_parallel.member import find_mixture
 from swarm_plugins.testing import tiny_model
 
 STRATEGIES = [
@@ -107,5 +107,5 @@ def test_the_name_is_known_in_both_spellings_and_loads_no_swarm() -> None:
     assert done.returncode == 0, done.stderr
     *modules, hivemind = done.stdout.splitlines()
     home = "swarm_plugins.strategy.expert_parallel"
-    assert modules == [f"{home}_{end}" for end in ("unified", "standalone", "unified", "standalone_fabric")]
+    assert modules == [f"{home}.{end}" for end in ("unified", "standalone", "unified", "standalone_fabric")]
     assert hivemind == "[]"

@@ -12,8 +12,13 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.parallel import clip_gradients, gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
-from swarm_plugins.strategy.expert_parallel import ExpertParallelMember, check_precision, clip_values, parameters_of
-from swarm_plugins.strategy.expert_parallel_state import (
+from swarm_plugins.strategy.expert_parallel.member import (
+    ExpertParallelMember,
+    check_precision,
+    clip_values,
+    parameters_of,
+)
+from swarm_plugins.strategy.expert_parallel.state import (
     distribute_optimizer_state,
     load_whole_state,
     whole_optimizer_state,

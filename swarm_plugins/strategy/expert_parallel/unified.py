@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning.fabric.strategies.ddp import DDPStrategy as _FabricDDP
 from lightning.pytorch.strategies import DDPStrategy as _TrainerDDP
 
-from swarm_plugins.strategy.expert_parallel_fabric import ExpertParallelFabricStrategy
-from swarm_plugins.strategy.expert_parallel_trainer import ExpertParallelTrainerStrategy
+from swarm_plugins.strategy.expert_parallel.fabric import ExpertParallelFabricStrategy
+from swarm_plugins.strategy.expert_parallel.trainer import ExpertParallelTrainerStrategy
 
 
 class ExpertParallelStrategy(ExpertParallelTrainerStrategy, _TrainerDDP):
@@ -15,7 +15,7 @@ class ExpertParallelStrategy(ExpertParallelTrainerStrategy, _TrainerDDP):
     ``Trainer(strategy="expert_parallel", devices=N)`` makes one without arguments. When the Trainer sets up the module,
     :func:`swarm_plugins.parallelize` distributes its experts; gradients are synchronized once per optimizer step and
     clipped by their norm over all ranks. Checkpoints hold whole tensors, as those of one process.
-    For ``pytorch_lightning`` use ``swarm_plugins.strategy.expert_parallel_standalone.ExpertParallelStrategy``, or the
+    For ``pytorch_lightning`` use ``swarm_plugins.strategy.expert_parallel.standalone.ExpertParallelStrategy``, or the
     name.
 
     Args:
@@ -36,5 +36,5 @@ class FabricExpertParallelStrategy(ExpertParallelFabricStrategy, _FabricDDP):
     """Distributes the experts of a Hugging Face mixture over several ranks in ``fabric.setup()``.
 
     Takes the arguments of `ExpertParallelStrategy`. For ``lightning_fabric`` use
-    ``swarm_plugins.strategy.expert_parallel_standalone_fabric.FabricExpertParallelStrategy``, or the name.
+    ``swarm_plugins.strategy.expert_parallel.standalone_fabric.FabricExpertParallelStrategy``, or the name.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_fabric.strategies.ddp import DDPStrategy
 
-from swarm_plugins.strategy.expert_parallel_fabric import ExpertParallelFabricStrategy
+from swarm_plugins.strategy.expert_parallel.fabric import ExpertParallelFabricStrategy
 
 
 class FabricExpertParallelStrategy(ExpertParallelFabricStrategy, DDPStrategy):  # type: ignore[misc]  # the other package

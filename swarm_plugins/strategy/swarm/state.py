@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from swarm_plugins import __version__
 from swarm_plugins.errors import CheckpointError, SwarmError, one_line
-from swarm_plugins.strategy.inspection import base_versions, remote_models
+from swarm_plugins.strategy.swarm.inspection import base_versions, remote_models
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)

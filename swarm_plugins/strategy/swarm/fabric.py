@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from swarm_plugins.strategy.inspection import check_remote, check_trainable, has_remote_blocks
-from swarm_plugins.strategy.member import SwarmMember, check_precision
-from swarm_plugins.strategy.state import KEY, check_base, describe_base, load_trained, readable, trained_state
+from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable, has_remote_blocks
+from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
+from swarm_plugins.strategy.swarm.state import KEY, check_base, describe_base, load_trained, readable, trained_state
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy as _Base
