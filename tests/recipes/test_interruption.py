@@ -29,6 +29,7 @@ class Run:
 
     global_step = 3
     fast_dev_run = False
+    world_size = 1
     log_dir = None
 
     def __init__(self, folder: Path, fault: Exception | None = None) -> None:
