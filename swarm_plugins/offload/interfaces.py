@@ -1,7 +1,7 @@
 """The seams of offloading: where an expert lies, what its bytes mean, and how they are lent out.
 
 ```text
-ExpertStore     which bytes of which files are an expert          (sources of a checkpoint, or a quantized store)
+ExpertStore     where each expert lies: files and byte ranges     (sources of a checkpoint, or a quantized store)
 ExpertFormat    stored bytes -> bytes to compute with -> products (plain, int8, int4, ...)
 ExpertCache     the experts in memory, bounded in bytes           (tiers, eviction, reading ahead)
 ```
