@@ -173,7 +173,8 @@ class ServeConfig:
             raise ConfigError(f"invalid slice {part[0]}/{part[1]}: expected K/N with 0 <= K < N")
         if part is not None and not self.is_holder:
             raise ConfigError(
-                f"slice {part[0]}/{part[1]} is a part of held experts: give experts too, and not remote_experts"
+                f"slice {part[0]}/{part[1]} divides experts that are hosted alone: name them as FIRST:END "
+                "(on the command line, --experts FIRST:END), without remote ones"
             )
         if held is None and not self.remote_experts:
             return

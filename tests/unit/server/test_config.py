@@ -36,10 +36,12 @@ from swarm_plugins.testing.models import save_tiny
         pytest.param(
             {"blocks": range(1), "experts": range(2), "slice": (2, 2)}, "invalid slice 2/2: .* K < N", id="slice"
         ),
-        pytest.param({"blocks": range(1), "slice": (0, 2)}, "slice 0/2 is a part of held experts", id="slice-of-what"),
+        pytest.param(
+            {"blocks": range(1), "slice": (0, 2)}, "slice 0/2 divides experts that are hosted alone", id="slice-of-what"
+        ),
         pytest.param(
             {"blocks": range(1), "experts": range(2), "remote_experts": True, "slice": (0, 2)},
-            "slice 0/2 is a part of held experts: give experts too, and not remote_experts",
+            "slice 0/2 divides experts that are hosted alone: name them as FIRST:END",
             id="slice-of-an-owner",
         ),
         pytest.param(
