@@ -6,7 +6,8 @@ Letters: ``T`` tokens, ``N`` rows (one for each choice of an expert by a token, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Awaitable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from swarm_plugins.remote_experts.holders import HolderRetries, HolderView
 from swarm_plugins.routing import Share
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
+
+_MAX_ON_THE_WAY = 4
+"""Messages that one holder has at a time: a holder chooses how many a batch is cut into."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,24 @@ class Holders:
 
     async def _ask(self, rows: ExpertRows, share: Share) -> dict[int, Tensor]:
         """Returns a holder's answer by expert."""
-        peer = share.holder.peer
         width = rows.hidden.shape[1]
         limit = max(1, DEFAULT_LIMITS.max_message_bytes // (3 * width * rows.hidden.element_size()))
-        chunks = list(_chunks(rows, share, min(limit, self.view.max_rows(peer) or limit)))
+        limit = min(limit, self.view.max_rows(share.holder.peer) or limit)
+        num_rows = sum(rows.spans[expert].stop - rows.spans[expert].start for expert in share.experts)
+        chunks = _chunks(rows, share, limit)
+        found: list[tuple[_Chunk, Tensor]] = []
+
+        async def ask_next() -> None:
+            for chunk in chunks:
+                try:
+                    found.append((chunk, await self._ask_chunk(rows, share, chunk)))
+                except BaseException:
+                    chunks.close()  # no further message to this holder
+                    raise
+
+        await _all(ask_next() for _ in range(min(_MAX_ON_THE_WAY, math.ceil(num_rows / limit))))
         parts: dict[int, list[Tensor]] = {expert: [] for expert in share.experts}
-        for chunk, answer in zip(
-            chunks, await _all(self._ask_chunk(rows, share, chunk) for chunk in chunks), strict=True
-        ):
+        for chunk, answer in sorted(found, key=lambda pair: int(pair[0].places[0])):
             for expert, part in zip(chunk.experts, answer.split(list(chunk.counts)), strict=True):
                 parts[expert].append(part)
         return {expert: some[0] if len(some) == 1 else torch.cat(some) for expert, some in parts.items()}
@@ -138,20 +152,18 @@ class Holders:
         return answer.rows
 
 
-async def _all(requests: Iterable[Awaitable[Tensor]]) -> list[Tensor]:
+async def _all(requests: Iterable[Awaitable[None]]) -> None:
     """Awaits all, and raises the first error only when none is still running."""
-    results = await asyncio.gather(*requests, return_exceptions=True)
-    for result in results:
+    for result in await asyncio.gather(*requests, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
-    return [result for result in results if isinstance(result, Tensor)]
 
 
 def _part_of(share: Share) -> tuple[int, int]:
     return share.holder.part or (0, 1)
 
 
-def _chunks(rows: ExpertRows, share: Share, limit: int) -> Iterator[_Chunk]:
+def _chunks(rows: ExpertRows, share: Share, limit: int) -> Generator[_Chunk]:
     """Cuts the rows of a share into messages of at most ``limit`` rows."""
     pieces: list[tuple[int, int, int]] = []
     room = limit

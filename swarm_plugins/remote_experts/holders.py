@@ -55,10 +55,10 @@ class HolderView(SwarmView):
             self._refresh_in_background()
         else:
             await self.refresh(force=False)
-        found = share_experts(self._holders(block, without), loads)
+        found = self._share(block, loads, without)
         if found is None:
             await self.refresh(force=True)
-            found = share_experts(self._holders(block, without), loads)
+            found = self._share(block, loads, without)
         if found is None:
             missing = missing_experts(self._holders(block, without), sorted(loads))
             experts = range(missing[0], missing[-1] + 1)
@@ -76,6 +76,12 @@ class HolderView(SwarmView):
             await self.refresh(force=False)
         except TransportError as exc:
             log.warning("could not look up the holders of experts, using the last answer: %s", exc)
+
+    def _share(self, block: int, loads: Mapping[int, int], without: Collection[str]) -> list[Share] | None:
+        """Shares experts among holders that take whole batches, or if these do not suffice, among all."""
+        holders = self._holders(block, without)
+        roomy = [holder for holder in holders if not self._is_small(holder.peer)]
+        return share_experts(roomy, loads) or share_experts(holders, loads)
 
     def _holders(self, block: int, without: Collection[str]) -> list[Holder]:
         holders = []

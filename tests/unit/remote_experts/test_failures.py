@@ -6,7 +6,9 @@ import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from holders_kit import Held, prefer, serving, view_of
@@ -155,6 +157,35 @@ def test_a_batch_larger_than_a_holder_takes_is_cut(mixtral: Path) -> None:
         assert all(len(request.rows) <= 10 for _, request in holders.asked)
         assert len(holders.asked) > 2 * tokens.numel() * 2 / 10 - 1
     torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_holder_that_wants_crumbs_gets_few_at_a_time_and_only_if_there_is_no_other(mixtral: Path) -> None:
+    with serving(mixtral, REPLICAS) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        expected = remote(TOKENS).logits
+        view, num_open, most = view_of(remote), 0, 0
+        request = view.peers.request
+
+        async def counted(*args: Any, **options: Any) -> Message:
+            nonlocal num_open, most
+            num_open += 1
+            most = max(most, num_open)
+            try:
+                return await request(*args, **options)
+            finally:
+                num_open -= 1
+
+        prefer(remote, holders.connection, "a")
+        view.infos["a"] = msgspec.structs.replace(view.infos["a"], max_batch_tokens=1)
+        holders.asked.clear()
+        assert torch.equal(remote(TOKENS).logits, expected)
+        assert {peer for peer, _ in holders.asked} == {"b"}
+        view.peers.request = counted  # type: ignore[method-assign]
+        view.ban("b", RemoteError("left"))
+        holders.asked.clear()
+        torch.testing.assert_close(remote(TOKENS).logits, expected, rtol=1e-5, atol=1e-6)
+        assert [(peer, len(message.rows)) for peer, message in holders.asked] == [("a", 1)] * TOKENS.numel() * 2 * 2
+        assert most == 4
 
 
 def test_no_token_waits_for_a_look_up_of_holders(mixtral: Path) -> None:
