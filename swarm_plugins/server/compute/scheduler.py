@@ -132,7 +132,7 @@ class Scheduler:
         self._thread = None
 
     async def call(self, function: Callable[[], T], *, timeout_s: float, peer: str = "") -> T:
-        """Runs a short function, such as a cache operation, before any waiting step.
+        """Runs a short function, such as a cache operation, before any waiting step; peers take turns.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
@@ -299,10 +299,9 @@ class Scheduler:
             item.finish(result)
 
     def _run_urgent(self) -> None:
-        """Runs the waiting cache operations, then one pack of the waiting steps. Never raises."""
+        """Runs a waiting call of each peer, then one pack of the waiting steps. Never raises."""
         with torch.inference_mode():
-            while self._calls:
-                call = self._calls.popleft()
+            for call in self._take_calls():
                 if not call.abandoned:
                     self._run_call(call)
             self._steps = [step for step in self._steps if self._is_ready(step)]
@@ -314,6 +313,18 @@ class Scheduler:
                 groups.setdefault(step.inputs.blocks, []).append((step, num_tokens))
             for group in groups.values():
                 self._run_group(group)
+
+    def _take_calls(self) -> list[Call]:
+        """Removes the oldest call of each peer, and all of the server's own: a flood makes only its peer wait."""
+        chosen: list[Call] = []
+        left: deque[Call] = deque()
+        peers: set[str] = set()
+        for call in self._calls:
+            (left if call.peer in peers else chosen).append(call)
+            if call.peer:
+                peers.add(call.peer)
+        self._calls = left
+        return chosen
 
     def _is_ready(self, step: Step) -> bool:
         """Runs the cache operations of a step that has not begun; False drops the step."""

@@ -102,6 +102,28 @@ def test_prefill_that_fails_half_way_leaves_its_cache_as_it_was(runner: FakeRunn
     assert step.cache.length == 3
 
 
+def test_a_flood_of_calls_makes_only_its_own_peer_wait(scheduler: Scheduler) -> None:
+    ran: list[str] = []
+    gate = threading.Event()
+
+    async def scene() -> None:
+        blocker = asyncio.create_task(scheduler.call(gate.wait, timeout_s=5))
+        flood = [
+            asyncio.create_task(scheduler.call(lambda: ran.append("flood"), timeout_s=5, peer="a")) for _ in range(8)
+        ]
+        await until(lambda: scheduler.num_waiting == 9)
+        honest = asyncio.create_task(scheduler.call(lambda: ran.append("honest"), timeout_s=5, peer="b"))
+        await until(lambda: scheduler.num_waiting == 10)
+        scheduler.post(lambda: ran.append("own"))
+        gate.set()
+        await asyncio.gather(blocker, honest, *flood)
+
+    asyncio.run(scene())
+    # The first of the flood may share the blocker's turn.
+    assert {"honest", "own"} < set(ran[:4])
+    assert len(ran) == 10
+
+
 def test_decode_runs_between_the_blocks_of_a_training_item(runner: FakeRunner, scheduler: Scheduler) -> None:
     runner.block_s = 0.2
 
