@@ -104,10 +104,10 @@ class Routing:
     def inverse(self) -> Tensor:
         """Returns the sorted place of each token's choices, ``[T * k]``."""
         if self._inverse is None:
-            self._inverse = torch.empty_like(self.order)
-            self._inverse[self.order] = torch.arange(self.order.shape[0], device=self.order.device)
+            places = torch.arange(self.order.shape[0], device=self.order.device)
+            self._inverse = torch.empty_like(self.order).scatter_(0, self.order, places)
         return self._inverse
 
     def unsort(self, rows: Tensor) -> Tensor:
         """Puts expert-sorted rows, ``[T * k, D]``, back in the order of the tokens."""
-        return rows[self.inverse()]
+        return rows.index_select(0, self.inverse())

@@ -51,7 +51,7 @@ def run_table(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
             trained = _trained_activation(module)
             result: Tensor = _Experts.apply(job, hidden_states, scales, *weights, *trained)  # type: ignore[no-untyped-call]
         else:
-            result, _ = _run(job, hidden_states, scales, weights, keep=False)
+            result, _ = _run(job, hidden_states, job.sort(scales), weights, keep=False)
     if scales is None:
         # Rows of experts elsewhere are zero, but a norm may add to them.
         kept_weights = top_k_weights.masked_fill(top_k_index >= module.num_experts, 0.0)
@@ -88,6 +88,10 @@ class _Job(NamedTuple):
         """Returns a view of a weight, or of its gradient, as ``[E, in, out]``."""
         return weight if self.module.is_transposed else weight.transpose(1, 2)
 
+    def sort(self, scales: Tensor | None) -> Tensor | None:
+        """Returns the routing weights ``[T, k]`` of the sorted rows, ``[N, 1]``."""
+        return None if scales is None else scales.reshape(-1, 1).index_select(0, self.routing.order)
+
     def room(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Returns ``[N, width]`` for sorted rows: zero where they belong to experts elsewhere, otherwise undefined."""
         num_all = self.routing.order.shape[0]
@@ -109,7 +113,7 @@ def _trained_activation(module: Any) -> Sequence[nn.Parameter]:
 
 
 def _run(
-    job: _Job, hidden: Tensor, scales: Tensor | None, weights: _Weights, *, keep: bool
+    job: _Job, hidden: Tensor, sorted_scales: Tensor | None, weights: _Weights, *, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the result, and the first product's sorted results ``[N, U]`` if they are to be kept.
 
@@ -118,8 +122,7 @@ def _run(
     routing, dtype = job.routing, job.product_dtype
     up_columns, down_columns = job.columns(weights.up), job.columns(weights.down)
     kept = hidden.new_empty(routing.num_rows, up_columns.shape[2], dtype=dtype) if keep else None
-    sorted_scales = None if scales is None else scales.reshape(-1, 1).index_select(0, routing.order)
-    wide = dtype if scales is None else torch.promote_types(dtype, scales.dtype)
+    wide = dtype if sorted_scales is None else torch.promote_types(dtype, sorted_scales.dtype)
     results = job.room(hidden, down_columns.shape[2], wide)
     for chunk in routing.chunks(_CHUNK_ROWS):
         rows = hidden.index_select(0, routing.tokens[chunk.rows]).to(dtype)
@@ -130,7 +133,7 @@ def _run(
         _multiply(chunk, activate(job.module, up), down_columns, weights.down_bias, down)
         if sorted_scales is not None:
             torch.mul(down, sorted_scales[chunk.rows], out=place)
-    return results if scales is None else routing.sum_tokens(results).to(job.dtype), kept
+    return results if sorted_scales is None else routing.sum_tokens(results).to(job.dtype), kept
 
 
 def _multiply(chunk: Chunk, rows: Tensor, columns: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -161,9 +164,10 @@ def _bias_gradients(chunk: Chunk, grads: Tensor, bias: Tensor) -> None:
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, hidden: Tensor, scales: Tensor | None, *tensors: Tensor) -> Tensor:
-        result, kept = _run(job, hidden, scales, _Weights(*tensors[:4]), keep=any(ctx.needs_input_grad))
+        sorted_scales = job.sort(scales)
+        result, kept = _run(job, hidden, sorted_scales, _Weights(*tensors[:4]), keep=any(ctx.needs_input_grad))
         ctx.job = job
-        ctx.save_for_backward(kept, hidden, scales, *tensors)
+        ctx.save_for_backward(kept, hidden, sorted_scales, *tensors)
         return result
 
     @staticmethod
@@ -178,7 +182,7 @@ class _Backward:
 
     def __init__(self, ctx: Any, grad: Tensor) -> None:
         self._job: _Job = ctx.job
-        self._kept, self._hidden, self._scales, *tensors = ctx.saved_tensors
+        self._kept, self._hidden, self._scales, *tensors = ctx.saved_tensors  # scales sorted, [N, 1]
         self._weights = _Weights(*tensors[:4])
         self._trained: list[Tensor] = tensors[4:]
         self._grad = grad
@@ -200,11 +204,12 @@ class _Backward:
 
     def run(self) -> Sequence[Tensor | None]:
         """Returns the gradients of hidden states, scales, weights and the activation's parameters."""
-        job = self._job
-        for chunk in job.routing.chunks(_CHUNK_ROWS):
+        job, routing = self._job, self._job.routing
+        for chunk in routing.chunks(_CHUNK_ROWS):
             self._run_chunk(chunk)
-        hidden = None if self._row_grads is None else job.routing.sum_tokens(self._row_grads).to(job.dtype)
-        return hidden, self._scale_grads, *self._weight_grads, *self._trained_grads
+        hidden = None if self._row_grads is None else routing.sum_tokens(self._row_grads).to(job.dtype)
+        scales = None if self._scale_grads is None else routing.unsort(self._scale_grads).view(-1, routing.num_chosen)
+        return hidden, scales, *self._weight_grads, *self._trained_grads
 
     def _run_chunk(self, chunk: Chunk) -> None:
         job = self._job
@@ -217,10 +222,9 @@ class _Backward:
         if self._scales is None:
             self._train_down(chunk, source, passed.inner, None)
         else:
-            order = job.routing.order[chunk.rows]
-            scale = self._scales.reshape(-1)[order].unsqueeze(1).to(job.product_dtype)  # [n, 1]
+            scale = self._scales[chunk.rows].to(job.product_dtype)  # [n, 1]
             if self._scale_grads is not None:
-                self._scale_grads.view(-1)[order] = self._scale_gradient(chunk, source, inner_grad, passed.inner)
+                self._scale_grads[chunk.rows] = self._scale_gradient(chunk, source, inner_grad, passed.inner)
             self._train_down(chunk, source, passed.inner, scale)
             inner_grad.mul_(scale)
         up_grad, *trained = passed.gradient(inner_grad)
@@ -234,10 +238,10 @@ class _Backward:
     def _scale_gradient(self, chunk: Chunk, source: Tensor, inner_grad: Tensor, inner: Tensor) -> Tensor:
         # It is the product of `source` and the unscaled result, read off the other side of the weight: so the result
         # need not be kept.
-        found = (inner_grad * inner).sum(dim=1)
+        found = (inner_grad * inner).sum(dim=1, keepdim=True)
         if self._weights.down_bias is not None:
-            found += (source * self._weights.down_bias[chunk.expert_of_row(source.device)]).sum(dim=1)
-        return found.to(self._scales.dtype)
+            found += (source * self._weights.down_bias[chunk.expert_of_row(source.device)]).sum(dim=1, keepdim=True)
+        return found
 
     def _train_down(self, chunk: Chunk, source: Tensor, inner: Tensor, scale: Tensor | None) -> None:
         grads = self._weight_grads

@@ -181,7 +181,7 @@ def test_a_trained_parameter_costs_one_gradient_of_its_size() -> None:
     assert [seen.largest.count(size) for size in sizes] == [1, 1]
 
 
-def test_nothing_but_the_first_result_is_kept_for_the_backward_pass() -> None:
+def test_the_first_result_and_sorted_routing_weights_are_all_that_is_kept_for_the_backward_pass() -> None:
     experts, inputs = case(12, 2)
     experts.requires_grad_(False)
     inputs[0].requires_grad_()
@@ -190,7 +190,8 @@ def test_nothing_but_the_first_result_is_kept_for_the_backward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         run_table(experts, *inputs)
     new = [tuple(one.shape) for one in kept if one.data_ptr() not in known]
-    assert new == [(int((inputs[1] < NUM_EXPERTS).sum()), experts.gate_up_proj.shape[1])]
+    num_rows = int((inputs[1] < NUM_EXPERTS).sum())
+    assert new == [(num_rows, experts.gate_up_proj.shape[1]), (inputs[1].numel(), 1)]
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
