@@ -62,6 +62,11 @@ class Retries:
             self.view.ban(peer, error)
         self.refusals = {}
 
+    @property
+    def excluded(self) -> set[str]:
+        """Peers that this call does not ask again, in addition to those that are banned."""
+        return {*self.full, *self.refusals}
+
     async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
         """Plans a chain; see `plan`."""
         return await self.plan(lambda without: self.view.chain(blocks, demand, without=without, failure=self.last))
@@ -76,7 +81,7 @@ class Retries:
         """
         while True:
             try:
-                return await make({*self.full, *self.refusals})
+                return await make(self.excluded)
             except MissingBlocksError as exc:
                 if isinstance(self.last, CapacityError | RefusedError):
                     # No other server has the blocks: that these are full, or refuse, is the true reason.

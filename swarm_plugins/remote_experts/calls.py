@@ -6,10 +6,12 @@ Letters: ``T`` tokens, ``N`` rows (one for each choice of an expert by a token, 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Awaitable, Generator, Iterable, Mapping
+import time
+from collections.abc import Awaitable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +24,12 @@ from swarm_plugins.routing import Share
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_LATE_S = 0.25
+_LATE_FACTOR = 4.0
+"""A holder is late after this many times the expected seconds and `_LATE_S`: its replicas are asked too."""
 _MAX_ON_THE_WAY = 4
 """Messages that one holder has at a time: a holder chooses how many a batch is cut into."""
 
@@ -39,6 +47,11 @@ class ExpertRows:
     """Rows of each expert."""
     grad: Tensor | None = None
     """``[N, D]``: gradient of the experts' outputs, if gradients of the rows are wanted."""
+
+    def num_rows(self, expert: int) -> int:
+        """Returns the number of rows of an expert."""
+        span = self.spans[expert]
+        return int(span.stop - span.start)
 
 
 class _Chunk(NamedTuple):
@@ -69,7 +82,7 @@ class Holders:
         """
         retries = HolderRetries(self.view)
         found: dict[tuple[int, tuple[int, int]], Tensor] = {}
-        left = {expert: span.stop - span.start for expert, span in rows.spans.items()}
+        left = {expert: rows.num_rows(expert) for expert in rows.spans}
         plan: dict[int, int] = {}
         while left:
             shares = await retries.shares(rows.block, left)
@@ -95,7 +108,9 @@ class Holders:
         found: dict[tuple[int, tuple[int, int]], Tensor],
         retries: HolderRetries,
     ) -> None:
-        answers = await asyncio.gather(*(self._ask(rows, share) for share in shares), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._ask(rows, share, retries.excluded) for share in shares), return_exceptions=True
+        )
         failures: list[tuple[str, SwarmError]] = []
         for share, answer in zip(shares, answers, strict=True):
             if isinstance(answer, SwarmError):
@@ -103,17 +118,43 @@ class Holders:
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                self.view.bans.forgive(share.holder.peer)
                 found.update({(expert, _part_of(share)): tensor for expert, tensor in answer.items()})
         for peer, error in failures:
             retries.note(peer, error)
 
-    async def _ask(self, rows: ExpertRows, share: Share) -> dict[int, Tensor]:
+    async def _ask(self, rows: ExpertRows, share: Share, without: Collection[str]) -> dict[int, Tensor]:
+        """Returns a holder's answer by expert; if it is late, its replicas' if they are sooner."""
+        loads = {expert: rows.num_rows(expert) for expert in share.experts}
+        late_s = _LATE_S + _LATE_FACTOR * share.holder.answer_s(sum(loads.values()))
+        started = time.perf_counter()
+        tasks = [asyncio.create_task(self._ask_holder(rows, share))]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=late_s)
+            others = [] if done else self.view.replicas(rows.block, share, loads, without)
+            if others:
+                log.info("holder %s has not answered for %.2f s: its replicas are asked", share.holder.peer, late_s)
+                tasks.append(asyncio.create_task(self._ask_holders(rows, others)))
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            is_overtaken = not tasks[0].done() and tasks[-1].done() and tasks[-1].exception() is None
+            answer = await tasks[-1 if is_overtaken else 0]
+            self.view.observe(share.holder, sum(loads.values()), time.perf_counter() - started)
+            return answer
+        finally:
+            for task in tasks:
+                task.cancel()
+            if any(not task.done() for task in tasks):
+                await asyncio.wait(tasks)
+
+    async def _ask_holders(self, rows: ExpertRows, shares: Sequence[Share]) -> dict[int, Tensor]:
+        answers = await _all(self._ask_holder(rows, share) for share in shares)
+        return {expert: part for answer in answers for expert, part in answer.items()}
+
+    async def _ask_holder(self, rows: ExpertRows, share: Share) -> dict[int, Tensor]:
         """Returns a holder's answer by expert."""
         width = rows.hidden.shape[1]
         limit = max(1, DEFAULT_LIMITS.max_message_bytes // (3 * width * rows.hidden.element_size()))
         limit = min(limit, self.view.max_rows(share.holder.peer) or limit)
-        num_rows = sum(rows.spans[expert].stop - rows.spans[expert].start for expert in share.experts)
+        num_rows = sum(rows.num_rows(expert) for expert in share.experts)
         chunks = _chunks(rows, share, limit)
         found: list[tuple[_Chunk, Tensor]] = []
 
@@ -130,6 +171,7 @@ class Holders:
         for chunk, answer in sorted(found, key=lambda pair: int(pair[0].places[0])):
             for expert, part in zip(chunk.experts, answer.split(list(chunk.counts)), strict=True):
                 parts[expert].append(part)
+        self.view.bans.forgive(share.holder.peer)
         return {expert: some[0] if len(some) == 1 else torch.cat(some) for expert, some in parts.items()}
 
     async def _ask_chunk(self, rows: ExpertRows, share: Share, chunk: _Chunk) -> Tensor:
@@ -152,11 +194,13 @@ class Holders:
         return answer.rows
 
 
-async def _all(requests: Iterable[Awaitable[None]]) -> None:
+async def _all(requests: Iterable[Awaitable[T]]) -> list[T]:
     """Awaits all, and raises the first error only when none is still running."""
-    for result in await asyncio.gather(*requests, return_exceptions=True):
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    for result in results:
         if isinstance(result, BaseException):
             raise result
+    return cast("list[T]", results)
 
 
 def _part_of(share: Share) -> tuple[int, int]:

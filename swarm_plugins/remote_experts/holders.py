@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from swarm_plugins.client.retries import Retries
@@ -14,6 +15,11 @@ from swarm_plugins.routing import Holder, Share, missing_experts, share_experts
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
+
+_RECOVERY = 0.8
+"""Factor by which a holder's lag falls at most with each answer."""
+_FORGIVENESS = 0.25
+"""Factor by which it falls with each update of the view: a slow holder is hardly asked meanwhile."""
 
 
 class HolderView(SwarmView):
@@ -28,6 +34,8 @@ class HolderView(SwarmView):
     def __init__(self, *args: Any, blocks: range, **options: Any) -> None:
         super().__init__(*args, **options)
         self.blocks = blocks
+        self._lag_s: dict[str, float] = {}
+        """By how many seconds each holder was slower than it announces."""
         self._refreshing: asyncio.Task[None] | None = None
 
     def is_of_use(self, info: ServerInfo) -> bool:
@@ -66,6 +74,27 @@ class HolderView(SwarmView):
             raise MissingExpertsError(self.missing_text(what, range(block, block + 1), experts, without, failure))
         return found
 
+    def replicas(self, block: int, late: Share, loads: Mapping[int, int], without: Collection[str]) -> list[Share]:
+        """Returns other holders of a late holder's share; none if some expert has no other."""
+        holders = self._holders(block, {late.holder.peer, *without})
+        part = late.holder.part
+        # Holders of the same slice can stand in for each other as if it were the whole expert.
+        alike = [replace(holder, part=None) for holder in holders if holder.part == part]
+        shares = share_experts(alike, {expert: loads[expert] for expert in late.experts}) or []
+        return [Share(replace(holder, part=part), experts) for holder, experts in shares]
+
+    def observe(self, holder: Holder, rows: int, seconds: float) -> None:
+        """Notes how long a holder took for some rows: its announced speed is only a claim."""
+        known = self._lag_s.get(holder.peer, 0.0)
+        self._lag_s[holder.peer] = max(seconds - holder.answer_s(rows) + known, known * _RECOVERY)
+
+    async def refresh(self, *, force: bool) -> None:
+        """Updates the view; see `SwarmView.refresh`. Slow holders are trusted a little more after each update."""
+        before = self._refreshed_at
+        await super().refresh(force=force)
+        if self._refreshed_at != before:
+            self._lag_s = {peer: lag_s * _FORGIVENESS for peer, lag_s in self._lag_s.items() if peer in self.entries}
+
     def _refresh_in_background(self) -> None:
         """Renews an old view without keeping a token waiting for the slowest holder's answer."""
         if self.is_stale and (self._refreshing is None or self._refreshing.done()):
@@ -95,7 +124,7 @@ class HolderView(SwarmView):
                     peer=entry.peer,
                     experts=range(*info.experts),
                     part=info.slice,
-                    round_trip_s=entry.round_trip_s,
+                    round_trip_s=entry.round_trip_s + self._lag_s.get(entry.peer, 0.0),
                     row_s=row_s,
                 )
             )

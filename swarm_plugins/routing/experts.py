@@ -21,9 +21,13 @@ class Holder:
     part: tuple[int, int] | None
     """``(k, n)``: the k-th of n parts of each expert. None: whole experts."""
     round_trip_s: float
-    """Measured seconds of an empty request and its answer."""
+    """Measured seconds of an empty request and its answer, and of what else delays an answer."""
     row_s: float
-    """Announced seconds of one row through one expert."""
+    """Seconds of one row through one expert."""
+
+    def answer_s(self, rows: int) -> float:
+        """Returns after how many seconds rows are expected back."""
+        return self.round_trip_s + _MESSAGE_S + rows * self.row_s
 
 
 class Share(NamedTuple):
@@ -135,7 +139,7 @@ def _options(
 
 
 def _done_s(holder: Holder, busy_s: Mapping[str, float], rows: int) -> float:
-    return busy_s.get(holder.peer, holder.round_trip_s + _MESSAGE_S) + rows * holder.row_s
+    return busy_s.get(holder.peer, holder.answer_s(0)) + rows * holder.row_s
 
 
 def _is_sane(holder: Holder) -> bool:

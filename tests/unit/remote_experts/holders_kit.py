@@ -151,4 +151,4 @@ def prefer(model: PreTrainedModel, connection: SwarmConnection, peer: str) -> No
     view = view_of(model)
     connection.loop.run(view.refresh(force=True))
     for one, entry in view.entries.items():
-        view.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else 1.0)
+        view.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else 0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ SLICES = {
     "b": Held(range(4), (0, 2)),
     "c": Held(range(4), (1, 2)),
 }
-PATIENCE = SwarmConfig(max_retries=3, request_timeout_s=1.5)
 
 
 @pytest.fixture
@@ -75,18 +75,17 @@ LIES: dict[str, Callable[[ExpertsRequest], Message]] = {
     "other-message": lambda request: AdapterStored(digest="0" * 64),
     "its-own-fault": lambda request: Failure(kind="internal", message="secret"),
     "wrong-span": lambda request: Failure(kind="wrong_span", message="moved"),
-    "late": lambda request: rows_like(request, lambda rows: rows),
 }
 
 
 @pytest.mark.parametrize("lie", list(LIES))
 @pytest.mark.parametrize("held", [pytest.param(REPLICAS, id="whole"), pytest.param(SLICES, id="slices")])
 def test_a_replica_does_what_a_lying_holder_should_have_done(lie: str, held: dict[str, Held], mixtral: Path) -> None:
-    with serving(mixtral, held, config=PATIENCE) as holders:
+    with serving(mixtral, held) as holders:
         honest = load_remote_experts(mixtral, connection=holders.connection)
         prefer(honest, holders.connection, "b")
         expected = outcome(honest)
-        holders.answer_instead("a", LIES[lie], delay_s=4.0 if lie == "late" else 0.0)
+        holders.answer_instead("a", LIES[lie])
         remote = load_remote_experts(mixtral, connection=holders.connection)
         prefer(remote, holders.connection, "a")
         holders.asked.clear()
@@ -94,6 +93,50 @@ def test_a_replica_does_what_a_lying_holder_should_have_done(lie: str, held: dic
         assert [peer for peer, _ in holders.asked].count("a") == 1
         assert view_of(remote).bans.banned() == ["a"]
     assert same(found, expected)
+
+
+@pytest.mark.parametrize("held", [pytest.param(REPLICAS, id="whole"), pytest.param(SLICES, id="slices")])
+def test_a_replica_overtakes_a_holder_that_does_not_answer(held: dict[str, Held], mixtral: Path) -> None:
+    """Long before the deadline of its request, and from then on it is asked first."""
+    with serving(mixtral, held, config=SwarmConfig(request_timeout_s=60.0)) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        prefer(remote, holders.connection, "b")
+        expected = outcome(remote)
+        holders.answer_instead("a", LIES["nan"], delay_s=50.0)
+        prefer(remote, holders.connection, "a")
+        holders.asked.clear()
+        found = outcome(remote)
+        assert [peer for peer, _ in holders.asked].count("a") == 1
+        assert not view_of(remote).bans.banned()
+    assert same(found, expected)
+
+
+def test_a_late_holder_without_a_replica_ends_in_one_error(mixtral: Path) -> None:
+    config = SwarmConfig(max_retries=1, request_timeout_s=0.4)
+    with serving(mixtral, {"a": Held(range(4))}, config=config) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        holders.answer_instead("a", LIES["nan"], delay_s=50.0)
+        words = r"no living server holds experts \d:4 of block 0 .*the last failure: no message from a within 0.4 s\)"
+        with pytest.raises(MissingExpertsError, match=rf"{words}; serve them with: swarm serve .* --experts \d:4 "):
+            remote(TOKENS)
+
+
+def test_a_holder_that_claims_to_be_fast_is_judged_by_its_answers(mixtral: Path) -> None:
+    with serving(mixtral, REPLICAS) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        view = view_of(remote)
+        prefer(remote, holders.connection, "a")
+        view.entries["a"] = replace(view.entries["a"], throughput=1e300)
+        (share,) = holders.connection.loop.run(view.shares(0, {0: 4}, without=(), failure=None))
+        assert share.holder.peer == "a"
+        view.observe(share.holder, 4, 0.2)
+        (other,) = holders.connection.loop.run(view.shares(0, {0: 4}, without=(), failure=None))
+        assert other.holder.peer == "b"
+        for _ in range(6):
+            holders.connection.loop.run(view.refresh(force=True))
+        prefer(remote, holders.connection, "a")
+        (again,) = holders.connection.loop.run(view.shares(0, {0: 4}, without=(), failure=None))
+        assert again.holder.peer == "a"
 
 
 def test_a_holder_that_dies_between_forward_and_backward_costs_no_bit(mixtral: Path) -> None:
