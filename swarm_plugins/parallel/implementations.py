@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +19,10 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import Routing
-from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.collectives import gather_rows, gather_table, keep_own_rows, share_rows, sum_rows
 from swarm_plugins.parallel.exchange import CoordinatedExchange, Exchange, FlatExchange, HierarchicalExchange, Route
 from swarm_plugins.parallel.layout import LayerLayout
-from swarm_plugins.parallel.meshes import own_device
+from swarm_plugins.parallel.meshes import group_of, own_device
 from swarm_plugins.parallel.refusal import CanRefuse, check, complaints, failure
 
 _SETTINGS = "swarm_exchange"
@@ -223,24 +220,11 @@ def node_size(ranks: list[int], ranks_per_node: int) -> int:
     return next(iter(per_node.values()))
 
 
-_GROUPS: dict[tuple[Any, ...], dist.ProcessGroup] = {}
-
-
 def _inner_and_outer(ranks: list[int], num_inner: int, timeout_s: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """This rank's row and column of a group's ranks laid out as ``[outer, inner]``."""
     grid = torch.tensor(ranks).view(-1, num_inner)
     outer, inner = (grid == dist.get_rank()).nonzero()[0].tolist()
-    return _group(grid[outer].tolist(), timeout_s), _group(grid[:, inner].tolist(), timeout_s)
-
-
-def _group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    # Layers share their groups. Only members take part, since transformers tells a rank only about its own group.
-    key = (dist.group.WORLD, *ranks, timeout_s)
-    if key not in _GROUPS:
-        with translated("building the groups"):
-            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
-        _GROUPS[key] = group
-    return _GROUPS[key]
+    return group_of(grid[outer].tolist(), timeout_s), group_of(grid[:, inner].tolist(), timeout_s)
 
 
 OWN_IMPLEMENTATIONS: Mapping[str, type[ExchangeEP]] = {

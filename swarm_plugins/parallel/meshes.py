@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.parallel.agreement import translated
 
 BATCH_DIMS = ("data", "tp")
 EXPERT_DIMS = ("replica", "ep", "slice")
+
+_GROUPS: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], float], dist.ProcessGroup] = {}
 
 
 def start_torch_distributed(device_type: str, timeout_s: float) -> None:
@@ -83,6 +86,23 @@ def build_mesh(
     groups = []
     for dim in range(grid.ndim):
         members = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=timeout_s))
-        groups.append(group)
+        groups.append(group_of(next(row for row in members if dist.get_rank() in row), timeout_s))
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=names)
+
+
+def group_of(ranks: Iterable[int], timeout_s: float) -> dist.ProcessGroup:
+    """Returns the group of some ranks, the same one each time; its members call it in the same order.
+
+    Raises:
+        TransportError: If another rank does not come.
+    """
+    key = (dist.group.WORLD, tuple(ranks), timeout_s)
+    for old in [one for one in _GROUPS if one[0] is not dist.group.WORLD]:
+        # Of a process group that has been destroyed since.
+        del _GROUPS[old]
+    if key not in _GROUPS:
+        with translated("building the groups"):
+            # Only members take part, since transformers tells a rank only about its own group.
+            group = dist.new_group(list(key[1]), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+        _GROUPS[key] = group
+    return _GROUPS[key]
