@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,31 +14,26 @@ from transformers import DistributedConfig, PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
-from swarm_plugins.errors import ConfigError, SwarmError, UnsupportedError
-from swarm_plugins.parallel.agreement import agree, translated
+from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.parallel.adapters import check_wrappers, divide_adapters, take_adapters, unwrapped
+from swarm_plugins.parallel.agreement import agree
 from swarm_plugins.parallel.implementations import ExchangeSettings, check_implementation, implementation_of
-from swarm_plugins.parallel.layout import (
-    EpSize,
-    ExpertLayer,
-    LayerLayout,
-    Placement,
-    describe,
-    layer_index,
-    plan_layers,
-)
+from swarm_plugins.parallel.layout import EpSize, LayerLayout, Placement, describe, plan_layers
 from swarm_plugins.parallel.meshes import (
     BATCH_DIMS,
     EXPERT_DIMS,
     batch_ranks,
     build_mesh,
+    group_of,
+    own_device,
     start_torch_distributed,
 )
+from swarm_plugins.parallel.mixture import DISPATCH_STYLE, expert_layers, find_mixture
 from swarm_plugins.parallel.refusal import Agreed, WatchedLayer, watch
 from swarm_plugins.parallel.slicing import check_dense_slices, check_slices, slice_dense_layers, slice_experts
 from swarm_plugins.parallel.state import Parallelism, is_parallel, remember
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-DISPATCH_STYLE = "ep_dispatch_experts"
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -61,8 +55,8 @@ def parallelize(
     :func:`synchronize_gradients` after ``backward`` makes the gradients those of all batches.
 
     Args:
-        model: A Hugging Face model with an expert-parallel plan (mixtral, qwen3_moe, olmoe, prmoe, ...), with the same
-            weights on every rank.
+        model: A Hugging Face model with an expert-parallel plan (mixtral, qwen3_moe, olmoe, prmoe, ...), or a module
+            that contains one, such as PEFT's; with the same weights on every rank.
         mesh: A mesh of all ranks; ranks along its last dimension share a batch if that is named "tp". None: every rank
             has a batch of its own; torch.distributed is started if torchrun started this process.
         ep_size: Ranks of a group: an int, a list with one entry per decoder layer, a dict by layer index, or "auto"
@@ -86,62 +80,27 @@ def parallelize(
     """
     device_type = next(model.parameters()).device.type if mesh is None else mesh.device_type
     start_torch_distributed(device_type, timeout_s)
-    device = (
-        torch.device("cpu")
-        if device_type == "cpu"
-        else torch.device(device_type, torch.accelerator.current_device_index())
-    )
     ranks = batch_ranks(mesh)
     layouts: list[LayerLayout] = []
     refusal = None
     try:
-        layouts = _plan(model, ranks, ep_size, expert_slices)
+        mixture = find_mixture(model)
+        layouts = _plan(mixture, ranks, ep_size, expert_slices)
         check_implementation(ep_implementation, layouts, ranks, ranks_per_node)
     except SwarmError as exc:
         refusal = exc
-    with translated("building the groups"):
-        world = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    agree(describe(layouts, ranks=ranks.tolist(), how=[ep_implementation, ranks_per_node]), refusal, device, world)
-    with translated("building the groups"):
-        parallelism = _build(world, layouts, ranks, device_type, ep_implementation, timeout_s)
+    world = group_of(range(dist.get_world_size()), timeout_s)
+    plan = describe(layouts, ranks=ranks.tolist(), how=[ep_implementation, ranks_per_node])
+    agree(plan, refusal, own_device(device_type), world)
+    parallelism = _build(world, layouts, ranks, device_type, ep_implementation, timeout_s)
     settings = ExchangeSettings(ranks_per_node=ranks_per_node, timeout_s=timeout_s)
-    distributed = [layout for layout in layouts if layout.is_distributed]
-    decoder: Any = model.base_model
-    watch(decoder, [_distribute_experts(model, layout, parallelism, settings) for layout in distributed])
+    decoder: Any = mixture.base_model
+    watch(decoder, [_distribute_experts(mixture, layout, parallelism, settings) for layout in parallelism.divided])
     if ranks.shape[1] > 1:
-        slice_dense_layers(model, parallelism.batch_mesh["tp"])
-    _introduce(model, parallelism)
-    remember(model, parallelism)
+        slice_dense_layers(mixture, parallelism.batch_mesh["tp"])
+    _introduce(mixture, parallelism)
+    remember(mixture, parallelism)
     return model
-
-
-def expert_layers(model: PreTrainedModel) -> list[ExpertLayer]:
-    """Returns the layers of a model that have experts, by transformers' expert-parallel plan of its family.
-
-    Raises:
-        UnsupportedError: If the family has no such plan, or no layer has experts.
-    """
-    plan = model.ep_plan or {}
-    if DISPATCH_STYLE not in plan.values():
-        raise UnsupportedError(
-            f"{type(model).__name__} has no expert-parallel plan: its configuration needs base_model_ep_plan, as "
-            "mixtral, qwen3_moe, olmoe and prmoe have it"
-        )
-    found = [
-        ExpertLayer(name, layer_index(name), int(module.num_experts))
-        for name, module in model.named_modules()
-        if plan.get(replace_layer_number_by_wildcard(name)) == DISPATCH_STYLE
-    ]
-    if not found:
-        raise UnsupportedError(f"{type(model).__name__} has no layer with experts: nothing to parallelize")
-    for layer in found:
-        experts = model.get_submodule(layer.name)
-        if not list(experts.parameters(recurse=False)):
-            raise UnsupportedError(
-                f"{layer.name} is a {type(experts).__name__}, an adapter on experts: experts cannot be divided inside "
-                "of it. Adapt attention instead (target_modules=['q_proj', 'v_proj'], no target_parameters)"
-            )
-    return found
 
 
 def _introduce(model: Any, parallelism: Parallelism) -> None:
@@ -152,24 +111,26 @@ def _introduce(model: Any, parallelism: Parallelism) -> None:
         # PEFT slices adapters by it. It makes save_pretrained a collective, too, so not where that is not needed.
         model.config.distributed_config = DistributedConfig(fsdp_size=data, tp_size=tp)
         model._device_mesh = parallelism.batch_mesh
+        # Experts are not tensor-parallel: PEFT would slice their adapters.
+        model._tp_plan = {rule: style for rule, style in model.tp_plan.items() if rule not in model.ep_plan}
 
 
-def _plan(model: nn.Module, ranks: torch.Tensor, ep_size: EpSize, expert_slices: int) -> list[LayerLayout]:
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedError(
-            f"{type(model).__name__} is not a transformers model: parallelize the model first, then wrap it"
-        )
+def _plan(model: PreTrainedModel, ranks: torch.Tensor, ep_size: EpSize, expert_slices: int) -> list[LayerLayout]:
     if is_parallel(model):
         raise ConfigError(f"{type(model).__name__} is already parallel: load it again for another layout")
     layers = expert_layers(model)
     if expert_slices > 1:
         for layer in layers:
-            check_slices(model.get_submodule(layer.name), layer.name, expert_slices)
+            check_slices(unwrapped(model.get_submodule(layer.name)), layer.name, expert_slices)
     if ranks.shape[1] > 1:
         check_dense_slices(model, ranks.shape[1])
     num_layers = int(model.config.get_text_config().num_hidden_layers)
     placement = Placement(world_size=ranks.numel(), tp_size=ranks.shape[1], expert_slices=expert_slices)
-    return plan_layers(layers, num_layers, ep_size, placement)
+    layouts = plan_layers(layers, num_layers, ep_size, placement)
+    for layout in layouts:
+        if layout.is_distributed:
+            check_wrappers(model.get_submodule(layout.layer.name), layout.layer.name)
+    return layouts
 
 
 def _build(
@@ -195,22 +156,27 @@ def _distribute_experts(
     """Divides one layer's experts, and has transformers install the exchange."""
     mesh = parallelism.expert_meshes[layout.ep_size, layout.expert_slices]
     name = layout.layer.name
-    experts = model.get_submodule(name)
-    plan = {name: DISPATCH_STYLE}
+    outermost = model.get_submodule(name)
+    experts: Any = unwrapped(outermost)
+    inside = next(one for one, module in model.named_modules() if module is experts)
+    plan = {inside: DISPATCH_STYLE}
     if layout.expert_slices > 1:
         slice_experts(experts, mesh["ep", "slice"])
         both = mesh["ep", "slice"].mesh.flatten().tolist()
         settings = replace(settings, slice_mesh=mesh["slice"], ranks=tuple(both))
     else:
         # The parameters first: what is installed looks at the module as it is then.
-        own = [f"{name}.{parameter}" for parameter, _ in experts.named_parameters(recurse=False)]
-        styles = {one: model.ep_plan.get(replace_layer_number_by_wildcard(one)) for one in own}
+        own = [parameter for parameter, _ in experts.named_parameters(recurse=False)]
+        rule = replace_layer_number_by_wildcard(name)
+        styles = {f"{inside}.{one}": model.ep_plan.get(f"{rule}.{one}") for one in own}
         plan = {one: style for one, style in styles.items() if style is not None} | plan
     replace(settings, name=name).attach(experts)
+    take_adapters(experts)
     implementation = parallelism.ep_implementation
     apply_expert_parallelism(model, mesh["ep"], parallelism.batch_mesh["tp"], plan, ep_implementation=implementation)
     built = implementation_of(experts)
     if built is None:
         built = Agreed(experts.forward, layout.layer.num_experts, mesh["ep"], name)
         experts.forward = built
+    divide_adapters(outermost, name)
     return WatchedLayer(name, experts, model.get_submodule(name.rpartition(".")[0]), built)

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.parallel.adapters import check_wrappers, divide_adapters
 from swarm_plugins.parallel.agreement import translated
-from swarm_plugins.parallel.state import Parallelism, parallelism_of
+from swarm_plugins.parallel.state import Parallelism, parallel_model, parallelism_of
 
 _BUCKET_BYTES = 32 * 2**20
 
@@ -42,28 +43,36 @@ def synchronize_gradients(
     factor = 1.0 / parallelism.num_batches if average else 1.0
     with translated("the synchronization of gradients"):
         present = _with_gradient_anywhere(model.parameters() if parameters is None else parameters, parallelism.world)
-        for group, members in _by_group(present, parallelism):
-            _sum_over(group, members, factor)
+        for groups, members in _by_groups(present, parallelism):
+            _sum_over(groups, members, factor)
 
 
 def broadcast_parameters(model: nn.Module) -> None:
     """Gives every rank the values of the first rank that holds the same part of a parameter; call it on every rank.
 
-    After each rank has made new parameters, such as an adapter's, from random numbers of its own.
+    After an adapter has been added to a parallel model and before its optimizer is made: each rank has drawn initial
+    values of its own. The factors of a LoRA on divided experts are divided like the experts.
 
     Args:
         model: The parallel model, or a module that contains it.
 
     Raises:
         ConfigError: If the module contains no parallel model.
+        UnsupportedError: If there is an adapter on divided experts that cannot be divided.
         TransportError: If another rank is lost.
     """
-    parallelism = parallelism_of(model)
+    mixture, parallelism = parallel_model(model)
+    divided = {layout.layer.name: mixture.get_submodule(layout.layer.name) for layout in parallelism.divided}
+    for name, module in divided.items():
+        check_wrappers(module, name)
     for parameter in model.parameters():
         with translated("the broadcast of parameters"):
             if not isinstance(parameter, DTensor):
                 dist.broadcast(local(parameter), group=parallelism.batch_mesh["tp"].get_group(), group_src=0)
-            dist.broadcast(local(parameter), group=parallelism.group_of(parameter), group_src=0)
+            for group in parallelism.groups_of(parameter):
+                dist.broadcast(local(parameter), group=group, group_src=0)
+    for name, module in divided.items():
+        divide_adapters(module, name)
 
 
 def clip_gradients(
@@ -143,25 +152,27 @@ def _with_gradient_anywhere(parameters: Iterable[nn.Parameter], world: dist.Proc
     return present
 
 
-def _by_group(
+def _by_groups(
     parameters: Iterable[nn.Parameter], parallelism: Parallelism
-) -> Iterator[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
-    """Parameters by the group of ranks that hold the same of them."""
-    buckets: dict[str, list[nn.Parameter]] = {}
-    groups: dict[str, dist.ProcessGroup] = {}
+) -> Iterator[tuple[list[dist.ProcessGroup], list[nn.Parameter]]]:
+    """Parameters by the groups of ranks that add up their gradients."""
+    buckets: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    groups: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
     for parameter in parameters:
-        group = parallelism.group_of(parameter)
-        groups[group.group_name] = group
-        buckets.setdefault(group.group_name, []).append(parameter)
+        own = [group for group in parallelism.groups_of(parameter) if group.size() > 1]
+        name = tuple(str(group.group_name) for group in own)
+        groups[name] = own
+        buckets.setdefault(name, []).append(parameter)
     for name, members in buckets.items():
         yield groups[name], members
 
 
-def _sum_over(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter], factor: float) -> None:
+def _sum_over(groups: Sequence[dist.ProcessGroup], parameters: Sequence[nn.Parameter], factor: float) -> None:
     for bucket in _buckets([local(parameter.grad) for parameter in parameters]):
-        if group.size() > 1:
+        if groups:
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            dist.all_reduce(flat, group=group)
+            for group in groups:
+                dist.all_reduce(flat, group=group)
             for grad, summed in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(summed.view_as(grad))
         for grad in bucket:

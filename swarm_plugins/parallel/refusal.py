@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from swarm_plugins.errors import ConfigError, NumericError, SwarmError, TransportError, UnsupportedError
+from swarm_plugins.errors import ConfigError, NumericError, SwarmError, TransportError
+from swarm_plugins.parallel.adapters import check_divided
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.collectives import gather_table
 from swarm_plugins.parallel.meshes import own_device
@@ -99,17 +100,12 @@ class WatchedLayer:
     implementation: CanRefuse
 
     def check(self) -> None:
-        """Raises if something has taken the place of the experts.
+        """Raises if something has taken the place of the experts, or adapts them without being divided.
 
         Raises:
             UnsupportedError: If so.
         """
-        found = getattr(self.block, self.name.rpartition(".")[2])
-        if found is not self.experts:
-            raise UnsupportedError(
-                f"{self.name} is wrapped by {type(found).__name__}: adapters on divided experts are not possible, "
-                "target attention and dense layers, or train adapters on experts without expert parallelism"
-            )
+        check_divided(getattr(self.block, self.name.rpartition(".")[2]), self.experts, self.name)
 
 
 def watch(model: nn.Module, watched: Sequence[WatchedLayer]) -> None:

@@ -15,6 +15,7 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.parallel.adapters import unwrapped
 
 _PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
@@ -62,10 +63,17 @@ def check_dense_slices(model: PreTrainedModel, tp_size: int) -> None:
         UnsupportedError: If the family has no tensor-parallel plan.
         ConfigError: If the ranks do not divide the attention heads.
     """
-    if not _dense_plan(model):
+    plan = _dense_plan(model)
+    if not plan:
         raise UnsupportedError(
             f"{type(model).__name__} has no tensor-parallel plan: give the mesh no dimension named 'tp'"
         )
+    for name, module in model.named_modules():
+        if name in plan and unwrapped(module) is not module:
+            raise UnsupportedError(
+                f"{name} has an adapter ({type(module).__name__}), and tensor-parallel ranks would not slice what is "
+                "inside: parallelize the model first, then wrap it; or give the mesh no dimension named 'tp'"
+            )
     config = model.config.get_text_config()
     heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
     wrong = [f"{count} {name}" for name, count in heads.items() if count % tp_size]

@@ -35,18 +35,30 @@ class Parallelism:
     ep_implementation: str
 
     @property
+    def divided(self) -> list[LayerLayout]:
+        """The layers of which no rank holds all experts whole."""
+        return [layout for layout in self.layouts if layout.is_distributed]
+
+    @property
     def num_batches(self) -> int:
         """Number of ranks with a batch of their own, not counting tensor-parallel ones twice."""
         return self.batch_mesh["data"].size()
 
-    def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
-        """Returns the ranks that hold the same part of a parameter and have seen other tokens."""
+    def groups_of(self, parameter: Tensor) -> list[dist.ProcessGroup]:
+        """Returns the groups whose ranks, one group after the other, add up the gradients of a parameter.
+
+        They hold the same part of it and have seen other tokens; or, for an adapter's factor that is whole where the
+        expert is sliced, each has the gradient through its slice.
+        """
         if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-            if "ep" in sizes:
-                return self.expert_meshes[sizes["ep"], sizes.get("slice", 1)]["replica"].get_group()
-        return self.batch_mesh["data"].get_group()
+            names = parameter.device_mesh.mesh_dim_names or ()
+            placements = dict(zip(names, parameter.placements, strict=True))
+            if "ep" in names:
+                sizes = dict(zip(names, parameter.device_mesh.shape, strict=True))
+                mesh = self.expert_meshes[sizes["ep"], sizes.get("slice", 1)]
+                is_whole = "slice" in names and placements["slice"].is_replicate()
+                return [mesh[name].get_group() for name in ("replica", *(["slice"] if is_whole else []))]
+        return [self.batch_mesh["data"].get_group()]
 
 
 def remember(model: nn.Module, parallelism: Parallelism) -> None:
@@ -68,26 +80,36 @@ def parallelism_of(model: nn.Module) -> Parallelism:
     Raises:
         ConfigError: If there is no such model.
     """
-    for module in model.modules():
-        if found := vars(module).get(_ATTRIBUTE):
-            parallelism: Parallelism = found
-            return parallelism
-    raise ConfigError(f"{type(model).__name__} is not expert-parallel: call swarm_plugins.parallelize first")
+    return parallel_model(model)[1]
 
 
-def gather_state_dict(model: nn.Module) -> dict[str, Any]:
+def parallel_model(module: nn.Module) -> tuple[nn.Module, Parallelism]:
+    """Returns the model inside a module that has been parallelized, and how it lies on the ranks.
+
+    Raises:
+        ConfigError: If there is no such model.
+    """
+    for one in module.modules():
+        if found := vars(one).get(_ATTRIBUTE):
+            return one, found
+    raise ConfigError(f"{type(module).__name__} is not expert-parallel: call swarm_plugins.parallelize first")
+
+
+def gather_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[str, Any]:
     """Returns the state dict of the whole model on rank 0, and an empty one elsewhere; call it on every rank.
 
     The tensors are on the CPU and have the names and shapes of the model before it was parallelized.
 
     Args:
         model: A parallel model, or a module around it.
+        trained_only: Leave out frozen parameters: an adapter without its base model.
 
     Raises:
         TransportError: If another rank is lost.
     """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
     with translated("gathering the state dict"):
-        return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return get_model_state_dict(model, options=options)
 
 
 def scatter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:

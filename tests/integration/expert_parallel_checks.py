@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from parallel_checks import mixture
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
@@ -48,7 +49,14 @@ def as_torchrun(world_size: int, rank: int) -> None:
 class Tuner(pl.LightningModule):
     """An ordinary module, which knows nothing of ranks."""
 
-    def __init__(self, family: str = "mixtral", lora: bool = False, late: bool = False, manual: bool = False) -> None:
+    def __init__(
+        self,
+        family: str = "mixtral",
+        lora: bool = False,
+        late: bool = False,
+        manual: bool = False,
+        experts: str = "grouped_mm",
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = not manual
@@ -58,11 +66,12 @@ class Tuner(pl.LightningModule):
 
     def build(self) -> None:
         model = mixture(self.hparams["family"])
+        model.set_experts_implementation(self.hparams["experts"])
         self.model: Any = model
         if self.hparams["lora"]:
             torch.manual_seed(5)
-            targets = ["q_proj", "v_proj"]
-            self.model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+            names: Any = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
+            self.model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **names))
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
@@ -131,7 +140,7 @@ def train(
     strategy: Any, batches: int, devices: int, folder: Path | None = None, resume: Path | None = None, **how: Any
 ) -> tuple[Tuner, pl.Trainer]:
     """Trains; ``batches`` is the number of ranks with a batch of their own."""
-    names = ("family", "lora", "late", "manual")
+    names = ("family", "lora", "late", "manual", "experts")
     module = Tuner(**{name: how.pop(name) for name in names if name in how})
     if module.hparams["manual"]:
         how |= {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 3}
@@ -168,13 +177,13 @@ def equal_to_one_process(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]])
     return found
 
 
-def resumed(folder: Path) -> dict[str, Any]:
+def resumed(folder: Path, **how: Any) -> dict[str, Any]:
     """Trains in one go, in two halves with other layouts, and in one process: the differences."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     as_torchrun(world_size, rank)
     file = folder / "half.ckpt"
-    straight, _ = train(ExpertParallelStrategy(timeout_s=30), world_size, world_size, folder, **epochs(2))
-    half, one = train(ExpertParallelStrategy(timeout_s=30), world_size, world_size, folder, **epochs(1))
+    straight, _ = train(ExpertParallelStrategy(timeout_s=30), world_size, world_size, folder, **epochs(2), **how)
+    half, one = train(ExpertParallelStrategy(timeout_s=30), world_size, world_size, folder, **epochs(1), **how)
     one.save_checkpoint(file)
     right, at_half = whole_state(straight), whole_state(half)
     found: dict[str, Any] = {}
@@ -183,11 +192,11 @@ def resumed(folder: Path) -> dict[str, Any]:
         ("other size", ExpertParallelStrategy(1, timeout_s=30), world_size, world_size),
         ("one process", "auto", 1, 1),
     ):
-        module, _ = train(strategy, batches, devices, folder, resume=file, **epochs(2))
+        module, _ = train(strategy, batches, devices, folder, resume=file, **epochs(2), **how)
         found[name] = largest(whole_state(module), right)
     # A trained module, and one already distributed, load it too.
     logged = one.validate(half, rows(world_size, VALIDATION), ckpt_path=file, verbose=False)[0]["val_loss"]
-    other, _ = train(ExpertParallelStrategy(timeout_s=30), world_size, world_size, folder, max_steps=1)
+    other, _ = train(ExpertParallelStrategy(timeout_s=30), world_size, world_size, folder, max_steps=1, **how)
     other.trainer.validate(other, rows(world_size, VALIDATION), ckpt_path=file, verbose=False)
     found["loaded"] = largest(whole_state(other), at_half)
     plain = Tuner.load_from_checkpoint(file, map_location="cpu")
@@ -197,8 +206,11 @@ def resumed(folder: Path) -> dict[str, Any]:
     exported = gather_state_dict(half.model)
     if rank == 0:
         half.model.save_pretrained(folder / "exported", state_dict=exported)
-        again = AutoModelForCausalLM.from_pretrained(folder / "exported")
-        found["exported"] = largest(whole_state(again), {name[6:]: value for name, value in at_half.items()})
+        lora = half.hparams["lora"]
+        again: Any = partial(PeftModel.from_pretrained, mixture()) if lora else AutoModelForCausalLM.from_pretrained
+        found["exported"] = largest(
+            whole_state(again(folder / "exported")), {name[6:]: value for name, value in at_half.items()}
+        )
     return found
 
 

@@ -23,9 +23,7 @@ from expert_parallel_checks import (
     train,
     trainer,
 )
-from parallel_checks import mixture
 from parallel_failures import said
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -56,7 +54,6 @@ def refusals() -> dict[str, str]:
         "tp": said(fit, Tuner(), ExpertParallelStrategy(tp_size=3)),
         "no mixture": said(fit, Dense()),
         "one rank's module": said(fit, Tuner() if dist.get_rank() else Tuner("qwen3_moe")),
-        "adapted experts": said(fit, AdaptedExperts()),
         "batch norm": said(fit, Tuner(), sync_batchnorm=True),
         "batches": said(trainer("expert_parallel", world_size, None).predict, Predictor(), uneven),
         "after an error": said(fit, Saving()),
@@ -68,12 +65,6 @@ def refusals() -> dict[str, str]:
 class Dense(Tuner):
     def build(self) -> None:
         self.model = torch.nn.Linear(2, 2)
-
-
-class AdaptedExperts(Tuner):
-    def build(self) -> None:
-        targets: dict[str, Any] = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}
-        self.model = get_peft_model(mixture("mixtral"), LoraConfig(r=4, **targets))
 
 
 class Predictor(Tuner):

@@ -78,7 +78,7 @@ def parts(name: str) -> set[str]:
 
 
 def relative(found: Tensor, right: Tensor) -> float:
-    return float((found - right).abs().max() / right.abs().max())
+    return float((found - right).detach().abs().max() / right.detach().abs().max())
 
 
 def equal_to_one_process(cases: list[dict[str, Any]]) -> list[dict[str, float]]:

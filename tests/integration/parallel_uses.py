@@ -8,35 +8,102 @@ import torch
 import torch.distributed as dist
 from parallel_checks import loss_of, mixture, parallel, relative, tokens, whole
 from parallel_failures import said
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from swarm_plugins.parallel import broadcast_parameters, parallelism_of, synchronize_gradients
+from swarm_plugins.parallel import (
+    broadcast_parameters,
+    clip_gradients,
+    gather_state_dict,
+    parallelism_of,
+    parallelize,
+    synchronize_gradients,
+)
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"], "init_lora_weights": False}
+EXPERT_LORA = {"r": 3, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
-def lora_gradients(case: dict[str, Any]) -> float:
-    """LoRA on attention: the largest difference of its gradients from one process."""
-    # PEFT 0.21.2 fails on sliced o_proj, with transformers' own tensor parallelism too.
-    targets = LORA["target_modules"] if case.get("tp", 1) == 1 else ["q_proj", "v_proj"]
-    reference = with_lora(mixture(), 5, target_modules=targets)
-    model = with_lora(parallel(**case), 5 + dist.get_rank(), target_modules=targets)
-    broadcast_parameters(model)
+def lora_differences(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """LoRA on attention: the largest differences from one process."""
+    found = []
+    for case in cases:
+        # PEFT 0.21.2 fails on sliced o_proj, with transformers' own tensor parallelism too.
+        targets = LORA["target_modules"] if case.get("tp", 1) == 1 else ["q_proj", "v_proj"]
+        model = with_lora(parallel(**case), 5 + dist.get_rank(), target_modules=targets)
+        broadcast_parameters(model)
+        found.append(compare(model, with_lora(mixture(), 5, target_modules=targets)))
+    return found
+
+
+def compare(model: Any, reference: Any) -> dict[str, float]:
+    """A training step of both, with the parallel one's weights: the largest differences of logits and gradients."""
     weights = {name: whole(one.data) for name, one in model.named_parameters()}
     for name, parameter in reference.named_parameters():
         parameter.data = weights[name]
     data = parallelism_of(model).batch_mesh["data"]
     batch = tokens(2 * data.size())
     rows = batch[2 * data.get_local_rank() :][:2]
-    loss_of(model(input_ids=rows).logits, rows).backward()
-    loss_of(reference(input_ids=batch).logits, batch).backward()
+    logits, wanted = model(input_ids=rows).logits, reference(input_ids=batch).logits
+    loss_of(logits, rows).backward()
+    loss_of(wanted, batch).backward()
     synchronize_gradients(model)
+    norm = clip_gradients(model, float("inf"))
     right = {name: one.grad for name, one in reference.named_parameters() if one.grad is not None}
     found = {name: whole(one.grad) for name, one in model.named_parameters() if one.grad is not None}
     assert found.keys() == right.keys()
-    assert len(found) == 4 * len(targets)
-    return max(relative(found[name], right[name]) for name in right)
+    assert found
+    return {
+        "logits": relative(logits, wanted[2 * data.get_local_rank() :][:2]),
+        "gradients": max(relative(found[name], right[name]) for name in right),
+        "norm": relative(norm, torch.nn.utils.get_total_norm(right.values())),
+    }
+
+
+def expert_lora(cases: list[dict[str, Any]], folder: str) -> list[dict[str, float]]:
+    """LoRA on experts and attention: the largest differences from one process.
+
+    The first case wraps before it parallelizes, and saves the adapter; the others wrap afterwards.
+    """
+    found = []
+    rows = tokens(2)
+    for index, case in enumerate(cases):
+        family = case.get("family", "mixtral")
+        if index == 0:
+            model: Any = parallelize(with_lora(mixture(family), 5, **EXPERT_LORA), timeout_s=30, **case)
+        else:
+            model = with_lora(parallel(**case), 5 + dist.get_rank(), **EXPERT_LORA)
+            assert "is not divided over the ranks: call swarm_plugins.parallel" in said(model, input_ids=rows)
+            broadcast_parameters(model)
+        reference = with_lora(mixture(family), 5, **EXPERT_LORA)
+        errors = compare(model, reference)
+        if index == 0:
+            errors |= saved_and_loaded(model, reference, folder)
+        right = model(input_ids=rows).logits
+        for wrapper in (one for one in model.modules() if hasattr(one, "parameter_name")):
+            wrapper.merge()
+        errors["merged"] = relative(model(input_ids=rows).logits, right)
+        found.append(errors)
+    return found
+
+
+def saved_and_loaded(model: Any, reference: Any, folder: str) -> dict[str, float]:
+    """Saves an adapter, and loads it in one process and at another group size: the differences of the logits."""
+    state = gather_state_dict(model, trained_only=True)
+    assert all("lora" in name for name in state)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    rows = tokens(2)
+    right = reference(input_ids=rows).logits
+    loaded = PeftModel.from_pretrained(parallel(ep_size=[2, 1]), folder)
+    broadcast_parameters(loaded)
+    plain = PeftModel.from_pretrained(mixture(), folder)
+    return {
+        "plain": relative(plain(input_ids=rows).logits, right),
+        "loaded": relative(loaded(input_ids=rows).logits, right),
+    }
 
 
 def with_lora(model: Any, seed: int, **more: Any) -> Any:
@@ -45,14 +112,10 @@ def with_lora(model: Any, seed: int, **more: Any) -> Any:
 
 
 def lora_refused() -> list[str]:
-    wrapped = with_lora(parallel(ep_size=2), 5, target_parameters=["experts.down_proj"])
-    return [said(wrapped, input_ids=tokens(2)), said(parallel_of, with_lora(mixture(), 5))]
-
-
-def parallel_of(model: Any) -> Any:
-    from swarm_plugins.parallel import parallelize
-
-    return parallelize(model, ep_size=2)
+    return [
+        said(parallelize, with_lora(mixture(), 5, modules_to_save=["experts"]), ep_size=2),
+        said(parallelize, with_lora(mixture(), 5), init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))),
+    ]
 
 
 def generated(case: dict[str, Any], own_prompts: bool) -> bool:

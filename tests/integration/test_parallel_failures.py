@@ -40,7 +40,7 @@ def test_layouts_that_cannot_be_are_refused_on_every_rank() -> None:
         r"ConfigError: hierarchical_all_to_all: ranks_per_node is 0",
         r"ConfigError: ep_implementation 'all_to_all' knows no expert_slices: use flat_all_to_all",
         r"ConfigError: MixtralForCausalLM is already parallel: load it again",
-        r"UnsupportedError: Linear is not a transformers model: parallelize the model first, then wrap it",
+        r"UnsupportedError: Linear holds no Hugging Face model: expert parallelism needs one with experts",
     ]
     for found in run_ranks(2, layouts_refused):
         for text, pattern in zip(found, wanted, strict=True):

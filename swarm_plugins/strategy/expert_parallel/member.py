@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
-from swarm_plugins.errors import ConfigError, SwarmError, UnsupportedError
+from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel import parallelize, synchronize_gradients
 from swarm_plugins.parallel.agreement import agree, translated
-from swarm_plugins.parallel.apply import DEFAULT_TIMEOUT_S, expert_layers
+from swarm_plugins.parallel.apply import DEFAULT_TIMEOUT_S
 from swarm_plugins.parallel.gradients import local
+from swarm_plugins.parallel.mixture import find_mixture
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _OPTIONS = ("ep_size", "ep_implementation", "expert_slices", "tp_size", "ranks_per_node", "timeout_s")
@@ -107,9 +107,9 @@ class ExpertParallelMember:
         if self.world_size % self.tp_size:
             valid = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
             raise ConfigError(f"tp_size {self.tp_size} does not divide {self.world_size} ranks: valid are {valid}")
-        model, refusal = nn.Module(), None
+        refusal = None
         try:
-            model = find_mixture(module)
+            find_mixture(module)
         except SwarmError as exc:
             refusal = exc
         shapes = [(name, one.dtype, one.shape) for name, one in module.named_parameters()]
@@ -122,7 +122,7 @@ class ExpertParallelMember:
             shape = (self.world_size // self.tp_size, self.tp_size)
             mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("data", "tp"))
         parallelize(
-            model,
+            module,
             mesh,
             ep_size=self.ep_size,
             ep_implementation=self.ep_implementation,
@@ -130,38 +130,6 @@ class ExpertParallelMember:
             ranks_per_node=self.ranks_per_node,
             timeout_s=self.timeout_s,
         )
-
-
-def find_mixture(module: nn.Module) -> PreTrainedModel:
-    """Returns the Hugging Face model with experts in a module.
-
-    Raises:
-        UnsupportedError: If there is none.
-        ConfigError: If there are several.
-    """
-    models: dict[str, PreTrainedModel] = {}
-    for name, part in module.named_modules():
-        # The outermost: MixtralForCausalLM, not the MixtralModel in it.
-        is_inner = any(not outer or name.startswith(f"{outer}.") for outer in models)
-        if isinstance(part, PreTrainedModel) and not is_inner:
-            models[name] = part
-    if not models:
-        raise UnsupportedError(
-            f"{type(module).__name__} holds no Hugging Face model, but strategy 'expert_parallel' was asked for: build "
-            "one with experts (mixtral, qwen3_moe, olmoe, prmoe) in __init__ or configure_model(), or use "
-            "strategy='ddp'"
-        )
-    mixtures = {name: model for name, model in models.items() if model.ep_plan}
-    if len(mixtures) > 1:
-        names = ", ".join(f"{name!r} ({type(model).__name__})" for name, model in mixtures.items())
-        raise ConfigError(
-            f"{type(module).__name__} holds {len(mixtures)} mixtures of experts: {names}. Strategy 'expert_parallel' "
-            "distributes one: keep the others outside of the module's attributes, in a list, say"
-        )
-    # Without any, the first one's reason.
-    model = next(iter((mixtures or models).values()))
-    expert_layers(model)
-    return model
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
