@@ -1,17 +1,17 @@
 """Fine-tune and use language models that do not fit your machine.
 
 ```text
-AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on other people's servers
+AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on servers of a swarm
 SwarmConfig                     deadlines, retries and codec of a client
 PRMoEConfig, PRMoEForCausalLM ...   DeepSpeed-MoE's pyramid-residual mixture, known to HF's auto classes
-upcycle, from_deepspeed         PR-MoE out of a dense model, or a checkpoint of DeepSpeed's
+upcycle, from_deepspeed         PR-MoE from a dense model, or from a DeepSpeed checkpoint
 load_offloaded, OffloadConfig   HF's own model class, experts on disk and a bounded number in memory
 parallelize                     HF's own model class, experts divided over the ranks of torch.distributed
-load_remote_experts             HF's own model class, experts on other people's servers
+load_remote_experts             HF's own model class, experts on other servers
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
 ExpertParallelStrategy, Fabric...   Lightning: Trainer(strategy="expert_parallel"), Fabric(strategy="expert_parallel")
 make_student                    a shallower copy of a model (Mixture-of-Students of DeepSpeed-MoE)
-StagedDistillation, StagedDistillationTrainerCallback   teach it by its teacher, until a step
+StagedDistillation, StagedDistillationTrainerCallback   distill it from its teacher, until a step
 HubAdapterCallback, HubAdapterTrainerCallback   publish adapters during training
 find_adapters, load_adapter     find published adapters; load one, checking the version of its base
 LocalSwarm                      a swarm of `swarm serve` processes on this machine

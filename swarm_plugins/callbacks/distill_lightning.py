@@ -14,7 +14,7 @@ from swarm_plugins.callbacks.distilling import StagedTraining
 
 
 class StagedDistillation(StagedTraining, UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  # two Trainer types
-    """For Lightning's Trainer; arguments as for [`StagedTraining`][swarm_plugins.callbacks.distilling.StagedTraining].
+    """Staged distillation in Lightning; see [`StagedTraining`][swarm_plugins.callbacks.distilling.StagedTraining].
 
     Logs ``kd_weight`` (0: the stage is off), ``kd_loss`` and ``lm_loss``.
 

@@ -13,7 +13,7 @@ _STATE_KEY = "swarm_plugins.StagedDistillation"
 
 
 class StagedDistillationTrainerCallback(StagedTraining, TrainerCallback):
-    """For the Trainer of transformers; takes the arguments of `StagedTraining`.
+    """Staged distillation in transformers' Trainer; takes the arguments of `StagedTraining`.
 
     Adds ``kd_weight`` (0: the stage is off), ``kd_loss`` and ``lm_loss`` to what the Trainer logs.
 

@@ -1,4 +1,4 @@
-"""Staged distillation for any training loop: the teacher's term until the stop, then the student's own loss alone."""
+"""Staged distillation for any training loop: teacher and text until the stop, then the text alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Distillation:
     """Adds ``alpha * T**2 * KL(teacher || student)`` to a student's training loss until a step, then frees the teacher.
 
     Staged knowledge distillation of DeepSpeed-MoE (section 4.2): the student learns from teacher and text first, and
-    from the text alone after the stop, because a student with less capacity is held back by the teacher in the end.
+    from the text alone after the stop, since late in training distillation harms a student of less capacity.
 
     The term enters by a forward hook on the student: a forward with gradients and with ``labels`` returns an output
     whose ``loss`` includes it. Steps are optimizer steps, as the trainer counts them.

@@ -1,4 +1,4 @@
-"""Reads GPT-MoE checkpoints of Megatron-DeepSpeed, which have no other way into transformers.
+"""Reads GPT-MoE checkpoints of Megatron-DeepSpeed into PR-MoE models.
 
 Letters: D width, F neurons, E experts, H heads, G heads that share a key, K heads of keys, C width of a head.
 """
@@ -52,11 +52,11 @@ def from_deepspeed(
     qkv: Literal["per_head", "thirds"] = "per_head",
     dtype: torch.dtype | None = None,
 ) -> PRMoEForCausalLM:
-    """Reads a GPT-MoE checkpoint of Megatron-DeepSpeed: dense, standard, residual and pyramid layers in any mixture.
+    """Reads a GPT-MoE checkpoint of Megatron-DeepSpeed with any mix of dense, standard, residual and pyramid layers.
 
-    Layers, experts, widths, norms, biases, gates and positions follow from the tensors; what they do not tell comes
-    from the command line that Megatron stores, or from the arguments. The model is dropless; DeepSpeed's drops tokens
-    beyond a capacity, random ones by default. Padding of the vocabulary stays.
+    Layers, experts, widths, norms, biases, gates and positions follow from the tensors; the rest comes from the command
+    line that Megatron stores, or from the arguments. The model is dropless; DeepSpeed's drops tokens over capacity,
+    random ones by default. Padding of the vocabulary stays.
 
     Args:
         directory: The folder given to DeepSpeed's ``save_checkpoint``, or the one of a tag in it.

@@ -1,4 +1,4 @@
-"""Upcycling: a dense model's MLPs become experts, with the dense model's outputs to start from."""
+"""Upcycling: turns a dense model's MLPs into experts without changing its outputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def upcycle(
 ) -> PRMoEForCausalLM:
     """Turns a dense causal language model into a mixture of experts (sparse upcycling, Komatsuzaki et al. 2022).
 
-    Routers are random. What the new model computes at the start:
+    Routers are initialized at random. Initial outputs of the new model:
 
     | residual | experts per token | outputs |
     |---|---|---|
@@ -54,10 +54,10 @@ def upcycle(
         moe_layers: As in `PRMoEConfig`.
         residual: As in `PRMoEConfig`.
         num_experts_per_tok: As in `PRMoEConfig`.
-        noise: Standard deviation of what is added to each expert's first layer, relative to that of its weights, so
-            that experts are not equal.
-        seed: Of routers and noise.
-        settings: More settings of `PRMoEConfig`, such as ``router_aux_loss_coef``.
+        noise: Standard deviation of the noise added to each expert's first layer, relative to its weights', to make
+            experts differ.
+        seed: Seed of routers and noise.
+        settings: Further settings of `PRMoEConfig`, such as ``router_aux_loss_coef``.
 
     Returns:
         A model of the dense one's dtype and generation config, on the CPU, in evaluation mode.

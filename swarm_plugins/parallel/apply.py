@@ -1,4 +1,4 @@
-"""An ordinary Hugging Face model becomes expert-parallel in place."""
+"""Makes a loaded Hugging Face model expert-parallel in place."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def parallelize(
 ) -> ModelT:
     """Distributes the experts of a loaded model over the ranks, in place; call it on every rank.
 
-    Each layer has groups of a size of its own: the experts are divided over the ranks of a group and copied from group
-    to group (DeepSpeed-MoE, section 4.1.3). The rest is divided by the model's tensor-parallel plan over ranks that
-    share a batch, if there are any. Afterwards each rank computes the logits of its own batch;
-    :func:`synchronize_gradients` after ``backward`` makes the gradients those of all batches.
+    Each layer has its own group size: its experts are divided over the ranks of a group and replicated across groups
+    (DeepSpeed-MoE, section 4.1.3). If ranks share a batch, the other layers are divided over them by the model's
+    tensor-parallel plan. Afterwards each rank computes the logits of its own batch; call
+    :func:`synchronize_gradients` after ``backward``.
 
     Args:
         model: A Hugging Face model with an expert-parallel plan (mixtral, qwen3_moe, olmoe, prmoe, ...), or a module

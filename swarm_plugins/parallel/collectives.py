@@ -23,7 +23,7 @@ from swarm_plugins.parallel.agreement import translated
 
 @dataclass
 class Traffic:
-    """What this rank sent while it was counted.
+    """Messages and bytes that this rank sent inside `count_traffic`.
 
     An all-to-all or all-gather among ``n`` ranks counts as ``n - 1`` messages: gloo sends each pair one, empty or not.
     """

@@ -23,7 +23,7 @@ _BUCKET_BYTES = 32 * 2**20
 def synchronize_gradients(
     model: nn.Module, *, average: bool = True, parameters: Iterable[nn.Parameter] | None = None
 ) -> None:
-    """Makes the gradients those of the batches of all ranks; call it after ``backward``, before the optimizer.
+    """Reduces gradients over the batches of all ranks; call it after ``backward``, before the optimizer step.
 
     An expert has seen the tokens of every rank in its group, a dense weight those of its own rank. Each gradient is
     summed over the ranks that hold the same weight and divided by the number of batches, as data parallelism does.
@@ -48,10 +48,10 @@ def synchronize_gradients(
 
 
 def broadcast_parameters(model: nn.Module) -> None:
-    """Gives every rank the values of the first rank that holds the same part of a parameter; call it on every rank.
+    """Copies each parameter from the first rank that holds it to the others; call it on every rank.
 
-    After an adapter has been added to a parallel model and before its optimizer is made: each rank has drawn initial
-    values of its own. The factors of a LoRA on divided experts are divided like the experts.
+    Call it after adding an adapter to a parallel model, before making its optimizer: each rank has drawn its own
+    initial values. The factors of a LoRA on divided experts are divided like the experts.
 
     Args:
         model: The parallel model, or a module that contains it.
@@ -82,10 +82,9 @@ def clip_gradients(
     norm_type: float = 2.0,
     parameters: Iterable[nn.Parameter] | None = None,
 ) -> Tensor:
-    """Scales the gradients down so that their norm, over all parameters of all ranks, is at most ``max_norm``.
+    """Clips gradients by their norm over all parameters of all ranks; call it on every rank.
 
-    ``torch.nn.utils.clip_grad_norm_`` counts only this rank's experts. Call it after :func:`synchronize_gradients`, on
-    every rank.
+    ``torch.nn.utils.clip_grad_norm_`` counts only this rank's experts. Call it after :func:`synchronize_gradients`.
 
     Args:
         model: The parallel model, or a module that contains it.

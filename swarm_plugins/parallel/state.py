@@ -22,7 +22,7 @@ _ATTRIBUTE = "swarm_parallelism"
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Which groups of ranks a parallel model uses."""
+    """Process groups and expert layouts of a parallel model."""
 
     world: dist.ProcessGroup
     """All ranks, with the same deadline as the meshes."""
@@ -72,7 +72,7 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def parallelism_of(model: nn.Module) -> Parallelism:
-    """Returns how a model lies on the ranks.
+    """Returns the groups and layouts that `parallelize` gave a model.
 
     Args:
         model: A model given to :func:`parallelize`, or a module around it (PEFT, Lightning).

@@ -46,7 +46,7 @@ def missing_experts(holders: Sequence[Holder], experts: Sequence[int]) -> list[i
 def expert_gaps(
     held: Sequence[tuple[range, range, tuple[int, int] | None]], blocks: range, experts: range
 ) -> list[tuple[range, range]]:
-    """Returns which experts of which blocks are held by nobody: ``(blocks, experts)``.
+    """Returns which experts of which blocks are without a holder: ``(blocks, experts)``.
 
     The time depends on the number of holders only, not on the sizes that peers claim.
 

@@ -34,13 +34,14 @@ class PRMoEConfig(PreTrainedConfig):
             the full list.
         moe_layers: Indices of the layers with experts; None: those with experts in the full list, or every second
             layer if ``experts_per_layer`` is one number.
-        residual: How a dense MLP of ``intermediate_size`` neurons runs next to the experts. ``"sum"`` adds it (the
-            paper's section 4.1.2), ``"learned"`` mixes both by a softmax of two learned coefficients (DeepSpeed's
-            code), None leaves it out.
-        num_experts_per_tok: Experts each token takes. The weight of a single one is its probability among all experts,
-            so that the router learns from the task; two and more are normalised to a sum of one.
-        capacity_factor: Most tokens an expert takes, padding included, relative to an even load ``T k / E``; None: no
-            limit. See `swarm_plugins.moe.gating.within_capacity`.
+        residual: Dense MLP of ``intermediate_size`` neurons next to the experts. ``"sum"`` adds its output (section
+            4.1.2), ``"learned"`` mixes both by a softmax of two learned coefficients (DeepSpeed's code), None leaves it
+            out.
+        num_experts_per_tok: Experts per token, the ``k`` of top-k gating. A single expert is weighted by its
+            probability among all experts, so that the router gets a gradient from the task; the weights of two and
+            more are normalised to a sum of one.
+        capacity_factor: Capacity of an expert in tokens, padding included, relative to an even load ``T k / E``; None:
+            dropless. See `swarm_plugins.moe.gating.within_capacity`.
         router_aux_loss_coef: Weight of the load-balancing loss, the sum over the layers, while routers are trained.
         output_router_logits: Return router logits and the load-balancing loss in evaluation too.
         moe_intermediate_size: Neurons of an expert; None: ``intermediate_size``.
@@ -139,7 +140,7 @@ class PRMoEConfig(PreTrainedConfig):
         return cls(**{**preset_settings(name), **settings})
 
     def to_dict(self) -> dict[str, Any]:
-        """Leaves out ``moe_layers``, which follows from the full list: whoever cuts layers need not know it."""
+        """Returns the settings without ``moe_layers``, which ``experts_per_layer`` implies."""
         found: dict[str, Any] = super().to_dict()
         found.pop("moe_layers", None)
         return found

@@ -1,4 +1,4 @@
-"""MLPs of PR-MoE's layers: a dense one, and experts with a dense one next to them.
+"""MLPs of PR-MoE's layers: dense, and experts with a residual MLP.
 
 Every token passes through the dense MLP plus its chosen experts (DeepSpeed-MoE, Rajbhandari et al. 2022, section
 4.1.2). Letters: B batch, S positions, T = B S tokens, D width, F neurons, E experts, k experts per token.
@@ -89,7 +89,7 @@ class PRMoEExperts(nn.Module):
 
 
 class PRMoETopKRouter(nn.Module):
-    """Chooses experts: `swarm_plugins.moe.gating`, with the layer's own number of them."""
+    """Top-k router over the layer's own number of experts; see `swarm_plugins.moe.gating`."""
 
     def __init__(self, config: PRMoEConfig, num_experts: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class PRMoETopKRouter(nn.Module):
 
 
 class PRMoESparseMoeBlock(nn.Module):
-    """Experts of a layer and the dense MLP that every token passes through."""
+    """MoE layer: routed experts, and the residual MLP that every token passes through."""
 
     def __init__(self, config: PRMoEConfig, num_experts: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""PR-MoE as transformers models: Llama's decoder whose MLPs are experts with a dense MLP next to them.
+"""PR-MoE as transformers models: a Llama decoder with MoE layers and residual MLPs.
 
 DeepSpeed-MoE (Rajbhandari et al. 2022), section 4.1: more experts in deeper layers (pyramid), and every token passes
 through a dense MLP plus one chosen expert (residual). Letters: B batch, S positions, D width.
@@ -33,7 +33,7 @@ from swarm_plugins.moe.losses import load_balancing_loss
 
 
 class PRMoENoRotation(nn.Module):
-    """Takes the place of rotary positions where positions are learned: turns nothing."""
+    """Rotary embedding of angle zero, for models with learned positions."""
 
     def __init__(self, config: PRMoEConfig) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class PRMoEDecoderLayer(LlamaDecoderLayer):
 
 
 class PRMoEPreTrainedModel(PreTrainedModel):
-    """What all PR-MoE models share: initial weights, and what transformers may do with them."""
+    """Base class: initial weights, and which features of transformers apply."""
 
     config: PRMoEConfig
     config_class = PRMoEConfig
@@ -124,7 +124,7 @@ class PRMoEPreTrainedModel(PreTrainedModel):
 
 
 class PRMoEModel(PRMoEPreTrainedModel):
-    """The decoder without a head."""
+    """PR-MoE decoder without a head."""
 
     def __init__(self, config: PRMoEConfig) -> None:
         super().__init__(config)
@@ -195,7 +195,7 @@ class PRMoEModel(PRMoEPreTrainedModel):
 
 
 class PRMoEForCausalLM(PRMoEPreTrainedModel, GenerationMixin):
-    """The decoder with a language-model head."""
+    """PR-MoE decoder with a language-model head."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
@@ -283,7 +283,7 @@ def _share_of_step(labels: Tensor | None, num_items: Tensor | int | None) -> Ten
 
 
 class PRMoEForSequenceClassification(GenericForSequenceClassification, PRMoEPreTrainedModel):
-    """The decoder with a head that classifies by the last token."""
+    """PR-MoE decoder with a classification head on the last token."""
 
 
 # Runs when the first PRMoEConfig is made.

@@ -10,7 +10,7 @@ from swarm_plugins.strategy.expert_parallel.trainer import ExpertParallelTrainer
 
 
 class ExpertParallelStrategy(ExpertParallelTrainerStrategy, _TrainerDDP):
-    """Trains a LightningModule whose Hugging Face mixture of experts lies on several ranks, each with its own batches.
+    """Trains a LightningModule with the experts of its Hugging Face model divided over ranks, each with own batches.
 
     ``Trainer(strategy="expert_parallel", devices=N)`` makes one without arguments. When the Trainer sets up the module,
     :func:`swarm_plugins.parallelize` distributes its experts; gradients are synchronized once per optimizer step and
