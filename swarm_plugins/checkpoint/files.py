@@ -101,6 +101,26 @@ class LocalFiles:
         return path
 
 
+def check_inside(path: Path, directory: Path) -> None:
+    """Checks that a file is no link to somewhere else on this machine.
+
+    Args:
+        path: The file.
+        directory: The checkpoint's, or one in it, resolved.
+
+    Raises:
+        CheckpointError: If it links out of the directory.
+    """
+    # In the Hub's cache a snapshot's files link to the blobs next to it.
+    snapshots = [root.parent for root in (directory, *directory.parents) if root.parent.name == "snapshots"]
+    target = path.resolve()
+    if not any(target.is_relative_to(root) for root in (directory, *(one.parent / "blobs" for one in snapshots))):
+        raise CheckpointError(
+            f"{path} is a link to {target}, which is not part of the checkpoint: put a copy of the file in its place, "
+            "or remove the link"
+        )
+
+
 def read_pieces(path: Path, pieces: Sequence[Piece], progress: Progress) -> None:
     """Fills pieces from a local file, reading nothing else.
 

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.checkpoint.files import Piece, read_pieces
+from swarm_plugins.checkpoint.files import Piece, check_inside, read_pieces
 from swarm_plugins.checkpoint.index import OWN_INDEX_FILE
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.offload.formats.experts import QuantizedFormat, half_type, matrix_format, turn, turned
@@ -220,21 +220,10 @@ def _small_files(checkpoint: Checkpoint) -> dict[str, Path]:
         if is_kept and name not in (CONFIG_FILE, MANIFEST_FILE) and not name.endswith(".index.json"):
             path = checkpoint.file_path(name)
             if checkpoint.directory is not None:
-                _check_inside(path, checkpoint.directory.resolve())
+                check_inside(path, checkpoint.directory.resolve())
             if path.stat().st_size <= _COPIED_BYTES:
                 found[name] = path
     return found
-
-
-def _check_inside(path: Path, directory: Path) -> None:
-    # In the Hub's cache a snapshot's files link to the blobs next to it.
-    blobs = [directory.parent.parent / "blobs"] if directory.parent.name == "snapshots" else []
-    target = path.resolve()
-    if not any(target.is_relative_to(root) for root in (directory, *blobs)):
-        raise CheckpointError(
-            f"{path} is a link to {target}, which is not part of the checkpoint: put a copy of the file in its place, "
-            "or remove the link"
-        )
 
 
 def _check_finite(key: ExpertKey, tensors: dict[str, Tensor]) -> None:

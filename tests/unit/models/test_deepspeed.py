@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -188,16 +189,13 @@ def test_a_llama_like_model_with_fewer_keys_is_read(tmp_path: Path, residual: An
 def test_without_a_command_line_the_settings_are_asked_for(tmp_path: Path) -> None:
     model = model_of(GPT)
     write(tmp_path / "a", model)
-    given: dict[str, Any] = {}
-    for name, value in (
-        ("num_attention_heads", HEADS),
-        ("hidden_act", "gelu_pytorch_tanh"),
-        ("num_experts_per_tok", 1),
-    ):
-        with pytest.raises(ConfigError, match=rf"does not record its command line: give {name}=\.\.\."):
-            from_deepspeed(tmp_path / "a", **given)
-        given[name] = value
-    check_equal(from_deepspeed(tmp_path / "a", **given), model)
+    says = r"does not record its command line: give num_attention_heads=\.\.\., num_experts_per_tok=\.\.\., hidden_act="
+    with pytest.raises(ConfigError, match=says):
+        from_deepspeed(tmp_path / "a")
+    given: dict[str, Any] = {"num_attention_heads": HEADS, "hidden_act": "gelu_pytorch_tanh"}
+    with pytest.raises(ConfigError, match=r"command line: give num_experts_per_tok=\.\.\. to"):
+        from_deepspeed(tmp_path / "a", **given)
+    check_equal(from_deepspeed(tmp_path / "a", **given, num_experts_per_tok=1), model)
 
 
 def test_half_precision_stays_or_is_widened(tmp_path: Path) -> None:
@@ -269,7 +267,7 @@ def test_nothing_is_run_that_a_file_asks_for(step: Path, monkeypatch: pytest.Mon
 def test_a_tensor_that_claims_more_than_its_file_has_is_refused(step: Path) -> None:
     # A stride of 0: four bytes that pretend to be a terabyte.
     change(step, module={"language_model": {"x": torch.zeros(1).expand(1 << 38)}})
-    with pytest.raises(CheckpointError, match=r"unusable tensor 'language_model.x' of shape \[274877906944\]"):
+    with pytest.raises(CheckpointError, match=r"x in .*mp_rank_00_model_states.pt claims a shape of \[274877906944\]"):
         from_deepspeed(step)
 
 
@@ -278,13 +276,22 @@ def test_a_tensor_that_claims_more_than_its_file_has_is_refused(step: Path) -> N
     [
         ({"module": None}, CheckpointError, "no model under 'module'"),
         ({"module": {}}, CheckpointError, r"has layers \[1, 3\], expected all from 0 on"),
+        ({"module": "x" * 100}, CheckpointError, "no model under 'module'"),
+        ({"module": {("a", "tuple"): torch.zeros(1)}}, CheckpointError, "keys that are no names"),
+        ({"module": {"x" * 300: torch.zeros(1)}}, CheckpointError, "keys that are no names"),
+        ({"module": {"x": torch.zeros(1).to_sparse()}}, CheckpointError, "x in .* is a Tensor of .*sparse_coo"),
+        ({"module": {"x": torch.zeros(2, device="meta")}}, CheckpointError, "x in .* on meta: save it as a plain"),
         ({"checkpoint_version": 1.0}, UnsupportedError, "checkpoint_version=1.0"),
         ({"args": argparse.Namespace(**ARGUMENTS, rotary_percent=0.5)}, UnsupportedError, "rotary_percent=0.5"),
         ({"args": argparse.Namespace(**{**ARGUMENTS, "num_attention_heads": 5})}, ConfigError, "5 heads of width 6"),
+        ({"args": argparse.Namespace(**{**ARGUMENTS, "topk": 10**90})}, ConfigError, "give num_experts_per_tok="),
+        ({"args": argparse.Namespace(**{**ARGUMENTS, "topk": 1.5})}, ConfigError, "give num_experts_per_tok="),
+        ({"args": argparse.Namespace(**{**ARGUMENTS, "kv_channels": 2**50})}, ConfigError, "4 heads of width 1125899"),
+        ({"args": argparse.Namespace(**ARGUMENTS | {"layernorm_epsilon": -1.0})}, UnsupportedError, "epsilon=-1.0"),
         ({"args": argparse.Namespace(**{**ARGUMENTS, "topk": "x"})}, ConfigError, "give num_experts_per_tok="),
         ({"args": argparse.Namespace(**{**ARGUMENTS, "topk": 5})}, ConfigError, "num_experts_per_tok 5 is above the 4"),
     ],
-    ids=["none", "empty", "version", "rotary", "heads", "type", "topk"],
+    ids=lambda one: None,
 )
 def test_what_does_not_fit_is_named(step: Path, changed: dict[str, Any], error: type[Exception], says: str) -> None:
     change(step, **changed)
@@ -292,16 +299,143 @@ def test_what_does_not_fit_is_named(step: Path, changed: dict[str, Any], error: 
         from_deepspeed(step)
 
 
-def test_wrong_shapes_are_named(step: Path) -> None:
-    file = step / "layer_0_expert_1_mp_rank_00_model_states.pt"
-    torch.save({name: tensor[:3] for name, tensor in torch.load(file).items()}, file)
-    with pytest.raises(CheckpointError, match="experts of layer 1 have different shapes"):
+def nested_dictionaries() -> dict[str, Any]:
+    inner: dict[str, Any] = {"x": 1}
+    for _ in range(8):
+        inner = {str(number): inner for number in range(100)}
+    return inner
+
+
+def test_dictionaries_that_contain_each_other_come_to_an_end(step: Path) -> None:
+    change(step, module=nested_dictionaries())
+    with pytest.raises(CheckpointError, match="more than 200000 entries"):
         from_deepspeed(step)
 
 
-def test_tensor_parallel_parts_are_refused(step: Path) -> None:
-    shutil.copy(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
-    with pytest.raises(UnsupportedError, match="parts of 2 tensor-parallel ranks"):
+def archive(file: Path, described: bytes, compression: int = zipfile.ZIP_STORED, name: str = "data.pkl") -> None:
+    with zipfile.ZipFile(file, "w", compression) as written:
+        written.writestr(f"archive/{name}", described)
+        written.writestr("archive/version", b"3")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"described": bytes(1 << 20), "compression": zipfile.ZIP_DEFLATED}, "unpacks to 1048577: torch.save compress"),
+        ({"described": bytes(1 << 20), "compression": zipfile.ZIP_DEFLATED, "name": "byteorder"}, "unpacks to 1048577"),
+        ({"described": bytes((64 << 20) + 1)}, "describes its tensors in 67108865 bytes, at most 67108864"),
+        ({"described": b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."}, "objects of builtins.bytearray"),
+        ({"described": b"\x80\x02]."}, "holds a list, expected a dictionary|cannot be read"),
+    ],
+    ids=["bomb", "bomb elsewhere", "description", "allocation", "list"],
+)
+def test_memory_is_bounded_by_the_size_of_a_file(step: Path, content: dict[str, Any], says: str) -> None:
+    file = step / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    archive(file, **content)
+    with pytest.raises(CheckpointError, match=rf"{file.name} .*({says})"):
+        from_deepspeed(step)
+
+
+def test_a_router_for_experts_that_are_not_there_makes_none(step: Path) -> None:
+    rest, _ = megatron(model_of(GPT), "per_head")
+    router = "language_model.encoder.layers.1.mlp.deepspeed_moe.gate.wg.weight"
+    change(step, module=nested({**rest, router: torch.zeros(100_000, 32)}))
+    with pytest.raises(CheckpointError, match="layer 1 has a router for 100000 experts and files of 4"):
+        from_deepspeed(step)
+    for file in step.glob("layer_0_*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"lacks 4 tensors, such as model.layers.1.mlp.experts"):
+        from_deepspeed(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("link", "is a link to .*outside, which is not part of the checkpoint"), ("pipe", "is not a regular file")],
+)
+def test_files_from_elsewhere_are_refused(step: Path, tmp_path: Path, kind: str, says: str) -> None:
+    file = step / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    if kind == "link":
+        file.rename(tmp_path / "outside")
+        file.symlink_to(tmp_path / "outside")
+    else:
+        file.unlink()
+        os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=rf"{file.name} {says}"):
+        from_deepspeed(step)
+
+
+def test_a_snapshot_of_the_hub_has_links_to_its_blobs(step: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--me--gpt" / "snapshots" / "abc"
+    blobs = tmp_path / "models--me--gpt" / "blobs"
+    blobs.mkdir(parents=True)
+    (snapshot / LAST).mkdir(parents=True)
+    for file in step.iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / LAST / file.name).symlink_to(Path("../../../blobs") / file.name)
+    assert from_deepspeed(snapshot, tag=LAST).config.experts_per_layer == [0, 4, 0, 6]
+
+
+EXPERT = "language_model.encoder.layers.1.mlp.deepspeed_moe.experts.deepspeed_experts.1."
+
+
+@pytest.mark.parametrize(
+    ("file", "changed", "error", "says"),
+    [
+        ("expert", {f"{EXPERT}dense_h_to_4h.bias": torch.full((48,), torch.nan)}, CheckpointError, "NaN or infinite"),
+        ("expert", {f"{EXPERT}dense_h_to_4h.bias": torch.ones(48, dtype=torch.int8)}, CheckpointError, "int8 of shape"),
+        ("expert", {f"{EXPERT}dense_h_to_4h.bias": torch.ones(0)}, CheckpointError, r"float32 of shape \[0\]"),
+        ("expert", {f"{EXPERT.replace('.1.', '.9.', 2)}other.bias": torch.ones(2)}, CheckpointError, r"layers \[0, 1,"),
+        ("expert", {EXPERT.replace("experts.1", "experts.7") + "dense_h_to_4h.bias": torch.ones(48)}, CheckpointError,
+         "router for 4 experts and files of 5 .* expert 7"),
+        ("expert", {EXPERT.replace("experts.1", "experts.2") + "dense_h_to_4h.bias": torch.ones(48)}, CheckpointError,
+         "is in layer_0_expert_1_mp_rank_00_model_states.pt and in .*layer_0_expert_2"),
+        ("expert", {"model.layers.0.mlp.up_proj.weight": torch.ones(2)}, UnsupportedError, "place for, such as model."),
+        ("expert", {"language_model.encoder.layers.0.input_layernorm.scale": torch.ones(2)}, CheckpointError,
+         r"would be model.layers.0.input_layernorm.scale .* no place"),
+        ("expert", {"language_model.encoder.layers.0.attention.dense.bias": torch.ones(32)}, CheckpointError,
+         "the same tensor under another name"),
+        ("rest", {"language_model.encoder.layers.0.input_layernorm.weight": torch.ones(31)}, CheckpointError,
+         r"mp_rank_00_model_states.pt would be .* of shape \[31\], and the model has \[32\]"),
+        ("rest", {"language_model.encoder.layers.1.mlp.deepspeed_moe.gate.wg.weight": torch.tensor(1.0)},
+         CheckpointError, r"has \[\] for the matrix"),
+        ("rest", {"language_model.embedding.position_embeddings.weight": torch.tensor(1.0)}, CheckpointError,
+         r"has \[\] for the matrix"),
+        ("rest", {"language_model.embedding.word_embeddings.weight": torch.ones(64, 1 << 20)[:, :16]}, CheckpointError,
+         r"would be .* of shape"),
+    ],
+    ids=lambda one: None,
+)  # fmt: skip
+def test_tensors_that_do_not_belong_are_named(
+    step: Path, file: str, changed: dict[str, Tensor], error: type[Exception], says: str
+) -> None:
+    if file == "rest":
+        change(step, module={**megatron(model_of(GPT), "per_head")[0], **changed})
+    else:
+        path = step / "layer_0_expert_1_mp_rank_00_model_states.pt"
+        torch.save({**torch.load(path), **changed}, path)
+    with pytest.raises(error, match=says):
+        from_deepspeed(step)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"num_attention_heads": 0}, "invalid num_attention_heads 0: expected a whole number above 0"),
+        ({"num_experts_per_tok": -1}, "invalid num_experts_per_tok -1"),
+        ({"hidden_act": "gelo"}, "invalid hidden_act 'gelo': expected one of .*gelu"),
+        ({"qkv": "halves"}, "invalid qkv 'halves'"),
+        ({"dtype": torch.int8}, "invalid dtype torch.int8"),
+    ],
+)
+def test_wrong_arguments_are_named(written: Path, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_deepspeed(written, **given)
+
+
+def test_wrong_shapes_are_named(step: Path) -> None:
+    file = step / "layer_0_expert_1_mp_rank_00_model_states.pt"
+    torch.save({name: tensor[:3] for name, tensor in torch.load(file).items()}, file)
+    with pytest.raises(CheckpointError, match=r"layer_0_expert_1_.* has the shape \[3, 32\], expert 0 \[48, 32\]"):
         from_deepspeed(step)
 
 
