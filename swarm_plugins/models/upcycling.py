@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import model_from_tensors
 from swarm_plugins.errors import ConfigError, UnsupportedError
-from swarm_plugins.models.prmoe.configuration import PRMoEConfig
+from swarm_plugins.models.prmoe.configuration import PRMoEConfig, check_known
 from swarm_plugins.models.prmoe.modeling import PRMoEForCausalLM
 
 FAMILIES = ("llama", "mistral", "qwen2")
@@ -22,6 +23,8 @@ _KEPT = (
     "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
     "pad_token_id", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "vocab_size",
 )  # fmt: skip
+_FREE = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+_FROM_WEIGHTS = (set(_KEPT) | {"attention_bias", "mlp_gated", "norm", "position_embedding"}) - set(_FREE)
 # Relative to the width: such a router gives every expert about the same weight, yet prefers one.
 _FAINT = 0.01
 
@@ -67,8 +70,14 @@ def upcycle(
             have other names (remote or offloaded layers, adapters, quantization).
         ConfigError: If the settings do not fit together.
     """
-    if noise < 0:
+    if not 0 <= noise < math.inf:
         raise ConfigError(f"invalid noise {noise}: expected 0 or more, such as 0.01")
+    check_known(settings)
+    fixed = sorted(_FROM_WEIGHTS & settings.keys())
+    if fixed:
+        raise ConfigError(
+            f"{fixed[0]}={settings[fixed[0]]!r} cannot be chosen: it follows from the dense model, leave it out"
+        )
     _check_family(dense)
     source = dense.config
     kept = {name: getattr(source, name) for name in _KEPT if hasattr(source, name)}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -128,7 +129,7 @@ class ModelTuner(pl.LightningModule):
         try:
             config = AutoConfig.for_model(**{"vocab_size": len(self._tokenizer), **ids, **settings})
             new: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
             raise ConfigError(f"model.config makes no model of type {kind!r}: {one_line(error)}") from error
         return new
 

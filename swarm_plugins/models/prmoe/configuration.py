@@ -1,8 +1,10 @@
 """Configuration of PR-MoE: how many experts each layer has, and what runs next to them."""
 
-from __future__ import annotations
-
+# Without annotations from __future__: transformers checks types, and a string says nothing to it.
+import dataclasses
 import importlib
+import math
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from huggingface_hub.dataclasses import strict
@@ -13,6 +15,7 @@ from swarm_plugins.models.prmoe.presets import preset_settings
 
 # By name, as transformers' own auto classes find the models of a config: the models import this module.
 _MODELS = "swarm_plugins.models.prmoe.modeling"
+_EXPERTS = ("experts_per_layer", "moe_layers")
 _ATTENTION_TP = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -53,6 +56,7 @@ class PRMoEConfig(PreTrainedConfig):
 
     Raises:
         ConfigError: If counts, layers and top-k do not fit together.
+        StrictDataclassFieldValidationError: If a setting has another type (of transformers, as for its own configs).
     """
 
     model_type = "prmoe"
@@ -68,8 +72,8 @@ class PRMoEConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     max_position_embeddings: int = 2048
     rope_parameters: dict[str, Any] | None = None
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
+    initializer_range: float | int = 0.02
+    rms_norm_eps: float | int = 1e-6
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
     mlp_bias: bool = False
@@ -82,8 +86,8 @@ class PRMoEConfig(PreTrainedConfig):
     moe_layers: list[int] | None = None
     residual: Literal["sum", "learned"] | None = "sum"
     num_experts_per_tok: int = 1
-    capacity_factor: float | None = None
-    router_aux_loss_coef: float = 0.01
+    capacity_factor: float | int | None = None
+    router_aux_loss_coef: float | int = 0.01
     output_router_logits: bool = False
     moe_intermediate_size: int | None = None
     mlp_gated: bool = True
@@ -92,6 +96,7 @@ class PRMoEConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Completes the list of experts, then checks it."""
+        _check_size("num_attention_heads", self.num_attention_heads)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -119,11 +124,31 @@ class PRMoEConfig(PreTrainedConfig):
                 "0 for a dense one"
             )
         _check_picks(experts, self.num_experts_per_tok)
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise ConfigError(
                 f"invalid capacity_factor {self.capacity_factor}: expected a number above 0, such as 1.25, or None to "
                 "drop no token"
             )
+        if not 0 <= self.router_aux_loss_coef < math.inf:
+            raise ConfigError(
+                f"invalid router_aux_loss_coef {self.router_aux_loss_coef}: expected a number of at least 0, such as "
+                "0.01; 0 leaves the load unbalanced"
+            )
+        for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_key_value_heads", "head_dim"):
+            _check_size(name, getattr(self, name))
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ConfigError(
+                f"num_attention_heads {self.num_attention_heads} must be a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Takes a stored config; experts given to ``from_pretrained`` are checked with it, not set afterwards."""
+        given: dict[str, Any] = {
+            name: kwargs.pop(name) for name in ("experts_per_layer", "moe_layers") if name in kwargs
+        }
+        return super().from_dict({**config_dict, **given}, **kwargs)
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> Self:
@@ -135,8 +160,9 @@ class PRMoEConfig(PreTrainedConfig):
             settings: Settings that differ from the paper's, such as ``vocab_size``.
 
         Raises:
-            ConfigError: If there is no such model.
+            ConfigError: If there is no such model or setting.
         """
+        check_known(settings)
         return cls(**{**preset_settings(name), **settings})
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,11 +202,28 @@ class PRMoEConfig(PreTrainedConfig):
         return plan | {"layers.*.mlp.experts": "ep_dispatch_experts"}
 
 
+def check_known(settings: Mapping[str, Any]) -> None:
+    """Checks the names of settings; a config itself keeps those it does not know, as all of transformers' do.
+
+    Raises:
+        ConfigError: If `PRMoEConfig` has no such setting.
+    """
+    known = sorted(field.name for field in dataclasses.fields(PRMoEConfig))
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r} of PRMoEConfig; known: {', '.join(known)}")
+
+
 def _full_list(experts: list[int] | int, moe_layers: list[int] | None, num_layers: int) -> list[int]:
     """Returns the number of experts of every layer."""
     if isinstance(experts, int):
         layers = list(range(1, num_layers, 2)) if moe_layers is None else moe_layers
         counts = [experts] * len(layers)
+        if experts and not layers:
+            raise ConfigError(
+                f"experts_per_layer {experts} has no layer to go to (moe_layers {moe_layers}, {num_layers} layers): "
+                "name some in moe_layers, such as [0], or give experts_per_layer=0 for a dense model"
+            )
     elif len(experts) == num_layers:
         layers = [layer for layer, count in enumerate(experts) if count]
         if moe_layers is not None and sorted(moe_layers) != layers:
@@ -191,7 +234,7 @@ def _full_list(experts: list[int] | int, moe_layers: list[int] | None, num_layer
         counts = [experts[layer] for layer in layers]
     else:
         layers, counts = moe_layers or [], experts
-        if len(layers) != len(counts):
+        if len(layers) != len(counts) or not counts:
             raise ConfigError(
                 f"experts_per_layer has {len(experts)} entries for {num_layers} layers: give one per layer, 0 for a "
                 "dense one, or one per entry of moe_layers"
@@ -205,6 +248,11 @@ def _full_list(experts: list[int] | int, moe_layers: list[int] | None, num_layer
     for layer, count in zip(layers, counts, strict=True):
         full[layer] = count
     return full
+
+
+def _check_size(name: str, size: int | None) -> None:
+    if size is not None and size < 1:
+        raise ConfigError(f"invalid {name} {size}: expected at least 1")
 
 
 def _check_picks(experts_per_layer: list[int], picks: int) -> None:

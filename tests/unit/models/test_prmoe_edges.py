@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import AutoConfig
 
 from swarm_plugins.errors import ConfigError, NumericError
 from swarm_plugins.models import PRMoEConfig, PRMoEForCausalLM
@@ -58,12 +61,39 @@ def test_short_forms_become_the_full_list(settings: dict[str, Any], expected: li
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the 4 experts of layer 1"),
         ({"num_experts_per_tok": 0}, "invalid num_experts_per_tok 0"),
         ({"capacity_factor": 0.0}, "invalid capacity_factor 0.0"),
+        ({"capacity_factor": -1}, "invalid capacity_factor -1"),
         ({"capacity_factor": float("nan")}, "invalid capacity_factor nan"),
+        ({"experts_per_layer": []}, "0 entries for 4 layers"),
+        ({"experts_per_layer": 4, "moe_layers": []}, r"no layer to go to \(moe_layers \[\], 4 layers\)"),
+        ({"experts_per_layer": 4, "num_hidden_layers": 1}, r"no layer to go to \(moe_layers None, 1 layers\)"),
+        ({"router_aux_loss_coef": float("nan")}, "invalid router_aux_loss_coef nan"),
+        ({"router_aux_loss_coef": -0.1}, "invalid router_aux_loss_coef -0.1"),
+        ({"moe_intermediate_size": 0}, "invalid moe_intermediate_size 0: expected at least 1"),
+        ({"num_attention_heads": 0}, "invalid num_attention_heads 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         PRMoEConfig(**{**SMALL, **settings})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("experts_per_layer", "8"),
+        ("experts_per_layer", [0, "4", 0, 8]),
+        ("experts_per_layer", True),
+        ("moe_layers", [1.0]),
+        ("num_experts_per_tok", 1.5),
+        ("capacity_factor", "1.0"),
+        ("residual", "max"),
+        ("norm", "batch"),
+    ],
+)
+def test_settings_of_another_type_are_named_as_transformers_names_them(setting: str, value: object) -> None:
+    with pytest.raises(StrictDataclassFieldValidationError, match=rf"'{setting}'(.|\n)*{re.escape(str(value))}"):
+        PRMoEConfig(**{**SMALL, setting: value})
 
 
 def test_a_list_that_no_longer_fits_is_named_by_the_model() -> None:
@@ -76,7 +106,8 @@ def test_a_list_that_no_longer_fits_is_named_by_the_model() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"experts_per_layer": 4}, "experts_per_layer 4 does not fit 4 layers: give one entry per layer"),
+        ({"experts_per_layer": [4]}, "experts_per_layer has 1 entries for 4 layers: give one per layer"),
+        ({"moe_layers": [1, 2]}, r"moe_layers \[1, 2\] contradicts experts_per_layer \[0, 4, 0, 8\]"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 is above the 4 experts of layer 1"),
     ],
 )
@@ -84,6 +115,14 @@ def test_settings_changed_at_loading_are_checked_too(tmp_path: Path, changed: di
     small().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=says):
         PRMoEForCausalLM.from_pretrained(tmp_path, **changed)
+
+
+def test_experts_given_at_loading_count(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path)
+    config = PRMoEForCausalLM.from_pretrained(tmp_path, experts_per_layer=[4, 8], moe_layers=[1, 3]).config
+    assert (config.experts_per_layer, config.moe_layers) == ([0, 4, 0, 8], [1, 3])
+    config = AutoConfig.from_pretrained(tmp_path, experts_per_layer=2, moe_layers=[0])
+    assert (config.experts_per_layer, config.moe_layers) == ([2, 0, 0, 0], [0])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
