@@ -24,12 +24,16 @@ from huggingface_hub.errors import (
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
 from huggingface_hub.utils import validate_repo_id
 
 from swarm_plugins.errors import HubError, HubErrorKind, SwarmError, one_line
 
 T = TypeVar("T")
+
+WrongTypeError = StrictDataclassError
+"""Raised by a config of transformers if a setting has a wrong type; not an error of a Hub."""
 
 _PASSING = {408, 412, 425, 429}
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may"

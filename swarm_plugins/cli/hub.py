@@ -1,4 +1,4 @@
-"""``swarm hub`` and ``swarm push``: a Hub on this machine, and publishing an adapter to a Hub."""
+"""``swarm hub`` and ``swarm push``: a Hub on this machine, and publishing an adapter or a model to a Hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hub(
 
 
 def push(
-    folder: Annotated[Path, typer.Argument(help="Folder of the adapter, as the callbacks or PEFT wrote it.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of an adapter or of a whole model, as it was saved.")],
     repo: Annotated[
         str | None, typer.Option(help="Repository, such as me/my-adapter. Default: what the folder was written for.")
     ] = None,
@@ -41,7 +41,7 @@ def push(
     endpoint: Annotated[str | None, typer.Option(help="Address of the Hub. Default: HF_ENDPOINT.")] = None,
     attempts: Annotated[int, typer.Option(min=1, help="How often to try.")] = 5,
 ) -> None:
-    """Publish an adapter: one commit, then its tag. The token is the one of `hf auth login`, or HF_TOKEN."""
+    """Publish an adapter or a model: one commit, then its tag. The token is that of `hf auth login`, or HF_TOKEN."""
     with one_sentence_errors("push"):
         import msgspec
 

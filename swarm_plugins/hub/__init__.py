@@ -1,4 +1,4 @@
-"""Publishes adapters to the Hub with the version of their base, finds them by it and downloads them.
+"""Publishes adapters and students to the Hub with the version of their base, finds adapters by it, downloads them.
 
 ```text
 PushWorker      publishes folders in the background of a training run
@@ -6,7 +6,7 @@ push_folder     one commit and its tag: the whole version or nothing
 find_adapters   the newest fitting version of each adapter of a base
 fetch_adapter   downloads a version, safetensors only
 Manifest        swarm.json: the base, servers and metrics of a version
-save_student    a distilled model as a folder to upload, with a card that names its teacher
+save_student    a distilled model as a folder to push, with a card that names its teacher
 ```
 """
 

@@ -79,11 +79,13 @@ def student_card_text(
     """
     name = repo_id.split("/")[-1]
     results = _results(metrics or {}, pipeline_tag, None)
+    revision = distillation.get("teacher_revision")
+    found_by = [f"swarm-teacher:{revision}"] if revision else []
     teacher = {"base_model": distillation.get("teacher"), "base_model_relation": "finetune"} if is_on_hub else {}
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag=pipeline_tag,
-        tags=["distillation", "mixture-of-students", "swarm_plugins"],
+        tags=["distillation", "mixture-of-students", "swarm_plugins", *found_by],
         model_name=name if results else None,
         eval_results=results or None,
         **teacher,  # type: ignore[arg-type]
@@ -94,12 +96,13 @@ def student_card_text(
 
 # {name}
 
-A student: some layers of its teacher, trained by staged distillation (DeepSpeed-MoE, section 4.2).
+A student: some layers of its teacher, trained by staged distillation (DeepSpeed-MoE, section 4.2). Each version is a
+git tag.
 
 ```python
 from transformers import {_CLASSES.get(pipeline_tag, "AutoModel")}
 
-model = {_CLASSES.get(pipeline_tag, "AutoModel")}.from_pretrained("{repo_id}")
+model = {_CLASSES.get(pipeline_tag, "AutoModel")}.from_pretrained("{repo_id}")  # or revision="v1"
 ```
 
 | | |

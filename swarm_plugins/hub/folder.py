@@ -1,7 +1,9 @@
-"""A version of an adapter on disk: the files to publish, and ``push.json`` with the target for ``swarm push DIR``."""
+"""A version on disk: the files to publish, and ``push.json`` with the target for ``swarm push DIR``."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,15 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CARD_FILE = "README.md"
 ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE, CARD_FILE)
+# Of a whole model, as transformers writes it.
+_MODEL_CONFIG = "config.json"
+_MODEL_INDEX = "model.safetensors.index.json"
+_MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_MODEL_FILES = (
+    _MODEL_CONFIG, "generation_config.json", _MODEL_INDEX, "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
+    "spiece.model", "chat_template.jinja", CARD_FILE,
+)  # fmt: skip
 _TARGET_FILE = "push.json"
 _MAX_SAME_NAME = 1000
 
@@ -58,20 +69,40 @@ class PushTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def files_to_push(folder: Path) -> list[Path]:
-    """Returns the files to publish.
+    """Returns the files to publish: those of an adapter, or of a whole model such as a student.
 
     Raises:
-        CheckpointError: If the folder does not hold an adapter in safetensors format.
+        CheckpointError: If the folder holds neither of them whole, in safetensors format.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a directory; give the folder of an adapter, with {CONFIG_FILE} in it")
+        raise CheckpointError(
+            f"{folder} is not a directory; give the folder of an adapter ({CONFIG_FILE}) or of a whole model "
+            f"({_MODEL_CONFIG})"
+        )
+    if not (folder / CONFIG_FILE).is_file() and (folder / _MODEL_CONFIG).is_file():
+        return _files_of_model(folder)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise CheckpointError(
-                f"{folder} has no {name}: publish a folder that PEFT's save_pretrained wrote (only safetensors "
-                "are published)"
+                f"{folder} has no {name}: publish a folder that save_pretrained of PEFT or transformers wrote (only "
+                "safetensors are published)"
             )
     return [folder / name for name in ADAPTER_FILES if (folder / name).is_file()]
+
+
+def _files_of_model(folder: Path) -> list[Path]:
+    weights = {path.name for path in folder.iterdir() if _MODEL_WEIGHTS.fullmatch(path.name)}
+    wanted = {"model.safetensors"}
+    if (folder / _MODEL_INDEX).is_file():
+        try:
+            wanted = set(json.loads((folder / _MODEL_INDEX).read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as exc:
+            raise CheckpointError(f"{folder / _MODEL_INDEX} cannot be understood ({one_line(exc)})") from exc
+    if weights != wanted:
+        name = min(wanted ^ weights)
+        is_missing = "lacks" if name in wanted else "has, besides the model's weights,"
+        raise CheckpointError(f"{folder} {is_missing} {name}: save the model once more with save_pretrained")
+    return [folder / name for name in (*_MODEL_FILES, *sorted(weights)) if (folder / name).is_file()]
 
 
 def move_to_free_name(whole: Path, folder: Path) -> Path:

@@ -39,7 +39,7 @@ class RetryPlan:
     max_pause_s: float = 30.0
     """Longest pause."""
     attempt_s: float = 600.0
-    """Longest time of one attempt."""
+    """Longest time of one attempt, to which each megabyte adds a second."""
 
     def pause_s(self, attempt: int) -> float:
         """Returns the pause after a failed attempt (from 0), with jitter so that clients do not return at once."""
@@ -76,7 +76,7 @@ def push_folder(
     retries: RetryPlan | None = None,
     stop: threading.Event | None = None,
 ) -> PushedVersion:
-    """Publishes the adapter in a folder; retries errors that may pass.
+    """Publishes the adapter, or the whole model, in a folder; retries errors that may pass.
 
     Args:
         folder: The files.
@@ -86,7 +86,7 @@ def push_folder(
         stop: No further attempt once this is set.
 
     Raises:
-        CheckpointError: If the folder holds no adapter.
+        CheckpointError: If the folder holds neither.
         HubError: If the version cannot be published.
     """
     retries = retries or RetryPlan()
@@ -94,10 +94,10 @@ def push_folder(
     api = HfApi(endpoint=target.endpoint, token=token, library_name="swarm_plugins")
     progress = _Progress()
     what = f"push to {target.repo_id}"
-    files_to_push(folder)
+    attempt_s = retries.attempt_s + sum(path.stat().st_size for path in files_to_push(folder)) / 1e6
     for attempt in range(retries.attempts):
         try:
-            pushed = within(retries.attempt_s, what, lambda: _try(api, folder, target, progress, what))
+            pushed = within(attempt_s, what, lambda: _try(api, folder, target, progress, what))
         except HubError as exc:
             is_last = attempt + 1 == retries.attempts
             if not exc.is_passing or is_last or stop.is_set():
@@ -133,7 +133,7 @@ def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
         ]
         # With the parent given, the Hub refuses if another commit came in between.
         info = api.create_commit(
-            repo_id, additions, commit_message=f"Adapter {folder.name}", parent_commit=branches.get("main")
+            repo_id, additions, commit_message=f"Publish {folder.name}", parent_commit=branches.get("main")
         )
     return str(info.oid)
 

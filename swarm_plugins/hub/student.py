@@ -8,7 +8,7 @@ from typing import Any
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.hub.card import student_card_text
-from swarm_plugins.hub.folder import CARD_FILE
+from swarm_plugins.hub.folder import CARD_FILE, PushTarget
 from swarm_plugins.hub.names import check_repo_id
 from swarm_plugins.hub_errors import repo_id_fault
 
@@ -22,15 +22,16 @@ def save_student(
     metrics: Mapping[str, float] | None = None,
     state_dict: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a student with its card, ready for ``hf upload REPO FOLDER``, and returns the folder.
+    """Writes a student with its card, ready for ``swarm push FOLDER``, and returns the folder.
 
     The card names the teacher with its version, the kept layers, the stop step, alpha, temperature and schedule, from
-    the model's ``config.distillation``.
+    the model's ``config.distillation``. Its tag ``swarm-teacher:VERSION`` finds the students of a teacher on a Hub.
 
     Args:
         model: A model of transformers made by `make_student` or trained with `StagedDistillation`.
         folder: Where to write.
-        repo_id: The repository it is for. None: the folder's name.
+        repo_id: The repository that the card names and ``swarm push`` publishes to. None: the card has the folder's
+            name, and ``swarm push`` needs ``--repo``.
         tokenizer: Saved with the model, if given.
         metrics: Shown on the card, by name.
         state_dict: The whole weights, if a strategy has divided the model's over ranks. None: the model's.
@@ -51,6 +52,8 @@ def save_student(
         tokenizer.save_pretrained(place)
     text = student_card_text(name, record, metrics=metrics, is_on_hub=_is_on_hub(record))
     (place / CARD_FILE).write_text(text, encoding="utf-8")
+    if repo_id is not None:
+        PushTarget(repo_id=repo_id).write(place)
     return place
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -20,6 +19,8 @@ from swarm_plugins.distill import make_student
 from swarm_plugins.errors import CheckpointError, ConfigError, one_line
 from swarm_plugins.hub import save_student
 from swarm_plugins.hub.folder import move_to_free_name
+from swarm_plugins.hub.names import check_repo_id
+from swarm_plugins.hub_errors import WrongTypeError
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class ModelTuner(pl.LightningModule):
         try:
             config = AutoConfig.for_model(**{"vocab_size": len(self._tokenizer), **ids, **settings})
             new: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        except (ValueError, TypeError, KeyError, WrongTypeError) as error:
             raise ConfigError(f"model.config makes no model of type {kind!r}: {one_line(error)}") from error
         return new
 
@@ -166,6 +167,7 @@ class StudentTuner(ModelTuner):
         revision: Branch, tag or commit of the teacher on the Hub.
         output: Folder for the student, its tokenizer and its card; numbered if it exists. None: only checkpoints hold
             it.
+        repo_id: Repository on the Hub that the card names, and to which ``swarm push`` publishes the folder.
     """
 
     def __init__(
@@ -181,8 +183,10 @@ class StudentTuner(ModelTuner):
         weight_decay: float = 0.0,
         revision: str | None = None,
         output: str | None = None,
+        repo_id: str | None = None,
     ) -> None:
         super().__init__(base, None, learning_rate, weight_decay, revision, output)
+        self.repo_id = None if repo_id is None else check_repo_id(repo_id)
         self.depth = depth
         self.keep_layers = keep_layers
         self._teacher = base
@@ -202,7 +206,14 @@ class StudentTuner(ModelTuner):
         """Writes the student, its tokenizer and its card into a new folder."""
         if self.model is not None:
             metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items() if "val" in name}
-            save_student(self.model, folder, tokenizer=self._tokenizer, metrics=metrics, state_dict=self._whole)
+            save_student(
+                self.model,
+                folder,
+                repo_id=self.repo_id,
+                tokenizer=self._tokenizer,
+                metrics=metrics,
+                state_dict=self._whole,
+            )
 
     def _load_teacher(self) -> PreTrainedModel:
         teacher: Any = self._loaded(self._teacher, "auto")

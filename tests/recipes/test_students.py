@@ -79,6 +79,7 @@ def test_a_base_in_few_bits_is_trained_in_float32_and_teaches_as_it_is(tmp_path:
         ("prmoe.yaml", ["--model.base", "null", "--model.config", "null"], r"give the model_type and settings"),
         ("prmoe.yaml", ["--model.base", "null", "--model.config.model_type", "prmo"], r"makes no model of type 'prmo'"),
         ("prmoe.yaml", ["--model.base", "null", "--model.config.experts_per_layer", "[2]"], r"experts_per_layer has 1"),
+        ("prmoe.yaml", ["--model.base", "null", "--model.config.residual", "max"], r"residual.*'max'.*'learned'"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(recipe: str, options: list[str], said: str, text: Path, fit: Fit) -> None:

@@ -5,14 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import make_student
-from swarm_plugins.errors import ConfigError
-from swarm_plugins.hub import AdapterFacts, Manifest, card_text, save_student, student_card_text
+from swarm_plugins.errors import CheckpointError, ConfigError
+from swarm_plugins.hub import (
+    AdapterFacts,
+    Manifest,
+    PushTarget,
+    card_text,
+    push_folder,
+    save_student,
+    student_card_text,
+)
+from swarm_plugins.hub.folder import files_to_push
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.testing.models import tiny_model
 
@@ -54,22 +64,41 @@ def test_the_card_of_a_distilled_adapter_has_the_same_rows() -> None:
     assert "teacher" not in card_text(AdapterFacts(repo_id="me/mine"), Manifest())
 
 
-def test_a_student_comes_back_from_a_hub(tmp_path: Path) -> None:
+def test_a_student_is_pushed_with_a_tag_and_comes_back(tmp_path: Path, hub: LocalHub) -> None:
     student = make_student(tiny_model("llama"), depth=2)
     student.config.distillation = {**student.config.distillation, **RECORD}
-    folder = save_student(student, tmp_path / "student", repo_id="me/student")
-    with LocalHub(tokens={"token": "me"}) as hub:
-        api = HfApi(endpoint=hub.endpoint, token="token")
-        api.create_repo("me/student")
-        for path in folder.iterdir():
-            # As an open file: huggingface_hub sends bytes and paths by Xet, which only huggingface.co has.
-            with path.open("rb") as stream:
-                api.upload_file(path_or_fileobj=stream, path_in_repo=path.name, repo_id="me/student")
-        loaded = api.snapshot_download("me/student", cache_dir=tmp_path / "cache")
-    assert "| teacher | org/teacher |" in (Path(loaded) / "README.md").read_text()
+    folder = save_student(student, tmp_path / "student", repo_id="alice/student")
+    (folder / "trainer_state.json").write_text("{}")
+    target = PushTarget.read(folder)
+    assert target is not None
+    pushed = push_folder(folder, msgspec.structs.replace(target, endpoint=hub.endpoint), token="token-of-alice")
+    assert (pushed.repo_id, pushed.tag) == ("alice/student", "v1")
+    api = HfApi(endpoint=hub.endpoint)
+    [found] = api.list_models(filter=f"swarm-teacher:{'a' * 40}")
+    assert found.id == "alice/student"
+    loaded = Path(api.snapshot_download("alice/student", revision="v1", cache_dir=tmp_path / "cache"))
+    files = {"README.md", "config.json", "generation_config.json", "model.safetensors", ".gitattributes"}
+    assert {path.name for path in loaded.iterdir()} == files
     model = AutoModelForCausalLM.from_pretrained(loaded)
     assert model.config.distillation["stop_step"] == 400
     assert torch.equal(model.lm_head.weight, student.lm_head.weight)
+
+
+def test_a_model_in_parts_is_pushed_whole_or_not_at_all(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert set(shards) < set(files_to_push(tmp_path))
+    shards[1].rename(tmp_path / "kept")
+    with pytest.raises(CheckpointError, match=rf"lacks {shards[1].name}: save the model once more"):
+        files_to_push(tmp_path)
+    (tmp_path / "kept").rename(shards[1])
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"has, besides the model's weights, model.safetensors"):
+        files_to_push(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json cannot be understood"):
+        files_to_push(tmp_path)
 
 
 def test_a_teacher_in_a_directory_is_not_named_as_if_it_were_on_the_hub(tmp_path: Path) -> None:
