@@ -11,6 +11,7 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.errors import (
     CapacityError,
+    MissingExpertsError,
     ProtocolError,
     RemoteError,
     SessionLostError,
@@ -37,12 +38,17 @@ class TicketLostError(RemoteError):
     """The server no longer keeps the graph of a forward request: send the inputs again."""
 
 
+class ServerLacksExpertsError(RemoteError, MissingExpertsError):
+    """The server has the blocks, but needs experts of them that no living holder has."""
+
+
 _ERRORS: dict[str, type[SwarmError]] = {
     "bad_request": RefusedError,
     "not_finite": RefusedError,
     "unknown_adapter": UnknownAdapterError,
     "unknown_ticket": TicketLostError,
     "unknown_session": SessionLostError,
+    "missing_experts": ServerLacksExpertsError,
     "out_of_memory": CapacityError,
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from swarm_plugins.client.answers import RefusedError
-from swarm_plugins.errors import CapacityError, MissingBlocksError, SwarmError, TransportError
+from swarm_plugins.errors import CapacityError, MissingBlocksError, MissingExpertsError, SwarmError, TransportError
 from swarm_plugins.routing import Demand, SpanChoice
 
 if TYPE_CHECKING:
@@ -23,10 +23,16 @@ _LONGEST_PAUSE_S = 2.0
 
 
 class Retries:
-    """Counts the failures of one call, bans failed servers, and replans."""
+    """Counts the failures of one call, bans failed servers, and replans.
 
-    def __init__(self, view: SwarmView) -> None:
+    Args:
+        view: Plans and bans.
+        may_pause: Whether to wait for servers to come back when none is left.
+    """
+
+    def __init__(self, view: SwarmView, *, may_pause: bool = True) -> None:
         self.view = view
+        self.may_pause = may_pause
         self.limit = view.config.max_retries
         """Failures after which the last error is raised."""
         self.failures = 0
@@ -86,7 +92,10 @@ class Retries:
                 if isinstance(self.last, CapacityError | RefusedError):
                     # No other server has the blocks: that these are full, or refuse, is the true reason.
                     raise self.last from None
-                if self.last is None or self.failures >= self.limit:
+                if self.last is None or self.failures >= self.limit or not self.may_pause:
+                    if isinstance(self.last, MissingExpertsError):
+                        # It names what to serve; more servers of the blocks would miss the same experts.
+                        raise self.last from None
                     # The message holds the last failure and ends with the cure; no other traceback should hide it.
                     raise exc from None
                 self.failures += 1

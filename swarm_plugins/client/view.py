@@ -64,6 +64,8 @@ class SwarmView:
         self.bans = BanList()
         self.infos: dict[str, ServerInfo] = {}
         """Each server's last answer about itself."""
+        self._last_failure: BaseException | None = None
+        """Of the peer that was banned last."""
         self._announced: dict[str, ServerInfo] = {}
         self.entries: dict[str, ServerEntry] = {}
         """Servers that answered the last refresh."""
@@ -119,6 +121,7 @@ class SwarmView:
     def ban(self, peer: str, error: BaseException) -> None:
         """Excludes a peer from plans for a while."""
         seconds = self.bans.ban(peer)
+        self._last_failure = error
         log.info("server %s is left out for %.0f s: %s", peer, seconds, error)
 
     @property
@@ -241,7 +244,8 @@ class SwarmView:
         """Returns a message about what no server holds, with the command that serves it."""
         banned = sorted({*self.bans.banned(), *without})
         reasons = [f"left out after failures: {', '.join(banned)}"] if banned else []
-        reasons += [f"the last failure: {one_line(failure, max_chars=1000)}"] if failure is not None else []
+        cause = failure or (self._last_failure if banned else None)
+        reasons += [f"the last failure: {one_line(cause, max_chars=1000)}"] if cause is not None else []
         command = serve_command(
             self.model, self.version.revision, blocks, self.initial_peers, without=banned, experts=experts
         )

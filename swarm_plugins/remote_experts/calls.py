@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _LATE_S = 0.25
 _LATE_FACTOR = 4.0
-"""A holder is late after this many times the expected seconds and `_LATE_S`: its replicas are asked too."""
+"""A holder is late after this many times the expected seconds and `_LATE_S`: a replica is asked too."""
+_MAX_SPARES = 2
+"""Replicas asked for one late holder, one after the other."""
 _MAX_ON_THE_WAY = 4
 """Messages that one holder has at a time: a holder chooses how many a batch is cut into."""
 
@@ -123,20 +125,22 @@ class Holders:
             retries.note(peer, error)
 
     async def _ask(self, rows: ExpertRows, share: Share, without: Collection[str]) -> dict[int, Tensor]:
-        """Returns a holder's answer by expert; if it is late, its replicas' if they are sooner."""
+        """Returns a holder's answer by expert; while it is late, its replicas are asked too, and the first counts."""
         loads = {expert: rows.num_rows(expert) for expert in share.experts}
         late_s = _LATE_S + _LATE_FACTOR * share.holder.answer_s(sum(loads.values()))
         started = time.perf_counter()
+        asked = {share.holder.peer, *without}
         tasks = [asyncio.create_task(self._ask_holder(rows, share))]
         try:
-            done, _ = await asyncio.wait(tasks, timeout=late_s)
-            others = [] if done else self.view.replicas(rows.block, share, loads, without)
-            if others:
-                log.info("holder %s has not answered for %.2f s: its replicas are asked", share.holder.peer, late_s)
+            for _ in range(_MAX_SPARES):
+                done, _ = await asyncio.wait(tasks, timeout=late_s, return_when=asyncio.FIRST_COMPLETED)
+                others = [] if done else self.view.replicas(rows.block, share, loads, asked)
+                if not others:
+                    break
+                log.info("holder %s has not answered for %.2f s: a replica is asked", share.holder.peer, late_s)
+                asked |= {other.holder.peer for other in others}
                 tasks.append(asyncio.create_task(self._ask_holders(rows, others)))
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            is_overtaken = not tasks[0].done() and tasks[-1].done() and tasks[-1].exception() is None
-            answer = await tasks[-1 if is_overtaken else 0]
+            answer = await _first(tasks)
             self.view.observe(share.holder, sum(loads.values()), time.perf_counter() - started)
             return answer
         finally:
@@ -192,6 +196,15 @@ class Holders:
         like = rows.hidden[:1, :1].expand(chunk.places.shape[0], rows.hidden.shape[1])
         check_tensor(answer.rows, like, peer, "the rows of its experts")
         return answer.rows
+
+
+async def _first(tasks: Sequence[asyncio.Task[T]]) -> T:
+    """Returns the first result; errors count only of the first task."""
+    while True:
+        ended = next((task for task in tasks if task.done() and (task is tasks[0] or task.exception() is None)), None)
+        if ended is not None:
+            return ended.result()
+        await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _all(requests: Iterable[Awaitable[T]]) -> list[T]:

@@ -16,6 +16,8 @@ from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
 
+_LOOK_UP_S = 1.0
+"""Longest wait for new holders when experts have none."""
 _RECOVERY = 0.8
 """Factor by which a holder's lag falls at most with each answer."""
 _FORGIVENESS = 0.25
@@ -27,13 +29,15 @@ class HolderView(SwarmView):
 
     Args:
         blocks: Blocks whose experts are wanted.
+        may_pause: Whether a pass waits for holders to come back when experts have none.
         args: As for `SwarmView`.
         options: As for `SwarmView`.
     """
 
-    def __init__(self, *args: Any, blocks: range, **options: Any) -> None:
+    def __init__(self, *args: Any, blocks: range, may_pause: bool = True, **options: Any) -> None:
         super().__init__(*args, **options)
         self.blocks = blocks
+        self.may_pause = may_pause
         self._lag_s: dict[str, float] = {}
         """By how many seconds each holder was slower than it announces."""
         self._refreshing: asyncio.Task[None] | None = None
@@ -59,13 +63,15 @@ class HolderView(SwarmView):
         Raises:
             MissingExpertsError: If some expert has no living holder.
         """
-        if self.entries:
-            self._refresh_in_background()
-        else:
+        if not self.entries:
             await self.refresh(force=False)
+        elif self.is_stale:
+            # No token waits for the slowest holder's answer.
+            self._refresh_in_background()
         found = self._share(block, loads, without)
         if found is None:
-            await self.refresh(force=True)
+            # A frozen peer can hold up the look-up for longer than clients wait for this one.
+            await asyncio.wait({self._refresh_in_background()}, timeout=_LOOK_UP_S)
             found = self._share(block, loads, without)
         if found is None:
             missing = missing_experts(self._holders(block, without), sorted(loads))
@@ -76,7 +82,7 @@ class HolderView(SwarmView):
 
     def replicas(self, block: int, late: Share, loads: Mapping[int, int], without: Collection[str]) -> list[Share]:
         """Returns other holders of a late holder's share; none if some expert has no other."""
-        holders = self._holders(block, {late.holder.peer, *without})
+        holders = self._holders(block, without)
         part = late.holder.part
         # Holders of the same slice can stand in for each other as if it were the whole expert.
         alike = [replace(holder, part=None) for holder in holders if holder.part == part]
@@ -95,16 +101,23 @@ class HolderView(SwarmView):
         if self._refreshed_at != before:
             self._lag_s = {peer: lag_s * _FORGIVENESS for peer, lag_s in self._lag_s.items() if peer in self.entries}
 
-    def _refresh_in_background(self) -> None:
-        """Renews an old view without keeping a token waiting for the slowest holder's answer."""
-        if self.is_stale and (self._refreshing is None or self._refreshing.done()):
+    def _refresh_in_background(self) -> asyncio.Task[None]:
+        """Updates the view, unless that is under way."""
+        if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.create_task(self._refresh_quietly(), name="look up holders of experts")
+        return self._refreshing
 
     async def _refresh_quietly(self) -> None:
         try:
-            await self.refresh(force=False)
+            await self.refresh(force=True)
         except TransportError as exc:
             log.warning("could not look up the holders of experts, using the last answer: %s", exc)
+
+    async def close(self) -> None:
+        """Ends a look-up that is under way. Idempotent."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.wait({self._refreshing})
 
     def _share(self, block: int, loads: Mapping[int, int], without: Collection[str]) -> list[Share] | None:
         """Shares experts among holders that take whole batches, or if these do not suffice, among all."""
@@ -136,8 +149,11 @@ class HolderRetries(Retries):
 
     view: HolderView
 
+    def __init__(self, view: HolderView) -> None:
+        super().__init__(view, may_pause=view.may_pause)
+
     async def shares(self, block: int, loads: Mapping[int, int]) -> list[Share]:
-        """Returns who computes what is left; after a failure, waits briefly for holders to come back.
+        """Returns who computes what is left; after a failure, may wait briefly for holders to come back.
 
         Raises:
             MissingExpertsError: If some expert has no living holder, also after the retries.

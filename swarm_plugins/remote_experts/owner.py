@@ -25,7 +25,7 @@ from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
 
-_CONFIG = SwarmConfig(max_retries=3, request_timeout_s=30.0, connect_timeout_s=10.0)
+_CONFIG = SwarmConfig(max_retries=3, request_timeout_s=30.0, connect_timeout_s=10.0, info_timeout_s=2.0)
 """Shorter waits than a client's: clients wait for this server meanwhile."""
 _SLACK_S = 1.0
 
@@ -81,6 +81,8 @@ class RemoteShare:
             model=model,
             initial_peers=addresses,
             blocks=blocks,
+            # Clients wait and ask again themselves.
+            may_pause=False,
         )
         self.experts = RemoteExperts(Holders(peers, view), _ServerLoop(asyncio.get_running_loop()), own)
 
@@ -98,6 +100,7 @@ class RemoteShare:
     async def close(self) -> None:
         """Ends what waits for holders, and closes the streams to them. Idempotent."""
         self.experts.close()
+        await self.experts.holders.view.close()
         await self.experts.holders.peers.close()
 
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, load_remote_experts
 from swarm_plugins.cli import app
-from swarm_plugins.client import SwarmConfig, connect
-from swarm_plugins.errors import MissingBlocksError, RemoteError
+from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
+from swarm_plugins.errors import MissingExpertsError
 from swarm_plugins.local_swarm import LocalServer
+from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.testing.models import save_tiny
 
-pytestmark = pytest.mark.swarm
+pytestmark = [pytest.mark.swarm, pytest.mark.xdist_group("remote-experts")]
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
 NEW_TOKENS = 12
@@ -36,34 +43,45 @@ def local(model: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def swarm(model: Path) -> Iterator[LocalSwarm]:
-    """An owner without experts, two holders of half of them, and two with slices of the other half."""
+    """An owner without experts, three holders of half of them, and two with slices of the other half."""
     with LocalSwarm(
         model,
-        spans=[(0, 4)] * 5,
-        experts=["remote", "0:2", "0:2", "2:4", "2:4"],
-        slices=[None, None, None, "0/2", "1/2"],
+        spans=[(0, 4)] * 6,
+        experts=["remote", "0:2", "0:2", "0:2", "2:4", "2:4"],
+        slices=[None, None, None, None, "0/2", "1/2"],
     ) as swarm:
         yield swarm
 
 
-class KillAt(LogitsProcessor):
-    """Kills a server with SIGKILL after some tokens."""
+@contextmanager
+def frozen(*servers: LocalServer) -> Iterator[None]:
+    """Stops processes as a debugger, a full disk or a sleeping laptop does: connections stay open, no answer comes."""
+    for server in servers:
+        os.kill(server.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for server in servers:
+            if server.is_alive:
+                os.kill(server.pid, signal.SIGCONT)
 
-    def __init__(self, num_tokens: int, victim: LocalServer) -> None:
-        self.num_left = num_tokens
-        self.victim = victim
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.num_left -= 1
-        if not self.num_left:
-            self.victim.kill()
-        return scores
+@contextmanager
+def killed_while_computing(client: PreTrainedModel, connection: SwarmConnection, victim: LocalServer) -> Iterator[None]:
+    """Makes a holder the nearest of all, holds up the requests that come, and then kills it."""
+    view = next(one for one in client.modules() if isinstance(one, RemoteExpertsModule))._remote.holders.view
+    connection.loop.run(view.refresh(force=True))
+    for peer, entry in view.entries.items():
+        view.entries[peer] = replace(entry, round_trip_s=0.0 if peer == victim.peer_id else 1.0)
+    with frozen(victim), ThreadPoolExecutor(1) as pool:
+        # Replicas are asked after 0.25 s at the earliest, so that a request is under way.
+        death = pool.submit(lambda: (time.sleep(0.2), victim.kill()))
+        yield
+        death.result()
 
 
-def tokens_of(model: PreTrainedModel, *processors: LogitsProcessor) -> Tensor:
-    found: Tensor = model.generate(  # type: ignore[operator]
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=list(processors)
-    )
+def tokens_of(model: PreTrainedModel) -> Tensor:
+    found: Tensor = model.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False)  # type: ignore[operator]
     return found
 
 
@@ -74,24 +92,65 @@ def gradient_of(model: PreTrainedModel) -> Tensor:
     return embeds.grad
 
 
-def test_clients_and_local_models_get_tokens_and_gradients_whoever_dies(
+def outcome(client: PreTrainedModel, **around: AbstractContextManager[None]) -> tuple[Tensor, Tensor]:
+    """Logits of two rows, and the gradient of their embeddings; ``forward`` and ``backward`` run in these contexts."""
+    tokens = torch.cat([PROMPT, PROMPT + 40])
+    embeds = client.get_input_embeddings()(tokens).detach().requires_grad_()
+    with around.get("forward", nullcontext()):
+        logits = client(inputs_embeds=embeds).logits
+    with around.get("backward", nullcontext()):
+        logits.square().sum().backward()
+    assert embeds.grad is not None
+    return logits.detach(), embeds.grad
+
+
+def test_clients_and_local_models_compute_the_same_also_while_holders_are_frozen(
     model: Path, local: PreTrainedModel, swarm: LocalSwarm
 ) -> None:
     expected, gradient = tokens_of(local), gradient_of(local)
-    with connect(swarm.initial_peers, SwarmConfig(max_retries=4)) as connection:
-        clients = (
+    with connect(swarm.initial_peers, SwarmConfig(max_retries=1)) as connection:
+        for client in (
             AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection),
             load_remote_experts(model, connection=connection),
-        )
-        for client in clients:
-            torch.testing.assert_close(gradient_of(client), gradient, rtol=1e-4, atol=1e-5)
-        assert torch.equal(tokens_of(clients[0], KillAt(4, swarm.servers[1])), expected)
-        assert torch.equal(tokens_of(clients[1]), expected)
-        swarm.servers[3].kill()
-        with pytest.raises(
-            (RemoteError, MissingBlocksError), match=r"experts 2:4 of block 0 of .* --blocks 0:1 --experts 2:4 "
         ):
-            clients[0](PROMPT.repeat(4, 4))
+            torch.testing.assert_close(gradient_of(client), gradient, rtol=1e-4, atol=1e-5)
+            before = outcome(client)
+            with frozen(*swarm.servers[1:3]):
+                assert torch.equal(tokens_of(client), expected)
+                assert all(torch.equal(one, two) for one, two in zip(outcome(client), before, strict=True))
+
+
+def test_holders_killed_in_mid_forward_and_in_mid_backward_cost_no_bit(
+    model: Path, swarm: LocalSwarm, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = swarm.servers[1:3]
+    with connect(swarm.initial_peers, SwarmConfig()) as connection:
+        client = load_remote_experts(model, connection=connection)
+        expected = outcome(client)
+        found = outcome(
+            client,
+            forward=killed_while_computing(client, connection, first),
+            backward=killed_while_computing(client, connection, second),
+        )
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    for victim in (first, second):
+        assert f"server {victim.peer_id} failed" in caplog.text
+
+
+def test_experts_of_a_frozen_holder_without_a_replica_are_reported_with_the_cure(
+    model: Path, swarm: LocalSwarm
+) -> None:
+    holder = swarm.servers[4]
+    with connect(swarm.initial_peers, SwarmConfig(max_retries=1)) as connection:
+        client = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        client(PROMPT)
+        words = (
+            rf"no living server holds experts 2:4 of block 0 of .*left out after failures: .*{holder.peer_id}.*"
+            r"; serve them with: swarm serve .* --blocks 0:1 --experts 2:4 --initial-peers /"
+        )
+        with frozen(holder), pytest.raises(MissingExpertsError, match=words):
+            client(PROMPT.repeat(4, 4))
+    holder.kill()
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(
         app, ["status", "--initial-peers", swarm.servers[0].addresses[0], "--timeout", "2"]
     )
