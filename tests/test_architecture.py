@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "routing": frozenset(),
     "moe": frozenset(),
     "models": frozenset({"moe", "checkpoint"}),
-    "parallel": frozenset({"moe"}),
+    "parallel": frozenset({"moe", "checkpoint"}),
     "distill": frozenset({"checkpoint"}),
     "remote_experts": frozenset({"moe", "routing", "transport", "client", "checkpoint", "offload"}),
     "study": frozenset({"models", "distill", "callbacks", "moe"}),

@@ -17,9 +17,10 @@ from transformers import (
 
 from swarm_plugins.backbone.context import resolve_settings
 from swarm_plugins.backbone.injection import watch_injection
-from swarm_plugins.backbone.loading import load_remote, model_class
+from swarm_plugins.backbone.loading import load_remote
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.checkpoint.loading import class_for_task
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.errors import ConfigError
@@ -81,7 +82,7 @@ class _AutoSwarm:
         checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
         _check_not_store(checkpoint)
         _check_changes(config_changes, checkpoint.config)
-        base_class = model_class(cls._mapping, checkpoint.config, cls._what)
+        base_class = class_for_task(checkpoint.config, cls._mapping, cls._what)
         text_config = checkpoint.config.get_text_config(decoder=True)
         stack = RemoteStack(
             version=checkpoint.version,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from swarm_plugins.backbone.arguments import ATTENTION_NAME, register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
@@ -19,19 +19,7 @@ from swarm_plugins.checkpoint import (
     layer_list_name,
     model_from_tensors,
 )
-from swarm_plugins.checkpoint.loading import model_classes, take_generation_config
-from swarm_plugins.errors import UnsupportedError
-
-
-def model_class(mapping: Mapping[Any, Any], config: PreTrainedConfig, what: str) -> type[PreTrainedModel]:
-    """Returns the class of transformers for a config and a task; raises UnsupportedError if there is none."""
-    found = model_classes(config, mapping)
-    if not found:
-        raise UnsupportedError(
-            f"transformers has no {what} class for model_type {config.model_type!r}; "
-            "use a decoder-only model that AutoModel can load for this task"
-        )
-    return found[0]
+from swarm_plugins.checkpoint.loading import take_generation_config
 
 
 def load_remote(

@@ -15,31 +15,34 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint.source import Checkpoint
-from swarm_plugins.errors import CheckpointError, UnsupportedError
+from swarm_plugins.errors import CheckpointError, SwarmError, UnsupportedError
 from swarm_plugins.noise import quiet_transformers
 
 
 def model_from_tensors(
     model_class: type[PreTrainedModel],
     config: PreTrainedConfig,
-    tensors: dict[str, Tensor],
+    tensors: dict[str, Tensor] | None,
     dtype: torch.dtype | str,
     name: str,
     *,
     trim: Callable[[PreTrainedModel], object] = lambda _: None,
     may_lack: bool = False,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Loads what `trim` leaves of a model.
 
     Args:
         model_class: HF's class.
         config: Its config.
-        tensors: The weights, under the checkpoint's names.
+        tensors: The weights, under the checkpoint's names. None: transformers reads, or downloads, the checkpoint
+            itself, and of tensors that `trim` has distributed only this rank's part.
         dtype: Floating type of the weights; ``auto``: the config's.
-        name: The checkpoint's, which becomes the model's.
+        name: The checkpoint's directory or repository, which becomes the model's name.
         trim: Changes the model as soon as it is constructed, before weights have memory: removes (`leave_out`), empties
             (`empty_modules`) or replaces modules.
         may_lack: Let transformers initialise, and report, weights that are not in `tensors`, such as a new head.
+        device: Where the weights go; None: to the CPU.
 
     Returns:
         An instance of ``model_class``, in evaluation mode.
@@ -47,20 +50,23 @@ def model_from_tensors(
     Raises:
         CheckpointError: If a tensor is missing or has a wrong shape.
     """
+    source: dict[str, Any] = {"state_dict": tensors}
+    if tensors is None:
+        source = {"device_map": device, "revision": getattr(config, "_commit_hash", None) or "main"}
     try:
         # Its report says what errors here say, unless weights may be missing.
         with nullcontext() if may_lack else quiet_transformers():
             loaded: Any = _trimmed_class(model_class, trim).from_pretrained(
-                None,
+                None if tensors is not None else name,
                 config=config,
-                state_dict=tensors,
+                **source,
                 dtype=dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except UnsupportedError:
-        raise  # from `trim`; a RuntimeError too
-    except RuntimeError as exc:
+    except SwarmError:
+        raise  # from `trim`; perhaps a RuntimeError too
+    except (RuntimeError, OSError) as exc:
         raise CheckpointError(f"{name} has tensors that do not fit its config: {exc}") from exc
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
@@ -120,3 +126,18 @@ def model_classes(config: PreTrainedConfig, *tasks: Mapping[Any, Any]) -> list[t
     """Returns the classes that transformers' mappings of tasks have for a config; empty if there are none."""
     found = [task[type(config)] for task in tasks if type(config) in task]
     return [one for known in found for one in (known if isinstance(known, (tuple, list)) else (known,))]
+
+
+def class_for_task(config: PreTrainedConfig, task: Mapping[Any, Any], what: str) -> type[PreTrainedModel]:
+    """Returns the class that one of transformers' mappings of tasks has for a config.
+
+    Raises:
+        UnsupportedError: If there is none.
+    """
+    found = model_classes(config, task)
+    if not found:
+        raise UnsupportedError(
+            f"transformers has no {what} class for model_type {config.model_type!r}; "
+            "use a decoder-only model that AutoModel can load for this task"
+        )
+    return found[0]

@@ -24,6 +24,7 @@ from swarm_plugins.parallel.meshes import (
     EXPERT_DIMS,
     batch_ranks,
     build_mesh,
+    default_device_type,
     group_of,
     own_device,
     start_torch_distributed,
@@ -78,7 +79,7 @@ def parallelize(
         UnsupportedError: If the model has no expert-parallel plan, or none that the sizes ask for.
         TransportError: If another rank is lost.
     """
-    device_type = next(model.parameters()).device.type if mesh is None else mesh.device_type
+    device_type = _device_type(model) if mesh is None else mesh.device_type
     start_torch_distributed(device_type, timeout_s)
     ranks = batch_ranks(mesh)
     layouts: list[LayerLayout] = []
@@ -101,6 +102,11 @@ def parallelize(
     _introduce(mixture, parallelism)
     remember(mixture, parallelism)
     return model
+
+
+def _device_type(model: nn.Module) -> str:
+    found = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return default_device_type() if found == "meta" else found
 
 
 def _introduce(model: Any, parallelism: Parallelism) -> None:

@@ -39,6 +39,12 @@ def start_torch_distributed(device_type: str, timeout_s: float) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
+def default_device_type() -> str:
+    """Returns the type of this machine's accelerator, or "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
 def own_device(device_type: str) -> torch.device:
     """Returns the device whose tensors this rank's collectives take."""
     if device_type == "cpu":

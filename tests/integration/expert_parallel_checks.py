@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from parallel_checks import mixture
+from parallel_failures import said
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import ExpertParallelStrategy, FabricExpertParallelStrategy
-from swarm_plugins.parallel import gather_state_dict
+from swarm_plugins.parallel import gather_state_dict, load_parallel
 
 ROWS = torch.randint(4, 128, (48, 6), generator=torch.Generator().manual_seed(7))
 VALIDATION = torch.randint(4, 128, (8, 6), generator=torch.Generator().manual_seed(8))
@@ -223,6 +224,25 @@ def largest(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """The largest difference, relative to the tensor it is in."""
     assert found.keys() == right.keys()
     return max(float((found[name] - value).abs().max() / value.abs().max()) for name, value in right.items())
+
+
+def from_parts(folder: Path) -> dict[str, Any]:
+    """Trains a model that each rank loaded its part of: the differences from one process, and a refusal."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    as_torchrun(world_size, rank)
+    if rank == 0:
+        mixture("mixtral").save_pretrained(folder / "whole")
+    dist.barrier()
+
+    class Parts(Tuner):
+        def build(self) -> None:
+            self.model = load_parallel(folder / "whole", timeout_s=30)
+
+    module, one = Parts(late=True), trainer("expert_parallel", world_size, None)
+    one.fit(module, rows(world_size), rows(world_size, VALIDATION))
+    errors = compare(result(module, one), result(*train("auto", 1, 1)))
+    other = ExpertParallelStrategy(tp_size=2)
+    return {**errors, "refused": said(trainer(other, world_size, None).validate, module, rows(1, VALIDATION))}
 
 
 def by_fabric(folder: Path) -> dict[str, float]:

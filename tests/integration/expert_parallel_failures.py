@@ -18,6 +18,7 @@ from expert_parallel_checks import (
     as_torchrun,
     by_fabric,
     equal_to_one_process,
+    from_parts,
     resumed,
     rows,
     train,
@@ -36,6 +37,7 @@ def everything(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], folder: P
         "equal": equal_to_one_process(cases),
         "resumed": resumed(folder),
         "fabric": by_fabric(folder),
+        "parts": from_parts(folder),
         "refused": refusals(),
     }
 

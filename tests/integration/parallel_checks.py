@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -88,8 +88,12 @@ def equal_to_one_process(cases: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 def parallel(family: str = "mixtral", tp: int = 1, **how: Any) -> PreTrainedModel:
     """A tiny model, distributed; ``tp`` ranks share a batch."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("data", "tp")) if tp > 1 else None
-    return parallelize(mixture(family), mesh, timeout_s=30, **how)
+    return parallelize(mixture(family), tensor_mesh(tp), timeout_s=30, **how)
+
+
+def tensor_mesh(tp: int) -> DeviceMesh | None:
+    shape = (dist.get_world_size() // tp, tp)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "tp")) if tp > 1 else None
 
 
 def step(model: PreTrainedModel, rows: Tensor) -> dict[str, Tensor]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_checks import loss_of, mixture, parallel, tokens
+from parallel_checks import loss_of, mixture, parallel, relative, tensor_mesh, tokens
 from parallel_failures import said
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DistributedConfig
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, DistributedConfig
 from swarm_plugins.parallel import (
     clip_gradients,
     gather_state_dict,
+    load_parallel,
     parallelism_of,
     parallelize,
     scatter_state_dict,
@@ -109,3 +112,47 @@ def held_bytes() -> tuple[int, int]:
 def mismatch() -> str:
     """What a rank says to the state dict of a model with more layers."""
     return said(scatter_state_dict, parallel(ep_size=2), mixture(num_layers=3).state_dict())
+
+
+def loaded_in_parts(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """For each case: differences of the logits and of the gathered tensors from the checkpoint loaded as a whole."""
+    right = AutoModelForCausalLM.from_pretrained(folder)
+    rows = tokens(2)
+    found = []
+    for case in cases:
+        case = {"tp": 1, **case}
+        model = load_parallel(folder, tensor_mesh(case.pop("tp")), timeout_s=30, **case)
+        assert type(model) is type(right)
+        assert not model.training
+        state = gather_state_dict(model)
+        wrong = [name for name, tensor in right.state_dict().items() if state and not torch.equal(state[name], tensor)]
+        found.append({"logits": relative(model(rows).logits, right(rows).logits), "tensors": float(len(wrong))})
+    return found
+
+
+def loaded_bytes(small: str, large: str) -> dict[str, int]:
+    """By how much this process's memory grows at most while it loads its part, and then the whole, of a checkpoint."""
+    # Libraries take memory in their first call.
+    load_parallel(small)
+    AutoModelForCausalLM.from_pretrained(small)
+    part = growth(load_parallel, large)
+    return {"part": part, "whole": growth(AutoModelForCausalLM.from_pretrained, large) if dist.get_rank() == 0 else 0}
+
+
+def growth(load: Callable[[str], Any], folder: str) -> int:
+    """The most resident memory during a call, pages of files included, less what it was before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    load(folder)
+    return status_bytes("VmHWM") - before
+
+
+def status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def not_loaded(folders: list[str]) -> list[str]:
+    """What each rank says if rank 1 finds something else than rank 0."""
+    return [said(load_parallel, folder, timeout_s=20) for folder in (folders[dist.get_rank()], folders[2])]

@@ -46,6 +46,13 @@ def check_resumed(found: dict[str, float]) -> None:
     assert max(found.values()) < 1e-3
 
 
+def test_a_model_loaded_in_parts_trains_as_a_whole_one(results: list[dict[str, Any]]) -> None:
+    for one in results:
+        refused = one["parts"].pop("refused")
+        assert max(one["parts"].values()) < 1e-3
+        assert re.match(r"ConfigError: the model lies on a mesh with 1 along 'tp', .* tp_size 2", refused)
+
+
 def test_fabric_trains_and_loads_as_torch_does(results: list[dict[str, Any]]) -> None:
     for one in results:
         assert max(one["fabric"].values()) < 1e-3

@@ -6,8 +6,21 @@ import re
 from pathlib import Path
 
 import pytest
+from parallel_checks import mixture
 from parallel_kit import run_ranks
-from parallel_states import clipped, gathered, held_bytes, mismatch, saved_and_loaded, scattered
+from parallel_states import (
+    clipped,
+    gathered,
+    held_bytes,
+    loaded_bytes,
+    loaded_in_parts,
+    mismatch,
+    not_loaded,
+    saved_and_loaded,
+    scattered,
+)
+
+from swarm_plugins.testing import tiny_model
 
 # The ranks are forked from one process that has imported everything.
 pytestmark = pytest.mark.xdist_group("parallel")
@@ -54,3 +67,32 @@ def test_a_state_dict_of_another_model_is_refused_on_every_rank() -> None:
     answers = run_ranks(2, mismatch)
     assert re.match(r"CheckpointError: the state dict does not fit .*: 9 unknown, such as model.layers.2", answers[0])
     assert re.match(r"ConfigError: rank 0 refused: the state dict does not fit", answers[1])
+
+
+@pytest.mark.parametrize(("family", "tied"), [("mixtral", False), ("qwen3_moe", True), ("prmoe", False)])
+def test_each_rank_loads_its_part_of_a_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
+    mixture(family, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    cases = [{"ep_size": [2, 4]}, {"ep_size": 2, "expert_slices": 2}, {"tp": 2}]
+    for found in run_ranks(4, loaded_in_parts, str(tmp_path), cases):
+        assert all(one["tensors"] == 0 and one["logits"] < 1e-5 for one in found), found
+
+
+def test_no_rank_ever_holds_the_whole_checkpoint(tmp_path: Path) -> None:
+    model = mixture("mixtral", num_layers=3, hidden_size=256, intermediate_size=1024)
+    model.save_pretrained(tmp_path / "large")
+    mixture().save_pretrained(tmp_path / "small")
+    whole = sum(one.nbytes for one in model.parameters())
+    found = run_ranks(4, loaded_bytes, str(tmp_path / "small"), str(tmp_path / "large"))
+    # A quarter of the experts: once in memory, once as pages of the file. All of them show that the measure works.
+    assert max(one["part"] for one in found) < 0.75 * whole
+    assert found[0]["whole"] > 1.5 * whole
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    mixture().save_pretrained(tmp_path / "whole")
+    tiny_model("llama", num_layers=1).save_pretrained(tmp_path / "dense")
+    answers = run_ranks(2, not_loaded, [str(tmp_path / name) for name in ("whole", "missing", "dense")])
+    assert re.match(r"ConfigError: rank 1 refused: there is no directory", answers[0][0])
+    assert re.match(r"ConfigError: there is no directory", answers[1][0])
+    for _, dense in answers:
+        assert re.match(r"UnsupportedError: LlamaForCausalLM has no expert-parallel plan", dense), dense

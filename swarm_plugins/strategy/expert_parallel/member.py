@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from swarm_plugins.errors import ConfigError, SwarmError
-from swarm_plugins.parallel import parallelize, synchronize_gradients
+from swarm_plugins.parallel import parallelism_of, parallelize, synchronize_gradients
 from swarm_plugins.parallel.agreement import agree, translated
 from swarm_plugins.parallel.apply import DEFAULT_TIMEOUT_S
 from swarm_plugins.parallel.gradients import local
 from swarm_plugins.parallel.mixture import find_mixture
+from swarm_plugins.parallel.state import is_parallel
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _OPTIONS = ("ep_size", "ep_implementation", "expert_slices", "tp_size", "ranks_per_node", "timeout_s")
@@ -96,6 +97,8 @@ class ExpertParallelMember:
     def distribute(self, module: nn.Module) -> None:
         """Makes the mixture of experts in a module expert-parallel, with the weights of rank 0.
 
+        Leaves a module that is parallel already as it is: one loaded in parts, or trained before.
+
         Args:
             module: A module on this rank's device, the same on every rank.
 
@@ -104,6 +107,9 @@ class ExpertParallelMember:
             ConfigError: If there are several, if the sizes do not fit, or if ranks differ.
             TransportError: If another rank is lost.
         """
+        if is_parallel(module):
+            self._check_parallel(module)
+            return
         if self.world_size % self.tp_size:
             valid = [size for size in range(1, self.world_size + 1) if self.world_size % size == 0]
             raise ConfigError(f"tp_size {self.tp_size} does not divide {self.world_size} ranks: valid are {valid}")
@@ -130,6 +136,14 @@ class ExpertParallelMember:
             ranks_per_node=self.ranks_per_node,
             timeout_s=self.timeout_s,
         )
+
+    def _check_parallel(self, module: nn.Module) -> None:
+        found = parallelism_of(module).batch_mesh["tp"].size()
+        if found != self.tp_size:
+            raise ConfigError(
+                f"the model lies on a mesh with {found} along 'tp', the strategy has tp_size {self.tp_size}: give both "
+                "the same"
+            )
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

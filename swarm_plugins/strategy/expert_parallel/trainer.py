@@ -64,9 +64,7 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self._module)
         self.model_to_device()
-        # Of an earlier fit: `trainer.test()` afterwards.
-        if not is_parallel(self._module):
-            self.distribute(self._module)
+        self.distribute(self._module)
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:

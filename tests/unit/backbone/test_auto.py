@@ -15,9 +15,9 @@ from swarm_plugins.backbone import (
     AutoSwarmModelForCausalLM,
     AutoSwarmModelForSequenceClassification,
 )
-from swarm_plugins.backbone.loading import model_class
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import LocalFiles, Piece
+from swarm_plugins.checkpoint.loading import class_for_task
 from swarm_plugins.errors import CheckpointError, ConfigError, MissingBlocksError, UnsupportedError
 from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.testing.in_process import InProcessSwarm
@@ -151,7 +151,7 @@ def test_a_swarm_of_another_version_is_as_good_as_none(swarm: InProcessSwarm, tm
 def test_an_architecture_without_a_head_of_the_kind_is_refused() -> None:
     config = AutoConfig.for_model("clip_vision_model")
     with pytest.raises(UnsupportedError, match="no causal language model class for model_type 'clip_vision_model'"):
-        model_class(MODEL_FOR_CAUSAL_LM_MAPPING, config, "causal language model")
+        class_for_task(config, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
 
 
 @pytest.mark.parametrize("auto", [AutoSwarmModel, AutoSwarmModelForCausalLM, AutoSwarmModelForSequenceClassification])
