@@ -37,7 +37,16 @@ ALLOWED_ENV = frozenset({
     "TQDM_DISABLE",
 })  # fmt: skip
 # Threads that libraries keep for the life of the process.
-ALLOWED_THREADS = ("pydevd", "tqdm", "TMonitor", "pytest_timeout", "execnet", "Thread-MonitorWatchdog", "asyncio_")
+ALLOWED_THREADS = (
+    "pydevd",
+    "tqdm",
+    "TMonitor",
+    "pytest_timeout",
+    "execnet",
+    "Thread-MonitorWatchdog",
+    "asyncio_",
+    "fsspecIO",
+)
 # Their own helper, kept for the life of the process.
 ALLOWED_CHILDREN = ("resource_tracker", "forkserver")
 SETTLE_S = 5.0

@@ -11,7 +11,15 @@ from torch.optim import Optimizer
 
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable, has_remote_blocks
 from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
-from swarm_plugins.strategy.swarm.state import KEY, check_base, describe_base, load_trained, readable, trained_state
+from swarm_plugins.strategy.swarm.state import (
+    KEY,
+    check_base,
+    check_weights_only,
+    describe_base,
+    load_trained,
+    readable,
+    trained_state,
+)
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy as _Base
@@ -91,15 +99,21 @@ class FabricStrategy(SwarmMember, _Base):
 
         Raises:
             CheckpointError: If it was trained on another base model, does not fit, or cannot be read.
+            ConfigError: If ``weights_only`` is False.
         """
-        for module in _remote_in(state) if isinstance(state, dict) else []:
-            # Read twice (it is small): a refused checkpoint must not change anything.
+        check_weights_only(weights_only)
+        described: dict[str, Any] = {}
+        modules = _remote_in(state) if isinstance(state, dict) else []
+        if modules or not state:
             with readable(path):
-                described = super().load_checkpoint(path, weights_only=weights_only)
+                described = super().load_checkpoint(path, weights_only=True)
+        for module in modules:
             check_base(described, module)
-        rest = super().load_checkpoint(path, state, strict, weights_only)
-        rest.pop(KEY, None)
-        return rest
+        if state:
+            # A second time (it is small): a refused checkpoint must not change anything.
+            described = super().load_checkpoint(path, state, strict, weights_only=True)
+        described.pop(KEY, None)
+        return described
 
 
 def _remote_in(state: Mapping[str, Any]) -> list[nn.Module]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from swarm_plugins import __version__
-from swarm_plugins.errors import CheckpointError, SwarmError, one_line
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.strategy.swarm.inspection import base_versions, remote_models
 from swarm_plugins.versions import ModelVersion
 
@@ -79,6 +79,20 @@ def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
             f"the checkpoint was trained on {_all(there)}, but the model here is {_all(here)}: its tensors mean "
             "nothing there. Load that version of the base model (from_pretrained(name, revision=...)), or start "
             "without ckpt_path"
+        )
+
+
+def check_weights_only(weights_only: bool | None) -> None:
+    """Checks that a checkpoint may be read without running code from it.
+
+    Raises:
+        ConfigError: If the caller asks for the opposite.
+    """
+    if weights_only is False:
+        raise ConfigError(
+            "weights_only=False would run code that the checkpoint holds: the swarm strategy reads tensors, numbers "
+            "and text only. Leave the argument out; classes that a checkpoint must hold are allowed one by one, with "
+            "torch.serialization.add_safe_globals([...])"
         )
 
 

@@ -10,7 +10,15 @@ from torch import nn
 
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable
 from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
-from swarm_plugins.strategy.swarm.state import KEY, check_base, describe_base, load_trained, readable, trained_state
+from swarm_plugins.strategy.swarm.state import (
+    KEY,
+    check_base,
+    check_weights_only,
+    describe_base,
+    load_trained,
+    readable,
+    trained_state,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import SingleDeviceStrategy as _Base
@@ -67,13 +75,15 @@ class TrainerStrategy(SwarmMember, _Base):
         super().save_checkpoint(described, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint.
+        """Reads a checkpoint: tensors, numbers and text, wherever it comes from.
 
         Raises:
             CheckpointError: If the file is not a checkpoint.
+            ConfigError: If ``weights_only`` is False.
         """
+        check_weights_only(weights_only)
         with readable(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            return super().load_checkpoint(checkpoint_path, weights_only=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Restores the trained state.
