@@ -127,7 +127,7 @@ class _Stream:
     async def _step(self, session: Session, request: SessionStep) -> SessionStepResponse:
         service = self._service
         _check_step(service, session, request)
-        with service.adapters.using(request.adapters) as adapters:
+        with service.adapters.using(self._peer, request.adapters) as adapters:
             inputs = StepInputs(
                 cache=session.cache,
                 blocks=session.blocks,

@@ -34,7 +34,7 @@ async def forward_handler(service: Service, channel: Channel) -> None:
 
     async def answer(request: ForwardRequest) -> Answer:
         timeout_s = service.limits.request_timeout_s
-        with _checked_inputs(service, request) as inputs:
+        with _checked_inputs(service, peer, request) as inputs:
             outputs, ticket = await service.scheduler.train(
                 lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s, peer=peer
             )
@@ -61,7 +61,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
                         "unknown_ticket",
                         "the graph of this forward is not kept here any more: send the forward request along",
                     )
-                kept = stack.enter_context(_checked_inputs(service, request.forward))
+                kept = stack.enter_context(_checked_inputs(service, peer, request.forward))
             found = await _backward(service, peer, kept, request)
         return _gradient_response(found, dtype), request.reply_codec
 
@@ -69,14 +69,14 @@ async def backward_handler(service: Service, channel: Channel) -> None:
 
 
 @contextlib.contextmanager
-def _checked_inputs(service: Service, request: ForwardRequest) -> Iterator[SpanInputs]:
+def _checked_inputs(service: Service, peer: str, request: ForwardRequest) -> Iterator[SpanInputs]:
     """Yields a request's inputs, checked and in the server's dtype; holds its adapters meanwhile."""
     blocks = check_blocks(service, request.version, request.start, request.end)
     check_hidden(service, request.hidden)
     prefix_tokens = check_prefix(service, request.prefix, blocks, request.hidden.shape[0])
     check_batch(service, request, prefix_tokens)
     check_tensors(service, request, blocks, prefix_tokens)
-    with service.adapters.using(request.adapters) as adapters:
+    with service.adapters.using(peer, request.adapters) as adapters:
         yield SpanInputs(
             blocks=blocks,
             hidden=request.hidden.to(service.spec.dtype),

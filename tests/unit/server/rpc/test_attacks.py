@@ -98,11 +98,11 @@ def test_large_adapter_is_not_named_again_and_again() -> None:
     small = LoadedAdapter(digest="small", spec=AdapterSpec(modules=()), tensors=())
     store.put("alice", large)
     store.put("alice", small)
-    with store.using(["large", "small", "large", "small"]) as found:
+    with store.using("alice", ["large", "small", "large", "small"]) as found:
         assert found == (large, small, large, small)
     with (
         pytest.raises(RequestError, match="more than once, 800000 bytes in all, the limit is 524288"),
-        store.using(["large"] * 3),
+        store.using("alice", ["large"] * 3),
     ):
         raise AssertionError
 
@@ -123,7 +123,7 @@ def test_kept_adapter_does_not_hold_the_message_it_came_in(service: Service) -> 
     async def scene(ask: Ask) -> None:
         upload = AdapterUpload(digest=adapter_digest(spec, tensors), spec=spec, tensors=tensors)
         assert isinstance(await ask(upload), AdapterStored)
-        with service.adapters.using([upload.digest]) as (held,):
+        with service.adapters.using("alice", [upload.digest]) as (held,):
             assert [tensor.untyped_storage().nbytes() for tensor in held.tensors] == [8, 12]
 
     play(service, "rpc_adapter", scene)

@@ -100,7 +100,7 @@ def test_gradients_of_adapters_and_prefix_come_back_in_order(service: Service) -
         return list(torch.autograd.grad(hidden, leaves, GRADIENT))
 
     async def scene(ask: Ask) -> None:
-        refused(await ask("rpc_forward", request), "unknown_adapter", "is not held here: upload it")
+        refused(await ask("rpc_forward", request), "unknown_adapter", "is not held here for this client: upload it")
         assert await ask("rpc_adapter", upload) == AdapterStored(digest=upload.digest)
         for keep in (True, False):
             answer = await ask("rpc_forward", msgspec.structs.replace(request, keep=keep))

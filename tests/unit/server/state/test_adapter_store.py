@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -14,15 +16,14 @@ def adapter(digest: str, num_bytes: int = 40) -> LoadedAdapter:
     return LoadedAdapter(digest=digest, spec=AdapterSpec(modules=()), tensors=(torch.zeros(num_bytes // 4),))
 
 
+def is_held(store: AdapterStore, peer: str, digest: str) -> bool:
+    with contextlib.suppress(RequestError), store.using(peer, [digest]):
+        return True
+    return False
+
+
 def held(store: AdapterStore, *digests: str) -> list[str]:
-    found = []
-    for digest in digests:
-        try:
-            with store.using([digest]):
-                found.append(digest)
-        except RequestError:
-            pass
-    return found
+    return [digest for digest in digests if is_held(store, "alice", digest) or is_held(store, "bob", digest)]
 
 
 def test_least_recently_used_goes_first() -> None:
@@ -39,9 +40,12 @@ def test_adapter_in_use_stays() -> None:
     store = AdapterStore(100, min_held_bytes=0, peer_bytes=100)
     store.put("alice", adapter("a"))
     store.put("alice", adapter("b"))
-    with store.using(["a"]):
+    with store.using("alice", ["a"]):
         store.put("bob", adapter("c"))
-        with store.using(["c"]), pytest.raises(CapacityError, match=r"no room .* 40 bytes: 80 of 100 bytes are held"):
+        with (
+            store.using("bob", ["c"]),
+            pytest.raises(CapacityError, match=r"no room .* 40 bytes: 80 of 100 bytes are held"),
+        ):
             store.put("bob", adapter("d"))
     assert held(store, "a", "b", "c") == ["a", "c"]
 
@@ -65,11 +69,20 @@ def test_published_adapter_is_never_pushed_out() -> None:
     assert store.used_bytes == 40
 
 
-def test_same_content_is_held_once() -> None:
+def test_a_digest_is_of_use_only_to_who_has_uploaded_it() -> None:
     store = AdapterStore(100, min_held_bytes=0)
     store.put("alice", adapter("a"))
+    messages = []
+    for digest in ("a", "b"):
+        with pytest.raises(RequestError) as refused, store.using("bob", [digest]):
+            pass
+        messages.append(str(refused.value).replace(repr(digest), "?"))
+    assert messages[0] == messages[1]  # nothing tells whether it is here
     store.put("bob", adapter("a"))
-    assert store.used_bytes == 40
+    store.put("bob", adapter("a"))
+    assert store.used_bytes == 80
+    with store.using("alice", ["a"]) as (hers,), store.using("bob", ["a"]) as (his,):
+        assert hers is not his
 
 
 def test_negative_budget_is_refused() -> None:
