@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,12 +146,23 @@ def load_identity(path: Path) -> Identity:
     """Reads an identity file, written here, by hivemind or by another libp2p program.
 
     Raises:
-        ConfigError: If it cannot be read, or holds no Ed25519 or RSA key.
+        ConfigError: If it cannot be read, is open to other users, or holds no Ed25519 or RSA key.
     """
     try:
+        mode = stat.S_IMODE(path.stat().st_mode)
         content = path.read_bytes()
     except OSError as exc:
         raise ConfigError(f"cannot read identity {path}: {exc.strerror}") from exc
+    identity = _decode(path, content)
+    if mode & 0o077:
+        raise ConfigError(
+            f"identity {path} is open to other users of this machine (mode {mode:04o}): whoever has read it can answer "
+            f"as this peer. Run chmod 600 {shlex.quote(str(path))}, or delete it to get a new one"
+        )
+    return identity
+
+
+def _decode(path: Path, content: bytes) -> Identity:
     try:
         parsed = crypto_pb2.PrivateKey.FromString(content)
         if parsed.key_type == crypto_pb2.Ed25519:

@@ -224,6 +224,16 @@ def test_a_temporary_identity_leaves_nothing() -> None:
     assert not temporary.path.parent.exists()
 
 
+def test_an_identity_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "id"
+    create_identity_file(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"id is open to other users .*mode 0640.*Run chmod 600 .*id, or delete it"):
+        IdentityFile.take(path)
+    path.chmod(0o400)
+    IdentityFile.take(path).give_back()
+
+
 def test_an_identity_in_use_is_refused(tmp_path: Path) -> None:
     first = IdentityFile.take(tmp_path / "id")
     with pytest.raises(
