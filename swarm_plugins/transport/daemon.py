@@ -22,6 +22,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.identity import IdentityFile
+from swarm_plugins.transport.sockets import SocketFolder
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Daemon:
 
     async def _watch(self) -> None:
         await self.p2p._child.wait()
+        self.p2p.sockets.remove()
         if not self._is_stopping:
             log.error("%s", self._obituary())
 
@@ -171,10 +173,14 @@ async def _answers(asking: P2P, peer_id: PeerID) -> bool:
 
 async def _create(arguments: dict[str, Any]) -> P2P:
     created: list[P2P] = []
+    folder = SocketFolder.take()
 
     class TrackedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
+        _UNIX_SOCKET_PREFIX = f"/unix{folder.path}/"
+
         def __init__(self) -> None:
             super().__init__()
+            self.sockets = folder
             created.append(self)
 
     try:
@@ -184,6 +190,7 @@ async def _create(arguments: dict[str, Any]) -> P2P:
         for p2p in created:
             if p2p._child is not None:
                 await _stop(p2p)
+        folder.remove()
         raise
 
 
@@ -197,6 +204,7 @@ async def _stop(p2p: P2P) -> None:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
         await child.wait()
+    p2p.sockets.remove()
 
 
 def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
