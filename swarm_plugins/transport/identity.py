@@ -27,6 +27,8 @@ from swarm_plugins.errors import ConfigError
 
 _MAX_INLINE_KEY_BYTES = 42
 _RSA_BITS = range(2048, 8193)
+_RSA_EXPONENT = 65_537
+"""The only one in use. Checking a signature takes time by the length of the exponent, which its owner chooses."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,12 @@ def is_signed_by(public_key: bytes, data: bytes, signature: bytes) -> bool:
             return True
         if parsed.key_type == crypto_pb2.RSA:
             key = serialization.load_der_public_key(parsed.data)
-            if isinstance(key, rsa.RSAPublicKey) and key.key_size in _RSA_BITS:
-                key.verify(signature, data, padding.PKCS1v15(), hashes.SHA256())
-                return True
+            if not isinstance(key, rsa.RSAPublicKey) or key.key_size not in _RSA_BITS:
+                return False
+            if key.public_numbers().e != _RSA_EXPONENT:
+                return False
+            key.verify(signature, data, padding.PKCS1v15(), hashes.SHA256())
+            return True
     except (DecodeError, ValueError, InvalidSignature):
         return False
     return False

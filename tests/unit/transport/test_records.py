@@ -8,13 +8,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, PeerID
+from hivemind.proto import crypto_pb2
 from hivemind.utils import MSGPackSerializer
 
 from swarm_plugins.errors import ConfigError, ProtocolError
 from swarm_plugins.transport.dht import ModelInfo, majority
-from swarm_plugins.transport.identity import Identity, IdentityFile, create_identity_file, load_identity
+from swarm_plugins.transport.identity import (
+    Identity,
+    IdentityFile,
+    create_identity_file,
+    is_signed_by,
+    load_identity,
+)
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import (
     GoneRecord,
@@ -204,6 +213,33 @@ def test_an_identity_written_by_hivemind_is_understood(tmp_path: Path) -> None:
     key = own_server_key("v1", identity.peer_id)
     blob = signed(identity, key, expiration)
     assert open_record(key_id(key), identity.peer_id, blob, expiration) == ServerRecord(info=INFO)
+
+
+def test_a_valid_signature_of_a_key_with_a_long_exponent_is_refused() -> None:
+    """Checking it would take milliseconds, thousands of times in one message."""
+    usual = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
+    primes = usual.private_numbers()
+    order = (primes.p - 1) * (primes.q - 1)
+    private = 65_537
+    public = pow(private, -1, order)
+    numbers = rsa.RSAPrivateNumbers(
+        p=primes.p,
+        q=primes.q,
+        d=private,
+        dmp1=private % (primes.p - 1),
+        dmq1=private % (primes.q - 1),
+        iqmp=primes.iqmp,
+        public_numbers=rsa.RSAPublicNumbers(e=public, n=primes.public_numbers.n),
+    )
+    for key, is_believed in ((usual, True), (numbers.private_key(), False)):
+        key.public_key().verify(signature := sign(key), b"data", padding.PKCS1v15(), hashes.SHA256())
+        der = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+        encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+        assert is_signed_by(encoded, b"data", signature) is is_believed
+
+
+def sign(key: rsa.RSAPrivateKey) -> bytes:
+    return key.sign(b"data", padding.PKCS1v15(), hashes.SHA256())
 
 
 def test_a_new_identity_is_private_and_kept(tmp_path: Path) -> None:
