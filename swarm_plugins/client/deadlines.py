@@ -8,6 +8,8 @@ _FACTOR = 10.0
 """A server slower than this many times its own average counts as hung."""
 _SMOOTHING = 0.2
 """Weight of the newest observation when the pace falls."""
+_MAX_PACES = 4096
+"""Paces remembered; the one known for longest is forgotten first."""
 
 
 class Deadlines:
@@ -32,3 +34,5 @@ class Deadlines:
         # Tokens of a large request are cheaper: the pace rises at once and falls slowly, so that the single token
         # after a long prefill still gets a fitting deadline.
         self._token_s[peer, rpc] = token_s if token_s > known else known + _SMOOTHING * (token_s - known)
+        if len(self._token_s) > _MAX_PACES:
+            del self._token_s[next(iter(self._token_s))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -40,6 +40,8 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 _MAX_IDLE_CHANNELS = 4
 """Open streams kept for each peer and rpc; more are closed after use."""
+_MAX_IDLE_PEERS = 256
+"""Pairs of peer and rpc with kept streams; those unused for longest are closed: each stream is an open file."""
 _MAX_UPLOADS_REMEMBERED = 4096
 _UPLOAD_UNIT_BYTES = 4096
 """Unit of work in the observed pace of uploads."""
@@ -52,7 +54,7 @@ class Peers:
         self.transport = transport
         self.config = config
         self.deadlines = Deadlines(config.request_timeout_s)
-        self._idle: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
+        self._idle: OrderedDict[tuple[str, str], list[Channel]] = OrderedDict()
         self._uploaded: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     async def open(self, peer: str, rpc: str) -> Channel:
@@ -99,7 +101,7 @@ class Peers:
         self, peer: str, rpc: str, message: Message, kind: type[M], *, timeout_s: float | None = None
     ) -> M:
         """Sends one message over a kept stream and returns the answer."""
-        idle = self._idle[peer, rpc]
+        idle = self._idle.get((peer, rpc))
         if idle:
             # A kept stream may have died unnoticed (the server was restarted): then try a fresh one.
             with contextlib.suppress(StreamLostError):
@@ -126,11 +128,22 @@ class Peers:
             is_reusable = True
             raise
         finally:
-            idle = self._idle[channel.remote_peer, rpc]
-            if is_reusable and len(idle) < _MAX_IDLE_CHANNELS:
-                idle.append(channel)
+            if is_reusable:
+                await self._keep(channel, rpc)
             else:
                 await channel.close()
+
+    async def _keep(self, channel: Channel, rpc: str) -> None:
+        """Keeps a stream for later requests; closes what exceeds the limits."""
+        key = (channel.remote_peer, rpc)
+        idle = self._idle.setdefault(key, [])
+        self._idle.move_to_end(key)
+        idle.append(channel)
+        surplus = [idle.pop(0)] if len(idle) > _MAX_IDLE_CHANNELS else []
+        while len(self._idle) > _MAX_IDLE_PEERS:
+            surplus += self._idle.popitem(last=False)[1]
+        for one in surplus:
+            await one.close()
 
     async def info(self, peer: str) -> ServerInfo:
         """Asks a server what it serves."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+_MAX_PEERS = 4096
+"""Peers whose failures are remembered; above this, the one that failed first is forgotten."""
+
 
 class BanList:
     """Remembers failures of peers.
@@ -30,7 +33,10 @@ class BanList:
         self._strikes[peer] = strikes + 1
         # The exponent is bounded, so that a peer that fails for days cannot overflow the float.
         seconds = min(self.base_s * 2.0 ** min(strikes, 32), self.max_s)
+        self._until.pop(peer, None)
         self._until[peer] = self._clock() + seconds
+        if len(self._until) > _MAX_PEERS:
+            self.forgive(next(iter(self._until)))
         return seconds
 
     def forgive(self, peer: str) -> None:

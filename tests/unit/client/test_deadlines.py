@@ -35,3 +35,11 @@ def test_servers_and_rpcs_are_apart() -> None:
     deadlines.observe("p", "rpc_session", 1, 0.01)
     assert deadlines.timeout_s("q", "rpc_session", 1) == 60.0
     assert deadlines.timeout_s("p", "rpc_forward", 1) == 60.0
+
+
+def test_paces_of_a_crowd_are_forgotten_oldest_first() -> None:
+    deadlines = Deadlines(120.0)
+    for index in range(5000):
+        deadlines.observe(f"p{index}", "rpc_session", 1, 0.05)
+    assert deadlines.timeout_s("p0", "rpc_session", 1) == 120.0
+    assert deadlines.timeout_s("p4999", "rpc_session", 1) < 120.0

@@ -31,6 +31,10 @@ INFO = ServerInfo(
 )
 
 
+NUM_OPEN = [0]
+"""Streams that are open."""
+
+
 class InfoChannel:
     def __init__(self, remote_peer: str, info: ServerInfo) -> None:
         self.remote_peer = remote_peer
@@ -43,7 +47,7 @@ class InfoChannel:
         return self.info
 
     async def close(self) -> None:
-        """Does nothing."""
+        NUM_OPEN[0] -= 1
 
 
 class Swarm:
@@ -59,6 +63,7 @@ class Swarm:
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         if peer in self.silent:
             await asyncio.sleep(timeout_s)
+        NUM_OPEN[0] += 1
         return InfoChannel(peer, self.infos[peer])  # type: ignore[return-value]
 
 
@@ -96,6 +101,20 @@ def test_server_that_cannot_be_reached_holds_nobody_up() -> None:
         started = time.monotonic()
         assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
         assert time.monotonic() - started < 10  # the time to connect alone would be 20 s
+
+    asyncio.run(body())
+
+
+def test_a_crowd_that_comes_and_goes_leaves_a_bounded_number_of_open_streams() -> None:
+    async def body() -> None:
+        infos = {f"p{index}": INFO for index in range(400)}
+        view = view_of(Swarm(infos))
+        NUM_OPEN[0] = 0
+        for peer in [*infos, *infos]:
+            await view.peers.info(peer)
+        assert NUM_OPEN[0] == 256
+        await view.peers.close()
+        assert NUM_OPEN[0] == 0
 
     asyncio.run(body())
 

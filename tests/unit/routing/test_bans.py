@@ -36,3 +36,12 @@ def test_success_forgives() -> None:
     bans.forgive("p")
     assert not bans.is_banned("p")
     assert bans.ban("p") == 2.0
+
+
+def test_failures_of_a_crowd_are_forgotten_oldest_first() -> None:
+    bans = BanList(clock=Clock())
+    for index in range(5000):
+        bans.ban(f"p{index}")
+    assert len(bans.banned()) == 4096
+    assert not bans.is_banned("p0")
+    assert bans.is_banned("p4999")
