@@ -87,11 +87,8 @@ def load_span(
     check_quantization(quantization)
     pool = KVPool(kv_bytes)
     store = open_quantized(checkpoint)
-    if store is not None and offload is None:
-        raise ConfigError(
-            f"{checkpoint.name} is a quantized store, whose experts are read on demand: set how much memory they may "
-            "take with fast_bytes"
-        )
+    if store is not None:
+        _check_store(store, checkpoint, offload, elsewhere)
     config = _span_config(checkpoint, store)
     base_class = _base_class(config)
     with torch.device("meta"):
@@ -187,6 +184,21 @@ class _BlockLoader:
         target = f"{self.base_class.base_model_prefix}.{self.path}."
         tensors = self.checkpoint.read(names, progress=progress)
         return {target + name[len(prefix) :]: tensor for name, tensor in tensors.items()}
+
+
+def _check_store(
+    store: QuantizedStore, checkpoint: Checkpoint, offload: OffloadConfig | None, elsewhere: ExpertsElsewhere | None
+) -> None:
+    if elsewhere is not None:
+        raise ConfigError(
+            f"{checkpoint.name} is a quantized store, and experts are at other peers: give the model that it was made "
+            f"from, {store.manifest.base}, and quantize its other weights while serving (quantization='int8' or 'nf4')"
+        )
+    if offload is None:
+        raise ConfigError(
+            f"{checkpoint.name} is a quantized store, whose experts are read on demand: set how much memory they may "
+            "take with fast_bytes"
+        )
 
 
 def _check_offload(config: OffloadConfig, store: QuantizedStore | None, quantization: str) -> None:

@@ -82,6 +82,8 @@ class QuantizedExperts:
 
 
 def _quantize_experts(module: nn.Module, kind: str) -> None:
+    if not module._parameters:
+        return  # at other peers
     for name in EXPERT_PARAMETERS:
         parameter = getattr(module, name, None)
         if isinstance(parameter, nn.Parameter):

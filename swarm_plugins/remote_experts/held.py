@@ -22,6 +22,7 @@ from swarm_plugins.offload.model.loans import ExpertLoans
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.quantized_store import open_quantized
+from swarm_plugins.offload.widths import Width
 from swarm_plugins.remote_experts.slices import SlicedFormat
 
 
@@ -122,6 +123,7 @@ def load_held_experts(
     part: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device,
+    bits: Width | None = None,
     offload: OffloadConfig | None = None,
 ) -> HeldExperts:
     """Loads some experts of some blocks, and no other tensor.
@@ -133,6 +135,7 @@ def load_held_experts(
         part: ``(k, n)``: the k-th, from 0, of n equal parts of each expert's inner dimension. None: whole experts.
         dtype: Floating type to compute in. None: the checkpoint's.
         device: Where to compute.
+        bits: Width of experts that are all in memory. None: as wide as ``dtype``.
         offload: Budgets of experts that stay on disk. None: all are in memory.
 
     Raises:
@@ -149,7 +152,7 @@ def load_held_experts(
         )
     moe = MoeCheckpoint.inspect(checkpoint, store, dtype=dtype, layers=blocks)
     _check_range(moe, experts)
-    settings = offload or OffloadConfig()
+    settings = offload or OffloadConfig(expert_bits=bits)
     formats = formats_of(moe, settings, device)
     if part is not None:
         formats = {layer: _sliced(moe, layer, form, part) for layer, form in formats.items()}
@@ -180,7 +183,8 @@ def _check_range(moe: MoeCheckpoint, experts: range) -> None:
 def _sliced(moe: MoeCheckpoint, layer: int, form: ExpertFormat, part: tuple[int, int]) -> SlicedFormat:
     if not isinstance(form, PlainFormat):
         raise ConfigError(
-            "slices of experts are kept as wide as they are stored: leave out the width (bits=) or --slice"
+            f"slice {part[0]}/{part[1]} of experts in few bits: slices are kept as wide as the model has them; leave "
+            "out --slice, or the width (bits= in --offload, or a store of few bits)"
         )
     module = moe.outline.get_submodule(moe.paths[layer])
     return SlicedFormat(

@@ -178,10 +178,15 @@ class ServeConfig:
             )
         if held is None and not self.remote_experts:
             return
-        if self.quantization != "none":
+        if self.quantization != "none" and part is not None:
             raise ConfigError(
-                f"quantization is {self.quantization!r} and experts are served apart from their blocks: leave it at "
-                "'none'; experts get few bits by offloading (bits=4 in --offload)"
+                f"quantization is {self.quantization!r} and slice {part[0]}/{part[1]}: slices are kept as wide as they "
+                "are stored; leave out one of the two"
+            )
+        if self.quantization != "none" and self.is_holder and self.offload is not None:
+            raise ConfigError(
+                f"quantization is {self.quantization!r} and experts are offloaded: give their width with the budget "
+                "(bits=4 in --offload), and leave quantization at 'none'"
             )
         if self.offload is not None and held is None:
             raise ConfigError("offload is given and no expert is held here: leave it out, or name experts to hold")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.offload import OffloadConfig
+from swarm_plugins.offload.widths import Width
 from swarm_plugins.remote_experts.held import load_held_experts
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
@@ -34,6 +35,7 @@ class Held:
     part: tuple[int, int] | None = None
     blocks: range | None = None
     offload: OffloadConfig | None = None
+    bits: Width | None = None
 
 
 @dataclass
@@ -81,7 +83,13 @@ def serving(
     for peer, what in held.items():
         blocks = what.blocks or range(num_blocks)
         experts = load_held_experts(
-            checkpoint, blocks, what.experts, part=what.part, device=torch.device("cpu"), offload=what.offload
+            checkpoint,
+            blocks,
+            what.experts,
+            part=what.part,
+            device=torch.device("cpu"),
+            bits=what.bits,
+            offload=what.offload,
         )
         info = ServerInfo(
             version=checkpoint.version.key,

@@ -11,7 +11,8 @@ from holders_kit import Held, serving
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_plugins import OffloadConfig, load_remote_experts
+from swarm_plugins import OffloadConfig, load_offloaded, load_remote_experts
+from swarm_plugins.offload.widths import Width
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26]])
 WHOLE = {"a": Held(range(2)), "b": Held(range(2, 4))}
@@ -81,6 +82,17 @@ def compare(directory: Path, held: Mapping[str, Held], *, is_exact: bool) -> Non
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(grads, gradients(local), rtol=1e-4, atol=1e-5)
     assert {peer for peer, _ in holders.asked} == set(held)
+
+
+@pytest.mark.parametrize("bits", [8, "nf4"])
+def test_experts_in_few_bits_compute_what_they_do_offloaded(bits: Width, model_of: Callable[[str], Path]) -> None:
+    directory = model_of("mixtral")
+    local = load_offloaded(directory, config=OffloadConfig(fast_bytes=1 << 20, expert_bits=bits)).requires_grad_(False)
+    with serving(directory, {"a": Held(range(2), bits=bits), "b": Held(range(2, 4), bits=bits)}) as holders:
+        remote = load_remote_experts(directory, connection=holders.connection)
+        with torch.no_grad():
+            torch.testing.assert_close(remote(TOKENS).logits, local(TOKENS).logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients(remote), gradients(local), rtol=1e-4, atol=1e-5)
 
 
 def test_each_holder_gets_one_message_a_layer_and_each_token_once(model_of: Callable[[str], Path]) -> None:

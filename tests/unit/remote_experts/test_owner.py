@@ -19,6 +19,7 @@ from swarm_plugins.blocks import Span, StepInputs, load_span
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, MissingExpertsError, UnsupportedError
+from swarm_plugins.offload.quantizing import quantize_checkpoint
 from swarm_plugins.remote_experts.held import load_held_experts
 from swarm_plugins.remote_experts.owner import RemoteShare, needed_runs
 
@@ -27,7 +28,9 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def owned(holders: Holders, experts: range | None = None) -> Iterator[tuple[Span, RemoteShare]]:
+def owned(
+    holders: Holders, experts: range | None = None, quantization: str = "none"
+) -> Iterator[tuple[Span, RemoteShare]]:
     """The blocks of a model with some experts here, and the others at holders."""
     checkpoint = Checkpoint.open(holders.directory)
     num_blocks = int(checkpoint.config.num_hidden_layers)
@@ -41,7 +44,7 @@ def owned(holders: Holders, experts: range | None = None) -> Iterator[tuple[Span
 
     share = loop.run(share_on_loop())
     with share.experts.rehearsing():
-        span = load_span(checkpoint, range(num_blocks), elsewhere=share.attach)
+        span = load_span(checkpoint, range(num_blocks), quantization=quantization, elsewhere=share.attach)
     try:
         yield span, share
     finally:
@@ -75,6 +78,26 @@ def test_a_span_with_experts_elsewhere_computes_the_same(own: range | None, mixt
         asked = {expert for _, request in holders.asked for expert in request.experts}
     torch.testing.assert_close(found, outcome(whole), rtol=1e-5, atol=1e-5)
     assert asked == set(range(4)) - set(own or ())
+
+
+def test_an_owner_may_keep_its_own_weights_in_few_bits(mixtral: Path) -> None:
+    whole = load_span(Checkpoint.open(mixtral), range(2))
+    with serving(mixtral, {"a": Held(range(4))}) as holders, owned(holders, quantization="int8") as (span, _):
+        kinds = {type(module).__name__ for module in span.model.modules()}
+        errors = [
+            float((found - exact).norm() / exact.norm())
+            for found, exact in zip(outcome(span), outcome(whole), strict=True)
+        ]
+    assert 0 < max(errors) < 0.1, errors
+    assert {"Linear8bitLt", "RemoteMixtralExperts"} <= kinds
+
+
+def test_an_owner_cannot_take_its_other_weights_from_a_quantized_store(mixtral: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(mixtral, tmp_path / "store", expert_bits=4)
+    with pytest.raises(
+        ConfigError, match=r"quantized store, and experts are at other peers: give the model .* mixtral@"
+    ):
+        load_span(Checkpoint.open(tmp_path / "store"), range(2), elsewhere=lambda *_: None)
 
 
 HALVES = {"a": Held(range(2)), "b": Held(range(2, 4))}

@@ -45,9 +45,14 @@ from swarm_plugins.testing.models import save_tiny
             id="slice-of-an-owner",
         ),
         pytest.param(
-            {"blocks": range(1), "remote_experts": True, "quantization": "int8"},
-            "quantization is 'int8' and experts are served apart",
-            id="quantized-owner",
+            {"blocks": range(1), "experts": range(2), "slice": (0, 2), "quantization": "int8"},
+            "quantization is 'int8' and slice 0/2: slices are kept as wide as they are stored; leave out one",
+            id="quantized-slice",
+        ),
+        pytest.param(
+            {"blocks": range(1), "experts": range(2), "quantization": "nf4", "offload": OffloadConfig()},
+            r"quantization is 'nf4' and experts are offloaded: give their width with the budget \(bits=4 in",
+            id="quantized-and-offloaded-holder",
         ),
         pytest.param(
             {"remote_experts": True, "offload": OffloadConfig()}, "no expert is held here: leave it out", id="offload"
