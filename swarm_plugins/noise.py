@@ -33,8 +33,9 @@ def quiet_recipe() -> None:
     _quiet_peft()
     for message in _BEYOND_REACH:
         warnings.filterwarnings("ignore", message=message)
-    # Lightning recommends packages of its maker's platform.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_without("Tip: For seamless cloud"))
+    # Lightning recommends packages of its maker's platform, through the logger of the package imported last.
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        logging.getLogger(f"{package}.utilities.rank_zero").addFilter(_without("Tip: For seamless cloud"))
 
 
 def _quiet_peft() -> None:

@@ -12,27 +12,30 @@ from swarm_plugins.noise import ignore_peft_deprecation, quiet_loading, quiet_re
 from swarm_plugins.testing.models import tiny_model
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
+LOGGERS = (LOGGER, "pytorch_lightning.utilities.rank_zero")
 TIP = "\N{ELECTRIC LIGHT BULB} Tip: For seamless cloud %s, try installing [%s](https://pypi.org/project/%s/)."
 
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
     """Quiet for the length of a test."""
-    logger, other = logging.getLogger(LOGGER), logging.getLogger("bitsandbytes")
-    filters, level = list(logger.filters), other.level
+    other = logging.getLogger("bitsandbytes")
+    filters, level = {name: list(logging.getLogger(name).filters) for name in LOGGERS}, other.level
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet_recipe()
         yield
-    logger.filters[:] = filters
+    for name, before in filters.items():
+        logging.getLogger(name).filters[:] = before
     other.setLevel(level)
 
 
 @pytest.mark.usefixtures("quiet")
-def test_what_a_recipe_cannot_change_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=LOGGER):
+@pytest.mark.parametrize("name", LOGGERS)
+def test_what_a_recipe_cannot_change_is_left_out(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=name):
         for topic, package in (("logging and experiment tracking", "litlogger"), ("uploads", "litmodels")):
-            logging.getLogger(LOGGER).info(TIP, topic, package, package)
+            logging.getLogger(name).info(TIP, topic, package, package)
     assert caplog.messages == []
     # Errors here, were they not ignored.
     warnings.warn("Found 397 module(s) in eval mode at the start of training. This may", UserWarning, stacklevel=1)
