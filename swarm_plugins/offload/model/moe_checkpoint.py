@@ -112,7 +112,8 @@ class MoeCheckpoint:
             paths = {layer: path for layer, path in paths.items() if layer in layers}
             if not paths and quantized is None:
                 raise UnsupportedError(
-                    f"blocks {layers.start}:{layers.stop} of {name} have no experts: serve them without offloading"
+                    f"blocks {layers.start}:{layers.stop} of {name} have no experts: serve them without --experts or "
+                    "--offload"
                 )
         store: CheckpointStore | QuantizedStore
         if quantized is not None:
