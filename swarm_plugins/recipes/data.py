@@ -63,8 +63,8 @@ class _RecipeData(pl.LightningDataModule):
             found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{name!r} is not a model whose tokenizer can be loaded ({one_line(error)}); give the "
-                "directory of a model, or its id on the Hub, as model.base or data.tokenizer"
+                f"no tokenizer can be loaded from {name!r} ({one_line(error)}); give the directory of a model (run the "
+                "recipe that writes it first), or its id on the Hub, as model.base or data.tokenizer"
             ) from error
         return found
 
