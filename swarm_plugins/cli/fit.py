@@ -36,7 +36,7 @@ def fit(
     from swarm_plugins.recipes.fitting import run_recipe
 
     with one_sentence_errors("fit"):
-        metrics = run_recipe(
+        outcome = run_recipe(
             config,
             context.args,
             num_servers=local_swarm,
@@ -44,4 +44,5 @@ def fit(
             ckpt_path=ckpt_path,
             warn=lambda text: typer.echo(f"swarm fit: {text}", err=True),
         )
-        typer.echo(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()) or "done")
+        if outcome:  # the first of several processes tells it
+            typer.echo(outcome)

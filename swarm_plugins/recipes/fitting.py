@@ -68,8 +68,8 @@ def run_recipe(
     num_servers: int = 0,
     threads: int = 1,
     ckpt_path: Path | None = None,
-) -> dict[str, float]:
-    """Trains from recipes and returns the last metrics, sorted by name.
+) -> str:
+    """Trains from recipes and returns a line with the last metrics and the place of what was saved.
 
     Args:
         recipes: YAML files; later ones win.
@@ -90,7 +90,11 @@ def run_recipe(
     cli = read_recipe([*(f"--config={recipe}" for recipe in recipes), *options])
     with _swarm_of(cli.model, num_servers, threads), _kept(cli.trainer, warn), _lightning_errors():
         cli.trainer.fit(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path and str(ckpt_path))
-    return {name: float(value) for name, value in sorted(cli.trainer.callback_metrics.items())}
+    if not cli.trainer.is_global_zero:
+        return ""
+    parts = [f"{name} {float(value):.4f}" for name, value in sorted(cli.trainer.callback_metrics.items())]
+    saved = getattr(cli.model, "saved", None)
+    return ", ".join([*parts, *([f"saved in {saved}"] if saved else [])]) or "done"
 
 
 @contextlib.contextmanager

@@ -43,6 +43,8 @@ class AdapterTuner(pl.LightningModule):
         self.output = output
         self._adapter = adapter_config(adapter, task_type="CAUSAL_LM")
         self.model: PeftModel | None = None
+        self.saved: Path | None = None
+        """Folder that the adapter was written to, after the run."""
 
     def configure_model(self) -> None:
         """Loads the base model through the strategy's swarm and adds the adapter, once."""
@@ -74,4 +76,4 @@ class AdapterTuner(pl.LightningModule):
     def on_fit_end(self) -> None:
         """Writes the adapter next to those of earlier runs."""
         if self.output is not None and self.model is not None:
-            save_adapter(self.model, Path(self.output).expanduser().absolute())
+            self.saved = save_adapter(self.model, Path(self.output).expanduser().absolute())

@@ -55,6 +55,8 @@ class ModelTuner(pl.LightningModule):
         self._config = config
         self._whole: dict[str, Any] = {}
         self.model: PreTrainedModel | None = None
+        self.saved: Path | None = None
+        """Folder that the model was written to, after the run."""
 
     def make_model(self) -> PreTrainedModel:
         """Returns the model to train, in float32: AdamW's small steps get lost in the rounding of half precision.
@@ -144,9 +146,9 @@ class ModelTuner(pl.LightningModule):
                 raise CheckpointError(
                     f"the model cannot be written to {folder} ({one_line(error)}): free some space"
                 ) from error
-            place = move_to_free_name(whole, folder)
-        if place != folder:
-            log.warning("%s exists from an earlier run: the model is in %s", folder, place)
+            self.saved = move_to_free_name(whole, folder)
+        if self.saved != folder:
+            log.warning("%s exists from an earlier run: the model is in %s", folder, self.saved)
 
 
 class StudentTuner(ModelTuner):
