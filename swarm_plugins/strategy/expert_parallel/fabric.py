@@ -9,20 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.parallel import clip_gradients, gather_state_dict
+from swarm_plugins.parallel import gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
-from swarm_plugins.strategy.expert_parallel.member import (
-    ExpertParallelMember,
-    check_precision,
-    clip_values,
-    parameters_of,
-)
-from swarm_plugins.strategy.expert_parallel.state import (
-    distribute_optimizer_state,
-    load_whole_state,
-    whole_optimizer_state,
-)
+from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember, check_precision
+from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -109,13 +100,7 @@ class ExpertParallelFabricStrategy(ExpertParallelMember, _Base):
         if closure is None:
             self.synchronize(self._module, optimizer)
             return super().optimizer_step(optimizer, **kwargs)
-
-        def synchronized() -> Any:
-            result = closure()
-            self.synchronize(self._module, optimizer)
-            return result
-
-        return super().optimizer_step(optimizer, closure=synchronized, **kwargs)
+        return super().optimizer_step(optimizer, closure=self.after(closure, self._module, optimizer), **kwargs)
 
     def clip_gradients_norm(
         self,
@@ -130,8 +115,7 @@ class ExpertParallelFabricStrategy(ExpertParallelMember, _Base):
         Raises:
             RuntimeError: If the norm is not finite and that is an error.
         """
-        self.synchronize(module, optimizer)
-        norm = clip_gradients(module, max_norm, norm_type=norm_type, parameters=parameters_of(optimizer))
+        norm = self.clip_norm(module, optimizer, max_norm, norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}: they cannot be clipped; look for the first loss that is "
@@ -141,8 +125,7 @@ class ExpertParallelFabricStrategy(ExpertParallelMember, _Base):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clips each gradient of all ranks by its value."""
-        self.synchronize(module, optimizer)
-        clip_values(optimizer, clip_val)
+        self.clip_values(module, optimizer, clip_val)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns the state of the whole module on rank 0, as one process would have it, and nothing elsewhere."""
@@ -154,7 +137,7 @@ class ExpertParallelFabricStrategy(ExpertParallelMember, _Base):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state of an optimizer on rank 0, as one process would have it, and nothing elsewhere."""
-        return whole_optimizer_state(optimizer, keep=self.is_global_zero)
+        return self.whole_state_of(optimizer)
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> Tensor:
         """Reduces a value over the ranks.

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from swarm_plugins.errors import ConfigError, SwarmError
-from swarm_plugins.parallel import parallelism_of, parallelize, synchronize_gradients
+from swarm_plugins.parallel import clip_gradients, parallelism_of, parallelize, synchronize_gradients
 from swarm_plugins.parallel.agreement import agree, translated
 from swarm_plugins.parallel.apply import DEFAULT_TIMEOUT_S
 from swarm_plugins.parallel.gradients import local
 from swarm_plugins.parallel.mixture import find_mixture
 from swarm_plugins.parallel.state import is_parallel
+from swarm_plugins.strategy.expert_parallel.state import whole_optimizer_state
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 _OPTIONS = ("ep_size", "ep_implementation", "expert_slices", "tp_size", "ranks_per_node", "timeout_s")
@@ -94,6 +95,35 @@ class ExpertParallelMember:
             synchronize_gradients(module, parameters=parameters_of(optimizer))
             self._synchronized[optimizer] = self._num_backwards
 
+    def after(self, closure: Callable[[], Any], module: nn.Module, optimizer: Any) -> Callable[[], Any]:
+        """Returns an optimizer's closure that synchronizes the gradients it has computed."""
+
+        def synchronized() -> Any:
+            result = closure()
+            self.synchronize(module, optimizer)
+            return result
+
+        return synchronized
+
+    def clip_norm(self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips an optimizer's gradients by their norm over all ranks, each counted once; returns the norm before."""
+        optimizer = unwrapped_optimizer(optimizer)
+        self.synchronize(module, optimizer)
+        return clip_gradients(module, max_norm, norm_type=norm_type, parameters=parameters_of(optimizer))
+
+    def clip_values(self, module: nn.Module, optimizer: Any, limit: float) -> None:
+        """Clips each number of an optimizer's gradients."""
+        optimizer = unwrapped_optimizer(optimizer)
+        self.synchronize(module, optimizer)
+        for parameter in parameters_of(optimizer):
+            # torch's function takes no mixture of distributed and other tensors.
+            if parameter.grad is not None:
+                local(parameter.grad).clamp_(-limit, limit)
+
+    def whole_state_of(self, optimizer: Any) -> dict[str, Any]:
+        """Returns the whole state of an optimizer on rank 0, as one process would have it, and nothing elsewhere."""
+        return whole_optimizer_state(unwrapped_optimizer(optimizer), keep=self.global_rank == 0)
+
     def distribute(self, module: nn.Module) -> None:
         """Makes the mixture of experts in a module expert-parallel, with the weights of rank 0.
 
@@ -151,11 +181,10 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def clip_values(optimizer: Optimizer, limit: float) -> None:
-    """Clips each number of the gradients; torch's function takes no mixture of distributed and other tensors."""
-    for parameter in parameters_of(optimizer):
-        if parameter.grad is not None:
-            local(parameter.grad).clamp_(-limit, limit)
+def unwrapped_optimizer(optimizer: Any) -> Optimizer:
+    """Returns the optimizer inside Lightning's wrapper, which hooks of manual optimization get."""
+    inner: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return inner
 
 
 def check_precision(plugin: Any) -> None:

@@ -11,20 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from swarm_plugins.errors import ConfigError, UnsupportedError
-from swarm_plugins.parallel import clip_gradients, gather_state_dict
+from swarm_plugins.parallel import gather_state_dict
 from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
-from swarm_plugins.strategy.expert_parallel.member import (
-    ExpertParallelMember,
-    check_precision,
-    clip_values,
-    parameters_of,
-)
-from swarm_plugins.strategy.expert_parallel.state import (
-    distribute_optimizer_state,
-    load_whole_state,
-    whole_optimizer_state,
-)
+from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember, check_precision
+from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -49,8 +40,8 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
         check_precision(plugin)
         self._precision_plugin = plugin
         if plugin is not None:
-            plugin.clip_grad_by_norm = self._clip_by_norm
-            plugin.clip_grad_by_value = self._clip_by_value
+            plugin.clip_grad_by_norm = lambda optimizer, limit: self.clip_norm(self._module, optimizer, limit)
+            plugin.clip_grad_by_value = lambda optimizer, limit: self.clip_values(self._module, optimizer, limit)
 
     def setup(self, trainer: Any) -> None:
         """Moves the module to its device, distributes its experts and makes the optimizers.
@@ -77,24 +68,7 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps with the gradients of all ranks; accumulated ones are sent once."""
-
-        def synchronized() -> Any:
-            result = closure()
-            self.synchronize(self._module, optimizer)
-            return result
-
-        return super().optimizer_step(optimizer, synchronized, model, **kwargs)
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        # With manual optimization, clipping comes before the step, and the optimizer is Lightning's wrapper.
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        self.synchronize(self._module, optimizer)
-        clip_gradients(self._module, clip_val, parameters=parameters_of(optimizer))
-
-    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        self.synchronize(self._module, optimizer)
-        clip_values(optimizer, clip_val)
+        return super().optimizer_step(optimizer, self.after(closure, self._module, optimizer), model, **kwargs)
 
     @property
     def _module(self) -> Any:
@@ -106,13 +80,13 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
 
     def on_train_start(self) -> None:
         """Checks that all ranks have as many batches."""
-        self._check_batches("training", [self._module.trainer.num_training_batches])
+        self._check_batches("train", [self._module.trainer.num_training_batches])
 
     def on_validation_start(self) -> None:
         """Checks that all ranks have as many batches."""
         trainer = self._module.trainer
         counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._check_batches("validation", counts)
+        self._check_batches("val", counts)
 
     def on_test_start(self) -> None:
         """Checks that all ranks have as many batches."""
@@ -122,18 +96,17 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
         """Checks that all ranks have as many batches."""
         self._check_batches("predict", self._module.trainer.num_predict_batches)
 
-    def _check_batches(self, kind: str, counts: Sequence[float]) -> None:
+    def _check_batches(self, stage: str, counts: Sequence[float]) -> None:
         mine = torch.tensor([float(sum(counts))], device=self.root_device)
         everyone = mine.new_empty(self.world_size)
-        with translated(f"counting the {kind} batches"):
+        with translated(f"counting the {stage} batches"):
             dist.all_gather_single(everyone, mine)
         # IterableDatasets have no length.
         found = [int(count) if count != float("inf") else count for count in everyone.tolist()]
         if len(set(found)) > 1:
             raise ConfigError(
-                f"the ranks have {found} {kind} batches, but experts on other ranks need all of them in each forward: "
-                f"give every rank as many rows, or set limit_{kind.removesuffix('ing').replace('idation', '')}_batches="
-                f"{min(found)}"
+                f"the ranks have {found} {stage} batches, but experts on other ranks need all of them in each forward: "
+                f"give every rank as many rows, or set limit_{stage}_batches={min(found)}"
             )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -152,7 +125,7 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state of an optimizer on rank 0, as one process would have it, and nothing elsewhere."""
-        return whole_optimizer_state(getattr(optimizer, "_optimizer", optimizer), keep=self.is_global_zero)
+        return self.whole_state_of(optimizer)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads whole tensors, before or after the experts are distributed."""
