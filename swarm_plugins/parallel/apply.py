@@ -21,6 +21,7 @@ from swarm_plugins.parallel.implementations import ExchangeSettings, check_imple
 from swarm_plugins.parallel.layout import EpSize, LayerLayout, Placement, describe, plan_layers
 from swarm_plugins.parallel.meshes import (
     BATCH_DIMS,
+    DEFAULT_TIMEOUT_S,
     EXPERT_DIMS,
     batch_ranks,
     build_mesh,
@@ -35,7 +36,6 @@ from swarm_plugins.parallel.slicing import check_dense_slices, check_slices, sli
 from swarm_plugins.parallel.state import Parallelism, is_parallel, remember
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-DEFAULT_TIMEOUT_S = 600.0
 
 
 def parallelize(
@@ -91,7 +91,8 @@ def parallelize(
     except SwarmError as exc:
         refusal = exc
     world = group_of(range(dist.get_world_size()), timeout_s)
-    plan = describe(layouts, ranks=ranks.tolist(), how=[ep_implementation, ranks_per_node])
+    shapes = [(name, one.dtype, one.shape) for name, one in model.named_parameters()]
+    plan = describe(layouts, ranks=ranks.tolist(), how=[ep_implementation, ranks_per_node], shapes=shapes)
     agree(plan, refusal, own_device(device_type), world)
     parallelism = _build(world, layouts, ranks, device_type, ep_implementation, timeout_s)
     settings = ExchangeSettings(ranks_per_node=ranks_per_node, timeout_s=timeout_s)

@@ -22,7 +22,7 @@ from swarm_plugins.moe import Routing
 from swarm_plugins.parallel.collectives import gather_rows, gather_table, keep_own_rows, share_rows, sum_rows
 from swarm_plugins.parallel.exchange import CoordinatedExchange, Exchange, FlatExchange, HierarchicalExchange, Route
 from swarm_plugins.parallel.layout import LayerLayout
-from swarm_plugins.parallel.meshes import group_of, own_device
+from swarm_plugins.parallel.meshes import DEFAULT_TIMEOUT_S, group_of, own_device
 from swarm_plugins.parallel.refusal import CanRefuse, check, complaints, failure
 
 _SETTINGS = "swarm_exchange"
@@ -41,7 +41,7 @@ class ExchangeSettings:
     """Ranks on one machine; None: ``LOCAL_WORLD_SIZE``, as torchrun sets it."""
     ranks: tuple[int, ...] = ()
     """All ranks that hold experts or slices of one copy; empty: those of the expert-parallel group."""
-    timeout_s: float = 600.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     def attach(self, experts: nn.Module) -> None:
         """Leaves the settings where an implementation finds them."""
@@ -253,6 +253,13 @@ def check_implementation(name: str, layouts: Sequence[LayerLayout], ranks: Tenso
         raise ConfigError(f"unknown ep_implementation {name!r}; known: {', '.join(sorted(known))}")
     if name not in OWN_IMPLEMENTATIONS and any(layout.expert_slices > 1 for layout in layouts):
         raise ConfigError(f"ep_implementation {name!r} knows no expert_slices: use {', '.join(OWN_IMPLEMENTATIONS)}")
+    own_batches = [layout for layout in layouts if layout.is_distributed and layout.ep_size != ranks.shape[1]]
+    if EPImplementationInterface()[name].needs_shared_batch and own_batches:
+        raise ConfigError(
+            f"ep_implementation {name!r} needs groups of the ranks that share a batch: layer "
+            f"{own_batches[0].layer.index} has ep_size {own_batches[0].ep_size}, and {ranks.shape[1]} ranks share a "
+            f"batch; use ep_size={ranks.shape[1]}, or {', '.join(OWN_IMPLEMENTATIONS)}"
+        )
     if name == "coordinated_all_to_all":
         check_shared_batch(ranks.shape[1])
     if name == "hierarchical_all_to_all":

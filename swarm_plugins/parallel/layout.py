@@ -99,7 +99,7 @@ def plan_layers(
             )
     if wrong:
         slices = f" in slices of {placement.expert_slices}" if placement.expert_slices > 1 else ""
-        tp = f", {placement.tp_size} of which share a batch" if placement.tp_size > 1 else ""
+        tp = f", {placement.tp_size} to a batch" if placement.tp_size > 1 else ""
         raise ConfigError(
             f"ep_size does not divide the experts of a layer or the {placement.world_size} ranks{slices}{tp}: "
             f"{'; '.join(wrong)}. Choose a valid size for each layer, or ep_size='auto'"

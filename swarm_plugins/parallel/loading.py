@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -14,8 +15,14 @@ from swarm_plugins.checkpoint import Checkpoint, model_from_tensors
 from swarm_plugins.checkpoint.loading import class_for_task, take_generation_config
 from swarm_plugins.errors import SwarmError, TransportError
 from swarm_plugins.parallel.agreement import agree
-from swarm_plugins.parallel.apply import DEFAULT_TIMEOUT_S, parallelize
-from swarm_plugins.parallel.meshes import default_device_type, own_device, start_torch_distributed
+from swarm_plugins.parallel.apply import parallelize
+from swarm_plugins.parallel.meshes import (
+    DEFAULT_TIMEOUT_S,
+    default_device_type,
+    group_of,
+    own_device,
+    start_torch_distributed,
+)
 
 
 def load_parallel(
@@ -50,7 +57,7 @@ def load_parallel(
     """
     device_type = default_device_type() if mesh is None else mesh.device_type
     start_torch_distributed(device_type, timeout_s)
-    device = own_device(device_type)
+    device, world = own_device(device_type), group_of(range(dist.get_world_size()), timeout_s)
 
     def trim(model: PreTrainedModel) -> None:
         # transformers constructs it on the meta device, and then reads for each tensor what its placement asks for.
@@ -63,7 +70,7 @@ def load_parallel(
         cls = model_class or class_for_task(checkpoint.config, MODEL_FOR_CAUSAL_LM_MAPPING, "causal language model")
     except SwarmError as exc:
         refusal = exc
-    agree("open a checkpoint", refusal, device)
+    agree("open a checkpoint", refusal, device, world)
     try:
         model = model_from_tensors(cls, checkpoint.config, None, dtype, checkpoint.name, trim=trim, device=device)
         take_generation_config(model, checkpoint)
@@ -71,5 +78,5 @@ def load_parallel(
         raise
     except SwarmError as exc:
         refusal = exc
-    agree("load a checkpoint", refusal, device)
+    agree("load a checkpoint", refusal, device, world)
     return model

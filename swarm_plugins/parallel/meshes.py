@@ -15,6 +15,7 @@ from swarm_plugins.parallel.agreement import translated
 
 BATCH_DIMS = ("data", "tp")
 EXPERT_DIMS = ("replica", "ep", "slice")
+DEFAULT_TIMEOUT_S = 600.0
 
 _GROUPS: dict[tuple[dist.ProcessGroup | None, tuple[int, ...], float], dist.ProcessGroup] = {}
 

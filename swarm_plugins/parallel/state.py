@@ -133,8 +133,8 @@ def scatter_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
 
 
 def _mismatch(model: nn.Module, state_dict: Mapping[str, Any]) -> CheckpointError | None:
-    own = {name: tuple(one.shape) for name, one in model.state_dict().items()}
-    given = {name: tuple(one.shape) for name, one in state_dict.items()}
+    own = {name: getattr(one, "shape", None) for name, one in model.state_dict().items()}
+    given = {name: getattr(one, "shape", None) for name, one in state_dict.items()}
     if own == given:
         return None
     kinds = {

@@ -38,6 +38,8 @@ def layouts_refused() -> list[str]:
         said(parallelize, mixture(), expert_slices=2, ep_implementation="all_to_all"),
         said(parallelize, parallelize(mixture(), ep_size=2)),
         said(parallelize, torch.nn.Linear(2, 2)),
+        said(parallelize, mixture(), ep_size=2, ep_implementation="all_reduce"),
+        said(parallelize, mixture(intermediate_size=32 + 16 * own), ep_size=2),
     ]
 
 
@@ -54,6 +56,14 @@ def routing_refused(cases: list[dict[str, Any]]) -> list[tuple[str, str]]:
         gate.weight.data.copy_(good)
         found.append((first, said(model, tokens(2))))
     return found
+
+
+def uneven_tokens(cases: list[dict[str, Any]]) -> list[float]:
+    """For each case: the largest difference from one process if ranks have other numbers of tokens, or none."""
+    return [
+        max(uneven_batches([3, 1], **case), *no_tokens_for_experts(**case), one_expert_takes_all(**case))
+        for case in cases
+    ]
 
 
 def uneven_batches(counts: list[int], **how: Any) -> float:

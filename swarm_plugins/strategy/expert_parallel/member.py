@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel import clip_gradients, parallelism_of, parallelize, synchronize_gradients
 from swarm_plugins.parallel.agreement import agree, translated
-from swarm_plugins.parallel.apply import DEFAULT_TIMEOUT_S
 from swarm_plugins.parallel.gradients import local
+from swarm_plugins.parallel.meshes import DEFAULT_TIMEOUT_S
 from swarm_plugins.parallel.mixture import find_mixture
 from swarm_plugins.parallel.state import is_parallel
 from swarm_plugins.strategy.expert_parallel.state import whole_optimizer_state

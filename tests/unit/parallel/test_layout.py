@@ -47,7 +47,7 @@ def test_groups_of_whole_experts_are_unions_of_groups_that_share_a_batch() -> No
         pytest.param(
             3, {}, r"layer 1 .* ep_size 3, .*; layer 3 has 8 experts, ep_size 3, valid are \[1, 2, 4, 8\]", id="both"
         ),
-        pytest.param(2, {"tp_size": 4}, r"4 of which share a batch: layer 1 .* valid are \[1, 4\]", id="shared-batch"),
+        pytest.param(2, {"tp_size": 4}, r"8 ranks, 4 to a batch: layer 1 .* valid are \[1, 4\]", id="shared-batch"),
         pytest.param(-2, {}, r"ep_size -2", id="negative"),
         pytest.param("most", {}, r"invalid ep_size 'most': expected an int, one per layer, or 'auto'", id="word"),
         pytest.param([2, 2], {}, r"ep_size has 2 entries for 4 decoder layers", id="too-few"),
