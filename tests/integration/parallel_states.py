@@ -40,14 +40,17 @@ def gathered(cases: list[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
-def scattered(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Gathers from one layout, scatters to another with other weights: whether both then give the same logits."""
-    source, target = parallel(**first), parallel(**second)
-    for parameter in target.parameters():
-        parameter.data.zero_()
-    scatter_state_dict(target, gather_state_dict(source))
-    rows = tokens(2)
-    return bool(torch.allclose(source(rows).logits, target(rows).logits, atol=1e-5))
+def scattered(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]:
+    """Gathers from one layout, scatters to another with other weights: the differences of the logits."""
+    found = []
+    for first, second in pairs:
+        source, target = parallel(**first), parallel(**second)
+        for parameter in target.parameters():
+            parameter.data.zero_()
+        scatter_state_dict(target, gather_state_dict(source))
+        rows = tokens(2)
+        found.append(relative(target(rows).logits, source(rows).logits))
+    return found
 
 
 def saved_and_loaded(folder: str) -> list[float]:
@@ -82,8 +85,12 @@ def one_step(model: Any) -> None:
     optimizer.step()
 
 
-def clipped(case: dict[str, Any]) -> tuple[float, float, float]:
-    """The norm of one process, the norm measured in parallel, and the norm after clipping to 0.5."""
+def clipped(cases: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
+    """For each case: the norm of one process, the norm measured in parallel, and the norm after clipping to 0.5."""
+    return [norms(case) for case in cases]
+
+
+def norms(case: dict[str, Any]) -> tuple[float, float, float]:
     model, reference = parallel(**case), mixture(case.get("family", "mixtral"))
     data = parallelism_of(model).batch_mesh["data"]
     batch = tokens(2 * data.size())
@@ -114,14 +121,13 @@ def mismatch() -> str:
     return said(scatter_state_dict, parallel(ep_size=2), mixture(num_layers=3).state_dict())
 
 
-def loaded_in_parts(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """For each case: differences of the logits and of the gathered tensors from the checkpoint loaded as a whole."""
-    right = AutoModelForCausalLM.from_pretrained(folder)
+def loaded_in_parts(checkpoints: list[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, float]]:
+    """For each layout: differences of the logits and of the gathered tensors from the checkpoint loaded as a whole."""
     rows = tokens(2)
     found = []
-    for case in cases:
-        case = {"tp": 1, **case}
-        model = load_parallel(folder, tensor_mesh(case.pop("tp")), timeout_s=30, **case)
+    for folder, case in [(folder, dict(layout)) for folder, layouts in checkpoints for layout in layouts]:
+        right = AutoModelForCausalLM.from_pretrained(folder)
+        model = load_parallel(folder, tensor_mesh(case.pop("tp", 1)), timeout_s=30, **case)
         assert type(model) is type(right)
         assert not model.training
         state = gather_state_dict(model)

@@ -118,8 +118,12 @@ def lora_refused() -> list[str]:
     ]
 
 
-def generated(case: dict[str, Any], own_prompts: bool) -> bool:
-    """Greedy tokens of the parallel model: whether they are those of one process."""
+def generated(cases: list[dict[str, Any]]) -> list[bool]:
+    """For each case: whether greedy tokens of the parallel model are those of one process."""
+    return [generates(case, own_prompts="tp" not in case) for case in cases]
+
+
+def generates(case: dict[str, Any], own_prompts: bool) -> bool:
     model, reference = parallel(**case), mixture(case.get("family", "mixtral"))
     place = parallelism_of(model).batch_mesh["data"].get_local_rank() if own_prompts else 0
     prompt = tokens(4)[place : place + 1, : 3 + place]
