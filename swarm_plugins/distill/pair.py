@@ -18,14 +18,24 @@ def load_teacher(name_or_dir: str | Path, student: nn.Module) -> nn.Module:
     Raises:
         ConfigError: If there is no such model.
     """
+    teacher: Any = load_language_model("teacher", name_or_dir)
+    found: nn.Module = teacher.to(_device_of(student))
+    return found
+
+
+def load_language_model(role: str, name_or_dir: str | Path, **options: Any) -> PreTrainedModel:
+    """Loads a causal language model; messages name its role.
+
+    Raises:
+        ConfigError: If there is no such model.
+    """
     try:
-        teacher: Any = AutoModelForCausalLM.from_pretrained(name_or_dir)
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_dir, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"teacher {str(name_or_dir)!r} cannot be loaded ({one_line(error)}); give the directory of a causal "
+            f"{role} {str(name_or_dir)!r} cannot be loaded ({one_line(error)}); give the directory of a causal "
             "language model, or its id on the Hub"
         ) from error
-    found: nn.Module = teacher.to(_device_of(student))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,20 @@ def put_on(base: PreTrainedModel, config: PeftConfig) -> PeftModel:
 
 
 def save_adapter(model: PeftModel, folder: Path) -> Path:
-    """Writes the adapter in PEFT's format and returns its folder, numbered if an earlier run took the name.
+    """Writes the adapter in PEFT's format, as `save_whole` does, and returns its folder."""
+    # "auto" would ask the Hub for the base model's vocabulary size.
+    return save_whole(
+        folder, "the adapter", lambda whole: model.save_pretrained(str(whole), save_embedding_layers=False)
+    )
+
+
+def save_whole(folder: Path, what: str, write: Callable[[Path], object]) -> Path:
+    """Writes a folder and returns its place, numbered if an earlier run took the name.
+
+    Args:
+        folder: Where to write.
+        what: What is written, for messages.
+        write: Writes it into a new folder.
 
     Raises:
         OSError: If it cannot be written; nothing is left behind.
@@ -72,14 +85,13 @@ def save_adapter(model: PeftModel, folder: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as part:
         whole = Path(part) / folder.name
-        # "auto" would ask the Hub for the base model's vocabulary size.
         try:
-            model.save_pretrained(str(whole), save_embedding_layers=False)
+            write(whole)
         except SafetensorError as error:
             raise CheckpointError(
-                f"the adapter cannot be written to {folder} ({one_line(error)}): free some space"
+                f"{what} cannot be written to {folder} ({one_line(error)}): free some space"
             ) from error
         place = move_to_free_name(whole, folder)
-        if place != folder:
-            log.warning("%s exists from an earlier run: the adapter is in %s", folder, place)
-        return place
+    if place != folder:
+        log.warning("%s exists from an earlier run: %s is in %s", folder, what, place)
+    return place

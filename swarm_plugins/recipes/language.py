@@ -1,4 +1,4 @@
-"""Language modelling with an adapter: the module of ``recipes/lora_sotu.yaml``."""
+"""Language modelling: what all tuners share, and the module of ``recipes/lora_sotu.yaml``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,59 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.recipes.adapter import adapter_config, put_on, save_adapter
 
 
-class AdapterTuner(pl.LightningModule):
+class LanguageTuner(pl.LightningModule):
+    """Common to the tuners: loss, metrics and AdamW of a causal language model, which ``configure_model`` makes.
+
+    Args:
+        base: Directory or Hub id of the model that training starts from.
+        learning_rate: Step size of AdamW.
+        weight_decay: Weight decay of AdamW.
+        revision: Branch, tag or commit of the base on the Hub.
+        output: Folder for what was trained.
+    """
+
+    def __init__(
+        self, base: str | None, learning_rate: float, weight_decay: float, revision: str | None, output: str | None
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.revision = revision
+        self.output = output
+        self.model: nn.Module | None = None
+        self.saved: Path | None = None
+        """Folder that was written after the run."""
+
+    def forward(self, **batch: Tensor) -> Any:
+        """Returns HF's model output, with the loss if there are labels."""
+        if self.model is None:
+            raise RuntimeError("the model is made in configure_model, which a Trainer calls")
+        return self.model(**batch, use_cache=False)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Returns the loss of a batch."""
+        loss: Tensor = self(**batch).loss
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Logs the loss of a held-out batch."""
+        self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Returns AdamW over the trainable parameters."""
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
+
+
+class AdapterTuner(LanguageTuner):
     """Trains an adapter of a causal language model whose blocks run on a swarm.
 
     Args:
@@ -26,6 +72,9 @@ class AdapterTuner(pl.LightningModule):
         output: Folder for the trained adapter in PEFT's format; numbered if it exists. None: only checkpoints hold it.
     """
 
+    base: str
+    model: PeftModel | None
+
     def __init__(
         self,
         base: str,
@@ -35,43 +84,14 @@ class AdapterTuner(pl.LightningModule):
         revision: str | None = None,
         output: str | None = None,
     ) -> None:
-        super().__init__()
-        self.base = base
-        self.revision = revision
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.output = output
+        super().__init__(base, learning_rate, weight_decay, revision, output)
         self._adapter = adapter_config(adapter, task_type="CAUSAL_LM")
-        self.model: PeftModel | None = None
-        self.saved: Path | None = None
-        """Folder that the adapter was written to, after the run."""
 
     def configure_model(self) -> None:
         """Loads the base model through the strategy's swarm and adds the adapter, once."""
         if self.model is None:
             base = AutoSwarmModelForCausalLM.from_pretrained(self.base, revision=self.revision)
             self.model = put_on(base, self._adapter)
-
-    def forward(self, **batch: Tensor) -> Any:
-        """Returns HF's model output, with the loss if there are labels."""
-        if self.model is None:
-            raise RuntimeError("the model is loaded in configure_model, which a Trainer calls")
-        return self.model(**batch, use_cache=False)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Returns the loss of a batch."""
-        loss: Tensor = self(**batch).loss
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Logs the loss of a held-out batch."""
-        self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns AdamW over the trainable parameters."""
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def on_fit_end(self) -> None:
         """Writes the adapter next to those of earlier runs."""

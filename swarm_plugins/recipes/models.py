@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.callbacks.distill_lightning import StagedDistillation
 from swarm_plugins.distill import make_student
-from swarm_plugins.errors import CheckpointError, ConfigError, one_line
+from swarm_plugins.distill.pair import load_language_model
+from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.hub import save_student
-from swarm_plugins.hub.folder import move_to_free_name
 from swarm_plugins.hub.names import check_repo_id
-from swarm_plugins.hub_errors import WrongTypeError
+from swarm_plugins.hub_errors import WrongTypeError, repo_id_fault
+from swarm_plugins.recipes.adapter import save_whole
+from swarm_plugins.recipes.language import LanguageTuner
 
-log = logging.getLogger(__name__)
 
-
-class ModelTuner(pl.LightningModule):
+class ModelTuner(LanguageTuner):
     """Trains all weights of a causal language model: a new one, or one that exists.
 
     Args:
@@ -37,6 +33,8 @@ class ModelTuner(pl.LightningModule):
         output: Folder for the model and its tokenizer; numbered if it exists. None: only checkpoints hold them.
     """
 
+    model: PreTrainedModel | None
+
     def __init__(
         self,
         base: str | None = None,
@@ -46,17 +44,9 @@ class ModelTuner(pl.LightningModule):
         revision: str | None = None,
         output: str | None = None,
     ) -> None:
-        super().__init__()
-        self.base = base
-        self.revision = revision
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.output = output
+        super().__init__(base, learning_rate, weight_decay, revision, output)
         self._config = config
         self._whole: dict[str, Any] = {}
-        self.model: PreTrainedModel | None = None
-        self.saved: Path | None = None
-        """Folder that the model was written to, after the run."""
 
     def make_model(self) -> PreTrainedModel:
         """Returns the model to train, in float32: AdamW's small steps get lost in the rounding of half precision.
@@ -64,42 +54,14 @@ class ModelTuner(pl.LightningModule):
         Raises:
             ConfigError: If the base does not exist, or a setting of the new model is wrong.
         """
-        return self._new() if self.base is None else self._loaded(self.base, torch.float32)
-
-    def _loaded(self, base: str, dtype: torch.dtype | str) -> PreTrainedModel:
-        try:
-            found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, revision=self.revision, dtype=dtype)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"base {base!r} cannot be loaded ({one_line(error)}); give the directory of a causal language "
-                "model, or its id on the Hub"
-            ) from error
-        return found
+        if self.base is None:
+            return self._new()
+        return load_language_model("base", self.base, revision=self.revision, dtype=torch.float32)
 
     def configure_model(self) -> None:
         """Makes the model, once."""
         if self.model is None:
             self.model = self.make_model().train()
-
-    def forward(self, **batch: Tensor) -> Any:
-        """Returns HF's model output, with the loss if there are labels."""
-        if self.model is None:
-            raise RuntimeError("the model is made in configure_model, which a Trainer calls")
-        return self.model(**batch, use_cache=False)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Returns the loss of a batch."""
-        loss: Tensor = self(**batch).loss
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Logs the loss of a held-out batch."""
-        self.log("val_loss", self(**batch).loss, prog_bar=True, batch_size=len(batch["input_ids"]), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns AdamW over all weights."""
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
 
     def on_fit_end(self) -> None:
         """Writes the model next to those of earlier runs."""
@@ -108,7 +70,7 @@ class ModelTuner(pl.LightningModule):
             whole = self.trainer.strategy.lightning_module_state_dict()
             self._whole = {name.removeprefix("model."): value for name, value in whole.items()}
             if self.trainer.is_global_zero:
-                self._save(Path(self.output).expanduser().absolute())
+                self.saved = save_whole(Path(self.output).expanduser().absolute(), "the model", self.write)
 
     def write(self, folder: Path) -> None:
         """Writes model and tokenizer into a new folder."""
@@ -135,20 +97,6 @@ class ModelTuner(pl.LightningModule):
         except (ValueError, TypeError, KeyError, WrongTypeError) as error:
             raise ConfigError(f"model.config makes no model of type {kind!r}: {one_line(error)}") from error
         return new
-
-    def _save(self, folder: Path) -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".part-", dir=folder.parent) as part:
-            whole = Path(part) / folder.name
-            try:
-                self.write(whole)
-            except SafetensorError as error:
-                raise CheckpointError(
-                    f"the model cannot be written to {folder} ({one_line(error)}): free some space"
-                ) from error
-            self.saved = move_to_free_name(whole, folder)
-        if self.saved != folder:
-            log.warning("%s exists from an earlier run: the model is in %s", folder, self.saved)
 
 
 class StudentTuner(ModelTuner):
@@ -194,6 +142,18 @@ class StudentTuner(ModelTuner):
         self._teacher = base
         self._distillation = StagedDistillation(self._load_teacher, stop_at, alpha, temperature, schedule)
 
+    def prepare_data(self) -> None:
+        """Checks, before anything is loaded, that the teacher can exist.
+
+        Raises:
+            ConfigError: If it is neither a directory nor a possible id on the Hub.
+        """
+        if repo_id_fault(self._teacher) is not None and not Path(self._teacher).is_dir():
+            raise ConfigError(
+                f"there is no directory {self._teacher!r} with a teacher: 'swarm fit --config recipes/prmoe.yaml' "
+                "trains the one of recipes/mos.yaml; or give the directory or Hub id of another as model.base"
+            )
+
     def make_model(self) -> PreTrainedModel:
         """Returns the student, whose layers alone are read from the teacher's files."""
         return make_student(
@@ -218,6 +178,6 @@ class StudentTuner(ModelTuner):
             )
 
     def _load_teacher(self) -> PreTrainedModel:
-        teacher: Any = self._loaded(self._teacher, "auto")
+        teacher: Any = load_language_model("teacher", self._teacher, revision=self.revision, dtype="auto")
         found: PreTrainedModel = teacher.to(self.device)
         return found

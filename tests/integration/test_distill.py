@@ -61,36 +61,28 @@ def expected(model: Path) -> list[float]:
     return loop_losses(model, lambda: AutoModelForCausalLM.from_pretrained(model))
 
 
-def test_an_offloaded_teacher_teaches_as_one_in_memory(model: Path, expected: list[float]) -> None:
+def check_teaching(model: Path, load: Callable[[], PreTrainedModel], expected: list[float]) -> None:
     alive: list[Any] = []
 
-    def load() -> PreTrainedModel:
-        # Two of four experts a layer fit.
-        teacher = load_offloaded(model, OffloadConfig(fast_bytes=120_000))
+    def noting() -> PreTrainedModel:
+        teacher = load()
         alive.append(weakref.ref(teacher))
         return teacher
 
-    assert loop_losses(model, load) == pytest.approx(expected, rel=1e-5)
+    assert loop_losses(model, noting) == pytest.approx(expected, rel=1e-5)
     gc.collect()
     assert alive[0]() is None
+
+
+def test_an_offloaded_teacher_teaches_as_one_in_memory(model: Path, expected: list[float]) -> None:
+    # Two of four experts a layer fit.
+    check_teaching(model, lambda: load_offloaded(model, OffloadConfig(fast_bytes=120_000)), expected)
 
 
 @pytest.mark.swarm
-def test_a_teacher_on_a_swarm_teaches_as_one_in_memory(
-    model: Path,
-    peers: list[str],
-    expected: list[float],
-) -> None:
-    alive: list[Any] = []
-
-    def load() -> PreTrainedModel:
-        teacher = AutoSwarmModelForCausalLM.from_pretrained(model)
-        alive.append(weakref.ref(teacher))
-        return teacher
-
-    assert loop_losses(model, load) == pytest.approx(expected, rel=1e-5)
-    gc.collect()
-    assert alive[0]() is None
+@pytest.mark.usefixtures("peers")
+def test_a_teacher_on_a_swarm_teaches_as_one_in_memory(model: Path, expected: list[float]) -> None:
+    check_teaching(model, lambda: AutoSwarmModelForCausalLM.from_pretrained(model), expected)
 
 
 @pytest.mark.swarm

@@ -73,6 +73,7 @@ def test_a_base_in_few_bits_is_trained_in_float32_and_teaches_as_it_is(tmp_path:
     ("recipe", "options", "said"),
     [
         ("mos.yaml", ["--model.base", "nowhere"], r"nowhere"),
+        ("mos.yaml", ["--model.base", "runs/prmoe/model"], r"no directory 'runs/prmoe/model' .*'swarm fit --config"),
         ("mos.yaml", ["--model.depth", "9"], r"depth=9 must lie from 1 to 4, the number of layers of the teacher"),
         ("mos.yaml", ["--model.stop_at", "1.5"], r"stop_at=1.5 is a float"),
         ("mos.yaml", ["--model.alpha", "2"], r"alpha=2.* must lie from 0 to 1"),
