@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from pathlib import Path
 
+from swarm_plugins.errors import SwarmError
 from swarm_plugins.study.arms import Plan
 from swarm_plugins.study.settings import Training
 from swarm_plugins.study.study import Study
@@ -49,6 +51,14 @@ def main() -> None:
     logging.getLogger("swarm_plugins.study").setLevel(logging.INFO)
     torch.set_num_threads(1)
     options = parse()
+    try:
+        run(options)
+    except SwarmError as error:
+        sys.exit(f"prmoe_study: {error}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Trains, measures and reports, as far as the options ask for it."""
     training = Training(
         steps=options.steps,
         rows=options.rows,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.study.settings import Run, Shape, Teaching, Training
 
 
@@ -18,8 +19,8 @@ class Claim:
         other: The arm it is compared with.
         source: Section of the paper.
         baseline: None: ``better`` must be better than ``other``. Otherwise it need not be better, but must keep at
-            least half of what ``other`` gains over this third arm. A gain fixes the scale of "as good as": a margin in
-            nats could be wider than all differences between the arms.
+            least half of what ``other`` gains over this third arm, and be better than it. A gain fixes the scale of
+            "as good as": a margin in nats could be wider than all differences between the arms.
     """
 
     name: str
@@ -36,7 +37,9 @@ class Claim:
         """Returns what must be positive for the claim to hold in one seed."""
         if self.baseline is None:
             return self.difference(losses)
-        return (losses[self.other] + losses[self.baseline]) / 2 - losses[self.better]
+        # Where the other arm has gained nothing, half of it would be a licence to be worse than the baseline.
+        halfway = (losses[self.other] + losses[self.baseline]) / 2
+        return min(halfway, losses[self.baseline]) - losses[self.better]
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -69,6 +72,9 @@ class Plan:
         experts: Experts of a layer of the simple comparisons; PR-MoE has half of them, then as many.
         standard_experts: Experts of a layer of the standard MoE.
         staged_until: Share of the steps that the staged student has its teacher.
+
+    Raises:
+        ConfigError: If a width cannot be divided into heads.
     """
 
     training: Training
@@ -77,6 +83,14 @@ class Plan:
     experts: int = 8
     standard_experts: int = 32
     staged_until: float = 0.6
+
+    def __post_init__(self) -> None:
+        odd = [shape.width for shape in self.shapes().values() if shape.width % (2 * shape.heads)]
+        if odd:
+            raise ConfigError(
+                f"width {self.width} makes a model of width {odd[0]}, which cannot be divided into heads of an even "
+                "width: use a multiple of 96"
+            )
 
     def shapes(self) -> Mapping[str, Shape]:
         """Returns the models by arm, students apart."""

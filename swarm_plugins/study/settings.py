@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from swarm_plugins.errors import ConfigError
 
 # Counts changes of the training code that change results: older runs are then not taken for new ones.
 _CODE = 1
@@ -35,6 +38,13 @@ class Training:
     """Gradients are clipped to this norm."""
     held_out_windows: int = 1024
     """Windows of the final held-out loss."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "length"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate must be above 0, got {self.learning_rate}")
 
     @property
     def num_tokens(self) -> int:

@@ -44,11 +44,13 @@ class Study:
         self.seeds = seeds
 
     def train(self, *, jobs: int) -> None:
-        """Trains every run that has not finished, so that a study that is cut short has whole seeds.
+        """Trains every run that has not finished.
 
         Raises:
-            ConfigError: If the device does not exist.
+            ConfigError: If there is no seed, or the device does not exist.
         """
+        if not self.seeds:
+            raise ConfigError("a study needs at least 1 seed, and 3 to show anything")
         if self.place.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigError(f"--device {self.place.device}: this torch sees no CUDA device; use --device cpu")
         digest = self._corpus().facts.digest
@@ -64,7 +66,10 @@ class Study:
         run_all(runs, self.place, jobs=jobs, on_end=tell)
 
     def _order(self) -> list[tuple[int, str]]:
-        """Returns seed and arm of all runs: the first seed whole, then by what a study that is cut short needs most."""
+        """Returns seed and arm of all runs: the first seed whole, then all seeds of the arms that claims are about.
+
+        A study that is cut short then has many claims with all seeds, rather than all claims with few.
+        """
         arms = self.plan.runs(self.seeds[0], "")
         claimed = {arm for claim in CLAIMS for arm in claim.arms}
         # Students last, because teachers cost time; the larger dense models are in no claim.

@@ -70,7 +70,7 @@ def train(run: Run, corpus: Corpus, place: Place) -> dict[str, Any]:
         The record, which also lies in the run's folder: settings, held-out loss in nats per byte, curve, time.
 
     Raises:
-        ConfigError: If the corpus is another one than the run's, or its teacher has not finished.
+        ConfigError: If the corpus is another one than the run's or too short, or the run's teacher has not finished.
     """
     if (finished := place.result(run)) is not None:
         return finished
@@ -79,6 +79,9 @@ def train(run: Run, corpus: Corpus, place: Place) -> dict[str, Any]:
             f"run {run.key} belongs to text {run.corpus[:12]} with {run.vocab_size} tokens, but this is "
             f"{corpus.facts.digest[:12]} with {corpus.vocab_size}: use another folder for another text"
         )
+    shortest = min(len(corpus.train), len(corpus.held_out))
+    if run.training.length >= shortest:
+        raise ConfigError(f"length {run.training.length} must be below the {shortest} tokens of the shorter split")
     loop = _Loop(run, corpus, place)
     loop.resume()
     loop.go_on()

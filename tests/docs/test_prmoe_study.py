@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from swarm_plugins.study.arms import CLAIMS
+from swarm_plugins.study.plots import draw
 from swarm_plugins.study.report import as_markdown, outcomes
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,3 +36,9 @@ def test_every_claim_was_tried(figures: dict[str, Any]) -> None:
 def test_the_costs_were_measured_in_one_run(figures: dict[str, Any]) -> None:
     assert {"standard", "pr-moe", "student-staged", "dense"} <= figures["cost"]["arms"].keys()
     assert figures["cost"]["how"]["rounds"] >= 15
+
+
+def test_the_record_has_all_pictures_of_the_page(figures: dict[str, Any], tmp_path: Path) -> None:
+    drawn = [file.name for file in draw(figures, tmp_path)]
+    assert len(drawn) == 3
+    assert all(f"../pictures/{name}" in PAGE.read_text() for name in drawn)

@@ -58,6 +58,8 @@ def test_as_good_as_is_measured_by_the_gain(new: list[float], verdict: str) -> N
 
 def test_without_a_gain_there_is_nothing_to_keep() -> None:
     assert judge(KEEPS_HALF, losses(new=[1.4] * 3, big=[1.4] * 3, old=[1.4] * 3)).verdict == NOT_SHOWN
+    worse_than_old = losses(new=[1.2, 1.21, 1.19], big=[1.6] * 3, old=[1.0] * 3)
+    assert judge(KEEPS_HALF, worse_than_old).verdict == OPPOSITE
 
 
 def test_claims_have_different_names_and_sources() -> None:

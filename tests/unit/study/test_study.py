@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -14,14 +16,18 @@ from study_kit import make_corpus, tiny_plan
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.study.arms import CLAIMS
+from swarm_plugins.study.corpus import load_corpus
 from swarm_plugins.study.report import as_markdown
+from swarm_plugins.study.runner import run_all
+from swarm_plugins.study.settings import Run
 from swarm_plugins.study.study import FIGURES, REPORT, Study
+from swarm_plugins.study.training import Place
 
 DEADLINE_S = 200
 
 
 def study_in(folder: Path) -> Study:
-    return Study(tiny_plan(), folder=folder, seeds=range(2))
+    return Study(tiny_plan(), folder=folder, seeds=range(1))
 
 
 def train_in(folder: Path) -> None:
@@ -50,7 +56,7 @@ def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.
     study = study_in(tmp_path)
     study.train(jobs=1)
     after = results(tmp_path)
-    assert len(after) == 26
+    assert len(after) == 13
     assert {file: after[file] for file in before} == before
 
     study.measure_cost(rounds=1, tokens=2, rows=2)
@@ -69,10 +75,34 @@ def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.
 def test_missing_runs_are_named_and_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_corpus(tmp_path, monkeypatch)
     figures = study_in(tmp_path).report(tmp_path)
-    assert len(figures["missing"]) == 26
+    assert len(figures["missing"]) == 13
     tables = as_markdown(figures)
-    assert "student-staged, seed 1" in tables
+    assert "student-staged, seed 0" in tables
     assert len(re.findall(r"\| not run \|", tables)) == len(CLAIMS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda folder: study_in(folder).train(jobs=0), "jobs must be at least 1, got 0"),
+        (lambda folder: Study(tiny_plan(), folder=folder, seeds=[]).train(jobs=1), "needs at least 1 seed"),
+        (lambda folder: run_all([a_student()], Place(folder), jobs=1, on_end=print), "waits for a teacher that is not"),
+        (lambda _: tiny_plan(steps=0), "steps must be at least 1, got 0"),
+        (lambda _: dataclasses.replace(tiny_plan(), width=50), "width 50 makes a model of width 50, .* multiple of 96"),
+        (lambda folder: load_corpus(folder, 100), "vocab_size must be at least 257"),
+    ],
+    ids=["jobs", "seeds", "teacher", "steps", "width", "vocabulary"],
+)
+def test_settings_that_cannot_work_are_named(
+    wrong: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_corpus(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match=says):
+        wrong(tmp_path)
+
+
+def a_student() -> Run:
+    return tiny_plan().runs(0, "digest")["student-staged"]
 
 
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
