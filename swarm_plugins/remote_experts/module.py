@@ -22,7 +22,8 @@ class RemoteWeight(HollowWeight):
 
     refusal = (
         "the weights of remote experts were read or written here ({what}); they are at other peers, frozen. Adapters "
-        "on them, merging and training them cannot work: adapt other modules, such as the attention's projections"
+        "on them, merging and training them cannot work: adapt other modules, such as the attention's projections, or "
+        "load the model with load_offloaded, which has the experts here"
     )
 
 
@@ -31,7 +32,7 @@ class RemoteExpertsModule(HollowModule):
 
     adapter_refusal: ClassVar[str] = (
         "these experts are at other peers, which apply no adapters; adapt other modules, or use a server that has the "
-        "experts itself"
+        "experts itself (swarm serve without --experts)"
     )
     """Why no adapter is accepted on the experts."""
     _remote: RemoteExperts
