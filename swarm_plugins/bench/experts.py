@@ -23,7 +23,6 @@ from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.remote_experts.load import load_remote_experts
 
 PREFIX_TOKENS = 64
-WORKS = {("forward", 1): None, ("forward", 8): None, ("forward + backward", 8): None}
 
 
 def bench_experts(
@@ -31,6 +30,7 @@ def bench_experts(
     *,
     holders: Sequence[int],
     slices: Sequence[int],
+    rows: int,
     new_tokens: int,
     rounds: int,
     progress: Progress,
@@ -41,6 +41,7 @@ def bench_experts(
         directory: A mixture of experts.
         holders: Numbers of holders that share the experts evenly.
         slices: Numbers of holders that have an equal part of each expert.
+        rows: Rows of the larger passes.
         new_tokens: Tokens decoded in each round.
         rounds: Rounds behind the medians.
         progress: Shows how far it is.
@@ -63,14 +64,14 @@ def bench_experts(
         shares = [f"{first}:{last}" for first, last in pairwise(cuts)]
         label = f"{count} holder{'s' if count > 1 else ''}"
         with LocalSwarm(directory, spans=[blocks] * count, experts=shares, dtype="float32", threads=1) as swarm:
-            _compare(report, directory, local, swarm, label, num_layers, new_tokens, rounds, progress)
+            _compare(report, directory, local, swarm, label, num_layers, rows, new_tokens, rounds, progress)
     for count in slices:
         parts = [f"{index}/{count}" for index in range(count)]
         everything = [f"0:{num_experts[0]}"] * count
         with LocalSwarm(
             directory, spans=[blocks] * count, experts=everything, slices=parts, dtype="float32", threads=1
         ) as swarm:
-            _compare(report, directory, local, swarm, f"{count} slices", num_layers, new_tokens, rounds, progress)
+            _compare(report, directory, local, swarm, f"{count} slices", num_layers, rows, new_tokens, rounds, progress)
     report.notes.append(
         f"prefix {PREFIX_TOKENS} tokens, {new_tokens} new ones; all experts of {num_layers} layers at holders, "
         "everything else in the client; tokens equal to the local model's, logits and gradients within rounding"
@@ -85,6 +86,7 @@ def _compare(
     swarm: LocalSwarm,
     label: str,
     num_layers: int,
+    rows: int,
     new_tokens: int,
     rounds: int,
     progress: Progress,
@@ -104,6 +106,7 @@ def _compare(
     report.notes.append(
         f"{label}: {hop_ms:.2f} ms more for each token and layer with experts, and {cpu_ms:.2f} ms more CPU time"
     )
+    works = {("forward", 1): None, ("forward", rows): None, ("forward + backward", rows): None}
     report.figures += training_figures(
-        directory, local, remote, pids, WORKS, rounds=rounds, progress=progress, suffix=f", {label}"
+        directory, local, remote, pids, works, rounds=rounds, progress=progress, suffix=f", {label}"
     )

@@ -110,6 +110,7 @@ def experts(
     slices: Annotated[
         list[int] | None, typer.Option(help="Holders that have a slice of each expert; repeatable.", min=2, max=64)
     ] = None,
+    rows: Annotated[int, typer.Option(help="Rows of 64 tokens in the larger passes.", min=2, max=64)] = 8,
     new_tokens: NewTokens = 32,
     rounds: Rounds = 5,
     json: Json = None,
@@ -123,6 +124,7 @@ def experts(
             model,
             holders=holders or ([] if slices else [1, 2]),
             slices=slices or ([] if holders else [2]),
+            rows=rows,
             new_tokens=new_tokens,
             rounds=rounds,
             progress=progress,
