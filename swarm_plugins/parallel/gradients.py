@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel.adapters import check_wrappers, divide_adapters
-from swarm_plugins.parallel.agreement import translated
+from swarm_plugins.parallel.agreement import agree, translated
+from swarm_plugins.parallel.meshes import own_device
 from swarm_plugins.parallel.state import Parallelism, parallel_model, parallelism_of
 
 _BUCKET_BYTES = 32 * 2**20
@@ -63,8 +64,14 @@ def broadcast_parameters(model: nn.Module) -> None:
     """
     mixture, parallelism = parallel_model(model)
     divided = {layout.layer.name: mixture.get_submodule(layout.layer.name) for layout in parallelism.divided}
-    for name, module in divided.items():
-        check_wrappers(module, name)
+    refusal = None
+    try:
+        for name, module in divided.items():
+            check_wrappers(module, name)
+    except SwarmError as exc:
+        refusal = exc
+    shapes = [(name, one.dtype, one.shape) for name, one in model.named_parameters()]
+    agree(repr(shapes), refusal, own_device(parallelism.batch_mesh.device_type), parallelism.world)
     for parameter in model.parameters():
         with translated("the broadcast of parameters"):
             if not isinstance(parameter, DTensor):

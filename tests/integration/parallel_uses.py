@@ -114,6 +114,7 @@ def with_lora(model: Any, seed: int, **more: Any) -> Any:
 def lora_refused() -> list[str]:
     return [
         said(parallelize, with_lora(mixture(), 5, modules_to_save=["experts"]), ep_size=2),
+        said(broadcast_parameters, with_lora(parallel(ep_size=2), 5, r=4 + dist.get_rank())),
         said(parallelize, with_lora(mixture(), 5), init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))),
     ]
 
