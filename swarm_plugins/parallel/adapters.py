@@ -105,13 +105,14 @@ def take_adapters(experts: Any) -> None:
     """Lets an experts module add the adapters lent to it; call it before an exchange is built on its forward."""
     forward = experts.forward
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        deltas = vars(experts).get(_ACTIVE, ())
         # The exchange has put this rank's parts in the place of the parameters.
-        plain = {delta.parameter: experts._parameters[delta.parameter] for delta in vars(experts).get(_ACTIVE, ())}
+        plain = {delta.parameter: experts._parameters[delta.parameter] for delta in deltas}
         try:
-            for delta in vars(experts).get(_ACTIVE, ()):
+            for delta in deltas:
                 experts._parameters[delta.parameter] = _added(experts, experts._parameters[delta.parameter], delta)
-            return forward(*args)
+            return forward(*args, **kwargs)
         finally:
             experts._parameters.update(plain)
 

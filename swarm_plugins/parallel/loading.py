@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a parallel model, of which no rank ever holds more than its share."""
+"""Loads a checkpoint as a parallel model: each rank reads only its share."""
 
 from __future__ import annotations
 

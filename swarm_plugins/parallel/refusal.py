@@ -150,9 +150,9 @@ def _tell_others(layers: Sequence[CanRefuse], exc: Exception) -> None:
         if layer.is_refused:
             heard = layer.ranks
         elif layer.is_open and isinstance(exc, TransportError):
-            # The group is lost, there is nobody to tell.
+            # The group is lost: no rank can be told.
             return
-    # Groups of later layers may be larger: whoever has heard tells the rest.
+    # Groups of later layers may be larger: ranks that have heard tell the rest.
     for layer in layers:
         if not layer.is_open and not layer.ranks <= heard:
             layer.refuse()

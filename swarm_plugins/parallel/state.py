@@ -36,7 +36,7 @@ class Parallelism:
 
     @property
     def divided(self) -> list[LayerLayout]:
-        """The layers of which no rank holds all experts whole."""
+        """Layers whose experts are divided over ranks."""
         return [layout for layout in self.layouts if layout.is_distributed]
 
     @property

@@ -36,7 +36,7 @@ def whole_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]
 
 
 def distribute_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict of which each rank has its part, for ``optimizer.load_state_dict``.
+    """Returns this rank's part of a state dict, for ``optimizer.load_state_dict``.
 
     Fits ``Optimizer.register_load_state_dict_pre_hook``.
 
