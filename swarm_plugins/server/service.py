@@ -17,10 +17,14 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.sessions import SessionTable
+from swarm_plugins.server.state.unsent import UnsentAnswers
 from swarm_plugins.transport.messages import ServerInfo
 
 AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...]], LoadedAdapter]
 """Checks digest, structure and tensors of an upload against the span before anything is kept."""
+
+MAX_UNSENT_BYTES = 4 << 30
+"""Most bytes of answers that wait to be read."""
 
 
 @dataclass(kw_only=True)
@@ -44,6 +48,7 @@ class Service:
     activations: ActivationStore[KeptForward] = field(default_factory=lambda: ActivationStore(0))
     adapters: AdapterStore = field(default_factory=lambda: AdapterStore(0))
     sessions: SessionTable = field(default_factory=lambda: SessionTable(ServiceLimits().max_sessions_per_peer))
+    unsent: UnsentAnswers = field(default_factory=lambda: UnsentAnswers(MAX_UNSENT_BYTES))
 
     @property
     def spec(self) -> SpanSpec:
@@ -83,3 +88,4 @@ class ExpertsService:
     info: Callable[[], ServerInfo]
     """Returns what the server announces now."""
     limits: ServiceLimits = field(default_factory=ServiceLimits)
+    unsent: UnsentAnswers = field(default_factory=lambda: UnsentAnswers(MAX_UNSENT_BYTES))

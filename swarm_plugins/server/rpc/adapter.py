@@ -38,7 +38,9 @@ async def adapter_handler(service: Service, channel: Channel) -> None:
         service.adapters.put(peer, adapter)
         return AdapterStored(digest=upload.digest), "none"
 
-    await answer_requests(channel, "rpc_adapter", (AdapterUpload,), answer, idle_s=service.limits.idle_stream_s)
+    await answer_requests(
+        channel, "rpc_adapter", (AdapterUpload,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+    )
 
 
 def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:

@@ -32,7 +32,9 @@ async def experts_handler(service: ExpertsService, channel: Channel) -> None:
         rows = checked_output(found, request.hidden.dtype, "the output of the experts")
         return ExpertsResponse(rows=rows), request.reply_codec
 
-    await answer_requests(channel, "rpc_experts", (ExpertsRequest,), answer, idle_s=service.limits.idle_stream_s)
+    await answer_requests(
+        channel, "rpc_experts", (ExpertsRequest,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+    )
 
 
 def _run(service: ExpertsService, request: ExpertsRequest, spans: dict[int, slice]) -> Tensor:

@@ -6,9 +6,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from torch import Tensor
+
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.server.failures import BadRequestError, failure_of
 from swarm_plugins.server.service import ExpertsService, Service
+from swarm_plugins.server.state.unsent import UnsentAnswers
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, InfoRequest, Message
 
@@ -25,6 +28,7 @@ async def answer_requests(
     answer: Callable[[Any], Awaitable[Answer]],
     *,
     idle_s: float,
+    unsent: UnsentAnswers,
 ) -> None:
     """Answers the requests of one stream until its sender closes it, leaves or goes silent.
 
@@ -49,15 +53,28 @@ async def answer_requests(
                 due = " or ".join(kind.__name__ for kind in kinds)
                 raise BadRequestError(f"{rpc} got a {type(request).__name__}, expected {due}")
             message, codec = await answer(request)
+            with unsent.holding(channel.remote_peer, _num_bytes(message)):
+                if not await _send(channel, rpc, message, codec):
+                    return
         except Exception as error:  # noqa: BLE001 - every fault becomes a typed answer
             if not await send_failure(channel, rpc, error):
                 return
-            continue
-        try:
-            await channel.send(message, codec=codec)
-        except TransportError as error:
-            log.debug("%s to %s: the answer could not be sent: %s", rpc, channel.remote_peer, error)
-            return
+
+
+async def _send(channel: Channel, rpc: str, message: Message, codec: Codec) -> bool:
+    try:
+        await channel.send(message, codec=codec)
+    except TransportError as error:
+        log.debug("%s to %s: the answer could not be sent: %s", rpc, channel.remote_peer, error)
+        return False
+    return True
+
+
+def _num_bytes(message: Message) -> int:
+    """Returns the bytes of a message's tensors."""
+    fields = [getattr(message, name) for name in message.__struct_fields__]
+    tensors = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
@@ -75,7 +92,9 @@ async def info_handler(service: Service | ExpertsService, channel: Channel) -> N
     async def answer(_: InfoRequest) -> Answer:
         return service.info(), "none"
 
-    await answer_requests(channel, "rpc_info", (InfoRequest,), answer, idle_s=service.limits.idle_stream_s)
+    await answer_requests(
+        channel, "rpc_info", (InfoRequest,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+    )
 
 
 async def push_handler(service: Service, channel: Channel) -> None:

@@ -35,6 +35,7 @@ async def session_handler(service: Service, channel: Channel) -> None:
             (SessionOpen, SessionStep),
             stream.answer,
             idle_s=service.limits.idle_session_s,
+            unsent=service.unsent,
         )
 
 

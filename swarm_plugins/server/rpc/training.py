@@ -41,7 +41,9 @@ async def forward_handler(service: Service, channel: Channel) -> None:
         checked = checked_outputs(outputs, request.hidden.dtype)
         return ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked)), request.reply_codec
 
-    await answer_requests(channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s)
+    await answer_requests(
+        channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+    )
 
 
 async def backward_handler(service: Service, channel: Channel) -> None:
@@ -65,7 +67,9 @@ async def backward_handler(service: Service, channel: Channel) -> None:
             found = await _backward(service, peer, kept, request)
         return _gradient_response(found, dtype), request.reply_codec
 
-    await answer_requests(channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s)
+    await answer_requests(
+        channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+    )
 
 
 @contextlib.contextmanager
