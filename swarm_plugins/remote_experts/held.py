@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,35 +33,27 @@ class _Layer(NamedTuple):
     loans: ExpertLoans
 
 
+@dataclass(kw_only=True, eq=False)
 class HeldExperts:
     """The same experts of some blocks, ready to compute. All calls come from one thread."""
 
+    layers: Mapping[int, _Layer]
+    """By block."""
+    experts: range
+    """Indices of the experts, in every block."""
+    part: tuple[int, int] | None
+    """``(k, n)``: only the k-th of n parts of each expert. None: whole experts."""
+    cache: ExpertCache
+    dtype: torch.dtype
+    device: torch.device
+    hidden_size: int
     on_block_boundary: Callable[[], None] | None = None
     """Called between two experts; may call `run`."""
-
-    def __init__(
-        self,
-        layers: Mapping[int, _Layer],
-        experts: range,
-        part: tuple[int, int] | None,
-        cache: ExpertCache,
-        dtype: torch.dtype,
-        device: torch.device,
-        hidden_size: int,
-    ) -> None:
-        self.experts = experts
-        self.part = part
-        """``(k, n)``: only the k-th of n parts of each expert. None: whole experts."""
-        self.dtype = dtype
-        self.device = device
-        self.hidden_size = hidden_size
-        self._layers = layers
-        self._cache = cache
 
     @property
     def blocks(self) -> Sequence[int]:
         """Indices of the blocks whose experts are here."""
-        return list(self._layers)
+        return list(self.layers)
 
     def run(self, block: int, rows: Tensor, spans: Mapping[int, slice], grad: Tensor | None = None) -> Tensor:
         """Runs rows through their experts, or returns the gradients of the rows.
@@ -75,7 +68,7 @@ class HeldExperts:
             ``[N, D]``; zeros outside of the spans. Without routing weights and the norm after the experts, and of a
             slice only its summand.
         """
-        module, loans = self._layers[block]
+        module, loans = self.layers[block]
         result = rows.new_zeros(rows.shape)
         with closing(loans.borrow(list(spans), is_backward=grad is not None)) as lent:
             for expert, tensors in lent:
@@ -88,13 +81,13 @@ class HeldExperts:
                         leaf = rows[span].detach().clone().requires_grad_()
                         output = loans.run(module, leaf, tensors)
                     (result[span],) = torch.autograd.grad(output, leaf, grad[span].to(output.dtype))
-                if self.on_block_boundary is not None and isinstance(self._cache, _Resident):
+                if self.on_block_boundary is not None and isinstance(self.cache, _Resident):
                     self.on_block_boundary()
         return result
 
     def close(self) -> None:
         """Closes the readers of offloaded experts. Idempotent."""
-        self._cache.close()
+        self.cache.close()
 
 
 class _Resident:
@@ -168,7 +161,15 @@ def load_held_experts(
         for layer, path in moe.paths.items()
     }
     hidden_size = int(moe.config.get_text_config(decoder=True).hidden_size)
-    return HeldExperts(layers, experts, part, cache, moe.dtype, device, hidden_size)
+    return HeldExperts(
+        layers=layers,
+        experts=experts,
+        part=part,
+        cache=cache,
+        dtype=moe.dtype,
+        device=device,
+        hidden_size=hidden_size,
+    )
 
 
 def _check_range(moe: MoeCheckpoint, experts: range) -> None:
