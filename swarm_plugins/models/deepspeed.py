@@ -76,8 +76,9 @@ def from_deepspeed(
         A model on the CPU, in evaluation mode.
 
     Raises:
-        ConfigError: If there is no checkpoint, or it does not tell what an argument must.
-        CheckpointError: If files are missing, damaged, do not fit together, or hold more than tensors.
+        ConfigError: If there is no checkpoint, an argument is wrong, or the checkpoint does not tell what one must.
+        CheckpointError: If files are missing, damaged, links out of the folder, do not fit together, or hold more than
+            tensors of finite numbers.
         UnsupportedError: If it has tensors or settings that PR-MoE has no place for; names them.
     """
     given = {

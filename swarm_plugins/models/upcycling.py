@@ -170,11 +170,12 @@ def _converted(weights: dict[str, Tensor], scheme: _Scheme) -> Iterator[tuple[st
 
 
 def _check_family(dense: PreTrainedModel) -> None:
-    config = dense.config
-    is_known = isinstance(dense, PreTrainedModel) and config.model_type in FAMILIES
+    config: Any = getattr(dense, "config", None)
+    kind = getattr(config, "model_type", None)
+    is_known = isinstance(dense, PreTrainedModel) and kind in FAMILIES
     if not is_known or dense.get_output_embeddings() is None:
         raise UnsupportedError(
-            f"cannot upcycle {type(dense).__name__} (model_type {config.model_type!r}): expected a causal language "
+            f"cannot upcycle {type(dense).__name__} (model_type {kind!r}): expected a causal language "
             f"model of {', '.join(FAMILIES)}; of a PEFT model, merge_and_unload() returns one"
         )
     window = getattr(config, "sliding_window", None)
