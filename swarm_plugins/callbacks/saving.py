@@ -79,7 +79,8 @@ def find_adapter(module: nn.Module) -> AdapterSource:
         found = "its PEFT model has no trainable parameters" if models else "it holds no model made by PEFT"
         raise ConfigError(
             f"{type(module).__name__} has no adapter to publish: {found}; wrap the base with "
-            "peft.get_peft_model(base, LoraConfig(...)) before training (in configure_model with Lightning)"
+            "peft.get_peft_model(base, LoraConfig(...)) before training (in configure_model with Lightning); a whole "
+            "model, such as a student, is published afterwards, by save_student and 'swarm push'"
         )
     model = trained[0]
     active = model.active_adapter
