@@ -67,6 +67,7 @@ def student_card_text(
     metrics: Mapping[str, float] | None = None,
     pipeline_tag: str = "text-generation",
     is_on_hub: bool = False,
+    needs_package: bool = False,
 ) -> str:
     """Returns the card of a distilled model as Markdown with its metadata.
 
@@ -76,6 +77,7 @@ def student_card_text(
         metrics: Its metrics, by name.
         pipeline_tag: The Hub's word for the task.
         is_on_hub: Whether the teacher's name is an id on the Hub.
+        needs_package: Whether its class is of this package, which the reader has to import.
     """
     name = repo_id.split("/")[-1]
     results = _results(metrics or {}, pipeline_tag, None)
@@ -90,6 +92,7 @@ def student_card_text(
         eval_results=results or None,
         **teacher,  # type: ignore[arg-type]
     )
+    import_package = "import swarm_plugins  # registers the model's class\n" if needs_package else ""
     return f"""---
 {data.to_yaml()}
 ---
@@ -100,7 +103,7 @@ A student: some layers of its teacher, trained by staged distillation (DeepSpeed
 git tag.
 
 ```python
-from transformers import {_CLASSES.get(pipeline_tag, "AutoModel")}
+{import_package}from transformers import {_CLASSES.get(pipeline_tag, "AutoModel")}
 
 model = {_CLASSES.get(pipeline_tag, "AutoModel")}.from_pretrained("{repo_id}")  # or revision="v1"
 ```

@@ -50,7 +50,8 @@ def save_student(
     model.save_pretrained(place, state_dict=state_dict)
     if tokenizer is not None:
         tokenizer.save_pretrained(place)
-    text = student_card_text(name, record, metrics=metrics, is_on_hub=_is_on_hub(record))
+    is_ours = type(model).__module__.startswith("swarm_plugins.")
+    text = student_card_text(name, record, metrics=metrics, is_on_hub=_is_on_hub(record), needs_package=is_ours)
     (place / CARD_FILE).write_text(text, encoding="utf-8")
     if repo_id is not None:
         PushTarget(repo_id=repo_id).write(place)

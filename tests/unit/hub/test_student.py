@@ -58,6 +58,12 @@ def test_the_card_names_teacher_version_stop_and_settings() -> None:
     assert card.data.eval_results is not None
 
 
+@pytest.mark.parametrize(("family", "is_ours"), [("prmoe", True), ("llama", False)])
+def test_the_card_imports_the_package_only_for_a_class_of_it(family: str, is_ours: bool, tmp_path: Path) -> None:
+    folder = save_student(make_student(tiny_model(family), depth=2), tmp_path / "student")
+    assert ("import swarm_plugins" in (folder / "README.md").read_text()) is is_ours
+
+
 def test_the_card_of_a_distilled_adapter_has_the_same_rows() -> None:
     text = card_text(AdapterFacts(repo_id="me/mine", distillation=RECORD), Manifest())
     assert all(row in text for row in ROWS)
