@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from swarm_plugins import PRMoEConfig, PRMoEForCausalLM
-from swarm_plugins.parallel import gather_state_dict
+from swarm_plugins.parallel import gather_state_dict, load_parallel
 from swarm_plugins.recipes import TextData
 
 import torch
 from lightning.fabric import Fabric
-from transformers import AutoModelForCausalLM
 
 HELD_OUT_BATCHES = 8
 
@@ -82,10 +81,10 @@ def main() -> None:
         num_documents=options.num_documents,
     )
     data.setup("fit")
-    base: Any = options.base and AutoModelForCausalLM.from_pretrained(options.base)
-    model: Any = base or new_model(len(data.tokenizer))
+    # Each process reads only its share of a model that exists. A new one is divided in fabric.setup.
+    model: Any = load_parallel(options.base) if options.base else new_model(len(data.tokenizer))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    tuned, optimizer = fabric.setup(model.train(), optimizer)  # here the experts are divided
+    tuned, optimizer = fabric.setup(model.train(), optimizer)
     train, held_out = fabric.setup_dataloaders(data.train_dataloader(), data.val_dataloader())
 
     state: dict[str, Any] = {"model": tuned, "optimizer": optimizer, "step": 0}
