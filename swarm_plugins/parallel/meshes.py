@@ -41,7 +41,9 @@ def start_torch_distributed(device_type: str, timeout_s: float) -> None:
 
 
 def default_device_type() -> str:
-    """Returns the type of this machine's accelerator, or "cpu"."""
+    """Returns the type of this machine's accelerator; "cpu" without one, or if the process group is for CPUs only."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        return "cpu"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
