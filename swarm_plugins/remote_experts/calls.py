@@ -146,8 +146,8 @@ class Holders:
         finally:
             for task in tasks:
                 task.cancel()
-            if any(not task.done() for task in tasks):
-                await asyncio.wait(tasks)
+            if len(tasks) > 1 or not tasks[0].done():
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask_holders(self, rows: ExpertRows, shares: Sequence[Share]) -> dict[int, Tensor]:
         answers = await _all(self._ask_holder(rows, share) for share in shares)
