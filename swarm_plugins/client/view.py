@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shlex
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -154,11 +154,11 @@ class SwarmView:
         """Returns whether a server's announcement makes it worth asking: it serves whole blocks."""
         return info.experts is None
 
-    def share_of(self, info: ServerInfo) -> tuple[int, int]:
-        """Returns the range by which a sample of servers is spread: the blocks served."""
-        return info.start, info.end
+    def share_of(self, info: ServerInfo) -> Sequence[Hashable]:
+        """Returns what a sample of servers should cover: the blocks served."""
+        return range(info.start, info.end)
 
-    def _sample(self, online: dict[str, tuple[int, int]]) -> list[str]:
+    def _sample(self, online: dict[str, Sequence[Hashable]]) -> list[str]:
         """Chooses servers to ask; a flood of announcements cannot crowd out those that have answered before."""
         known = {peer: span for peer, span in online.items() if peer in self.entries}
         again = spread_sample(known, _MAX_PROBES // 2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,8 @@ _LOOK_UP_S = 1.0
 """Longest wait for new holders when experts have none."""
 _RECOVERY = 0.8
 """Factor by which a holder's lag falls at most with each answer."""
+_SAMPLE_PARTS = 8
+"""Parts of a block's experts that a sample of holders covers each: the time to choose it has a bound."""
 _FORGIVENESS = 0.25
 """Factor by which it falls with each update of the view: a slow holder is hardly asked meanwhile."""
 
@@ -29,26 +32,36 @@ class HolderView(SwarmView):
 
     Args:
         blocks: Blocks whose experts are wanted.
+        num_experts: Experts of each block that has any; may be filled until the first look-up.
         may_pause: Whether a pass waits for holders to come back when experts have none.
         args: As for `SwarmView`.
         options: As for `SwarmView`.
     """
 
-    def __init__(self, *args: Any, blocks: range, may_pause: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, blocks: range, num_experts: Mapping[int, int], may_pause: bool = True, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self.blocks = blocks
+        self.num_experts = num_experts
         self.may_pause = may_pause
         self._lag_s: dict[str, float] = {}
         """By how many seconds each holder was slower than it announces."""
         self._refreshing: asyncio.Task[None] | None = None
 
     def is_of_use(self, info: ServerInfo) -> bool:
-        """Returns whether a peer announces experts of the blocks."""
-        return info.experts is not None and info.start < self.blocks.stop and info.end > self.blocks.start
+        """Returns whether a peer announces experts of the blocks, and none that the model lacks."""
+        if info.experts is None or info.experts[1] > max(self.num_experts.values(), default=0):
+            return False
+        return info.start < self.blocks.stop and info.end > self.blocks.start
 
-    def share_of(self, info: ServerInfo) -> tuple[int, int]:
-        """Returns the range by which a sample of holders is spread: their experts."""
-        return info.experts or (0, 1)
+    def share_of(self, info: ServerInfo) -> Sequence[Hashable]:
+        """Returns what a sample of holders should cover: blocks, eighths of their experts, and slices."""
+        most = max(self.num_experts.values())
+        first, end = info.experts or (0, 0)
+        eighths = range(first * _SAMPLE_PARTS // most, math.ceil(end * _SAMPLE_PARTS / most))
+        blocks = range(max(info.start, self.blocks.start), min(info.end, self.blocks.stop))
+        return [(block, eighth, info.slice) for block in blocks for eighth in eighths]
 
     def max_rows(self, peer: str) -> int | None:
         """Returns the most rows that a holder accepts in one request; None: it names no limit."""

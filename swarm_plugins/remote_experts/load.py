@@ -68,6 +68,7 @@ def load_remote_experts(
         model=str(name_or_dir),
         initial_peers=opened.initial_peers,
         blocks=range(num_blocks),
+        num_experts=moe.store.num_experts,
     )
     experts = RemoteExperts(Holders(opened.peers, view), opened.loop, lifeline=opened)
     model = moe.load_rest(place)

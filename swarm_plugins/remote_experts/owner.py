@@ -81,6 +81,7 @@ class RemoteShare:
             model=model,
             initial_peers=addresses,
             blocks=blocks,
+            num_experts=self.num_experts,
             # Clients wait and ask again themselves.
             may_pause=False,
         )

@@ -231,6 +231,23 @@ def test_a_holder_that_wants_crumbs_gets_few_at_a_time_and_only_if_there_is_no_o
         assert most == 4
 
 
+def test_announced_experts_are_checked_before_they_cost_time(mixtral: Path) -> None:
+    with serving(mixtral, {"a": Held(range(4))}) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        remote(TOKENS)
+        view = view_of(remote)
+        honest = view.infos["a"]
+        assert not view.is_of_use(msgspec.structs.replace(honest, experts=(0, 65_536)))
+        # A crowd at one block crowds out nobody: blocks, experts and slices are all in the sample.
+        crowd = {f"c{index}": msgspec.structs.replace(honest, start=0, end=1) for index in range(500)}
+        rare = {
+            "block": msgspec.structs.replace(honest, start=1, end=2, experts=(3, 4)),
+            "slice": msgspec.structs.replace(honest, start=0, end=1, slice=(1, 2)),
+        }
+        assert all(view.is_of_use(info) for info in (*crowd.values(), *rare.values()))
+        assert set(rare) < set(view._sample({peer: view.share_of(info) for peer, info in (crowd | rare).items()}))
+
+
 def test_no_token_waits_for_a_look_up_of_holders(mixtral: Path) -> None:
     with serving(mixtral, REPLICAS, config=SwarmConfig(refresh_s=0.001)) as holders:
         remote = load_remote_experts(mixtral, connection=holders.connection)
