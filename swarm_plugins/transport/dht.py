@@ -11,16 +11,15 @@ from typing import NamedTuple
 from hivemind.dht.node import DHTNode
 
 from swarm_plugins.errors import ConfigError, ProtocolError, TransportError
+from swarm_plugins.transport.admission import Admission, BoundedStorage, TypedSerializer
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon import Daemon
-from swarm_plugins.transport.guards import BoundedStorage
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import (
     MAX_TTL_S,
     GoneRecord,
     ModelRecord,
-    OwnedRecordValidator,
     Record,
     ServerRecord,
     check_server_info,
@@ -88,7 +87,7 @@ class SwarmDHT:
                     p2p=self._daemon.p2p,
                     initial_peers=list(self._config.initial_peers) or None,
                     client_mode=self._config.client_mode,
-                    record_validator=OwnedRecordValidator(),
+                    record_validator=Admission(),
                     # Cached servers are minutes old; every look-up here asks the network.
                     cache_locally=False,
                     cache_nearest=0,
@@ -105,6 +104,7 @@ class SwarmDHT:
                 "give the address of a running server, with its current peer id"
             ) from exc
         dht.protocol.storage = BoundedStorage.adopt(dht.protocol.storage)
+        dht.protocol.serializer = TypedSerializer
         dht.protocol.cache.maxsize = 1
         self._dht = dht
 

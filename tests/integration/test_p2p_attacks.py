@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -17,11 +19,12 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from p2p_kit import INFO, client, echo, run
 
+from swarm_plugins.transport.identity import create_identity_file, load_identity
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure, InfoRequest
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.p2p_channel import protocol_name
-from swarm_plugins.transport.records import key_id, own_server_key
+from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key, sign_record
 
 pytestmark = pytest.mark.swarm
 
@@ -49,7 +52,7 @@ async def check_health(victim: SwarmNode) -> None:
 
 
 async def store(attacker: P2P, victim: SwarmNode, **fields: Any) -> list[bool]:
-    request = dht_pb2.StoreRequest(in_cache=[False], **fields)
+    request = dht_pb2.StoreRequest(**{"in_cache": [False], **fields})
     response = await attacker.call_protobuf_handler(
         PeerID.from_base58(victim.peer_id), "DHTProtocol.rpc_store", request, dht_pb2.StoreResponse
     )
@@ -64,15 +67,15 @@ def test_a_nested_record_does_not_kill_the_process() -> None:
     async def body() -> None:
         async with victim_and_attacker() as (victim, attacker):
             # b"" marks a whole dictionary, which hivemind decodes before it validates.
-            with pytest.raises(P2PHandlerError, match="nested deeper"):
-                await store(
-                    attacker,
-                    victim,
-                    keys=[b"k" * 20],
-                    subkeys=[b""],
-                    values=[nested],
-                    expiration_time=[time.time() + 9],
-                )
+            accepted = await store(
+                attacker,
+                victim,
+                keys=[b"k" * 20],
+                subkeys=[b""],
+                values=[nested],
+                expiration_time=[time.time() + 9],
+            )
+            assert accepted == [False]
 
     run(body)
 
@@ -101,6 +104,104 @@ def test_another_peers_record_cannot_be_overwritten() -> None:
             stored = storage.get(next(k for k in storage.data if k.to_bytes() == key_id(key)))
             assert list(stored.value.data) == [victim.peer_id]
             await node.shutdown()
+
+    run(body)
+
+
+def forged(folder: Path, count: int, ttl_s: float) -> dict[str, list[Any]]:
+    """Self-signed records of peers that do not exist, as columns of a store call."""
+    columns: dict[str, list[Any]] = {"keys": [], "subkeys": [], "values": [], "expiration_time": []}
+    for index in range(count):
+        create_identity_file(folder / str(index))
+        sybil = load_identity(folder / str(index))
+        key, expiration = own_server_key("v1", sybil.peer_id), time.time() + ttl_s
+        blob = sign_record(sybil, key, ServerRecord(info=INFO), expiration)
+        row = (key_id(key), MSGPackSerializer.dumps(sybil.peer_id), MSGPackSerializer.dumps(blob), expiration)
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
+    return columns
+
+
+async def longest_pause_s(ended: asyncio.Event) -> float:
+    """Returns the longest time for which the event loop was not free until an event."""
+    longest = 0.0
+    while not ended.is_set():
+        before = time.monotonic()
+        await asyncio.sleep(0.01)
+        longest = max(longest, time.monotonic() - before - 0.01)
+    return longest
+
+
+def test_records_of_peers_that_do_not_exist_are_not_stored(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with victim_and_attacker() as (victim, attacker):
+            rows = forged(tmp_path, 64, 3500.0)
+            for start in range(0, 64, 16):
+                some = {name: column[start : start + 16] for name, column in rows.items()}
+                assert await store(attacker, victim, in_cache=[False] * 16, **some) == [False] * 16
+            with pytest.raises(P2PHandlerError, match="64 keys, the limit is 16"):
+                await store(attacker, victim, in_cache=[False] * 64, **rows)
+
+    run(body)
+
+
+@pytest.mark.parametrize("kind", ["records", "empty arrays", "look-ups"])
+def test_large_calls_do_not_hold_up_the_server(kind: str) -> None:
+    async def attack(attacker: P2P, victim: SwarmNode) -> None:
+        peer = PeerID.from_base58(victim.peer_id)
+        if kind == "look-ups":
+            request = dht_pb2.FindRequest(keys=[bytes(20)] * 100_000)
+            await attacker.call_protobuf_handler(peer, "DHTProtocol.rpc_find", request, dht_pb2.FindResponse)
+        elif kind == "records":
+            await store(
+                attacker,
+                victim,
+                in_cache=[False] * 3000,
+                keys=[bytes(20)] * 3000,
+                subkeys=[bytes(50)] * 3000,
+                values=[bytes(1000)] * 3000,
+                expiration_time=[time.time() + 60] * 3000,
+            )
+        else:
+            value = msgpack.packb([[]] * 3_900_000)
+            accepted = await store(
+                attacker,
+                victim,
+                keys=[bytes(20)],
+                subkeys=[b""],
+                values=[value],
+                expiration_time=[time.time() + 60],
+            )
+            assert accepted == [False]
+
+    async def body() -> None:
+        async with victim_and_attacker() as (victim, attacker):
+            ended = asyncio.Event()
+            watch = asyncio.create_task(longest_pause_s(ended))
+            refused = (
+                contextlib.nullcontext() if kind == "empty arrays" else pytest.raises(P2PHandlerError, match="limit")
+            )
+            with refused:
+                await attack(attacker, victim)
+            ended.set()
+            # Without the bounds 3 to 24 s. It includes the making of the call, in this process too.
+            assert await watch < 2.0
+
+    run(body)
+
+
+def test_one_peer_that_calls_without_end_is_refused() -> None:
+    async def body() -> None:
+        async with victim_and_attacker() as (victim, attacker):
+            peer = PeerID.from_base58(victim.peer_id)
+            request = dht_pb2.FindRequest(keys=[bytes(20)])
+
+            async def call() -> None:
+                for _ in range(1000):
+                    await attacker.call_protobuf_handler(peer, "DHTProtocol.rpc_find", request, dht_pb2.FindResponse)
+
+            with pytest.raises(P2PHandlerError, match="more than 10 calls of the DHT a second"):
+                await call()
 
     run(body)
 
