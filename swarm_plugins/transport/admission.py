@@ -16,7 +16,7 @@ import msgspec
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-from hivemind.p2p import P2PContext
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
@@ -192,6 +192,19 @@ async def send_own(self: Any, peer: Any, keys: Any, values: Sequence[Any], *args
     return await _plain_send(self, peer, keys, values, *args, **options)
 
 
+async def learn_node(self: Any, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+    """Replaces ``DHTProtocol.update_routing_table``: one node id for each peer."""
+    is_ours = isinstance(self.record_validator, Admission)
+    if is_ours and responded and node_id is not None and node_id != node_id_of(peer_id):
+        return
+    await _plain_learn(self, node_id, peer_id, responded)
+
+
+def node_id_of(peer_id: PeerID) -> DHTID:
+    """Returns the place of a peer in the DHT: it follows from the peer's key, so that it cannot choose one or many."""
+    return DHTID.generate(source=peer_id.to_bytes())
+
+
 def _check_call(admission: Admission, peer: str, num_keys: int, limit: int) -> None:
     if num_keys > limit:
         raise ProtocolError(f"call of the DHT with {num_keys} keys, the limit is {limit}")
@@ -200,6 +213,7 @@ def _check_call(admission: Admission, peer: str, num_keys: int, limit: int) -> N
 
 
 _plain_store, _plain_find, _plain_send = DHTProtocol.rpc_store, DHTProtocol.rpc_find, DHTProtocol.call_store
+_plain_learn = DHTProtocol.update_routing_table
 
 
 def install_admission() -> None:
@@ -207,3 +221,4 @@ def install_admission() -> None:
     DHTProtocol.rpc_store = store_own
     DHTProtocol.rpc_find = find_few
     DHTProtocol.call_store = send_own
+    DHTProtocol.update_routing_table = learn_node

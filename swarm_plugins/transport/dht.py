@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hivemind.dht.node import DHTNode
 
 from swarm_plugins.errors import ConfigError, ProtocolError, TransportError
-from swarm_plugins.transport.admission import Admission, BoundedStorage, TypedSerializer
+from swarm_plugins.transport.admission import Admission, BoundedStorage, TypedSerializer, node_id_of
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon import Daemon
 from swarm_plugins.transport.identity import Identity
@@ -87,6 +87,7 @@ class SwarmDHT:
                     p2p=self._daemon.p2p,
                     initial_peers=list(self._config.initial_peers) or None,
                     client_mode=self._config.client_mode,
+                    node_id=node_id_of(self._daemon.p2p.peer_id),
                     record_validator=Admission(),
                     # Cached servers are minutes old; every look-up here asks the network.
                     cache_locally=False,

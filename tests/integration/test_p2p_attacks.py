@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
@@ -202,6 +203,25 @@ def test_one_peer_that_calls_without_end_is_refused() -> None:
 
             with pytest.raises(P2PHandlerError, match="more than 10 calls of the DHT a second"):
                 await call()
+
+    run(body)
+
+
+def test_one_peer_cannot_fill_the_routing_table() -> None:
+    async def body() -> None:
+        async with victim_and_attacker() as (victim, attacker):
+            peer = PeerID.from_base58(victim.peer_id)
+            for index in range(40):
+                node = dht_pb2.NodeInfo(node_id=DHTID.generate(source=f"node {index}").to_bytes())
+                request = dht_pb2.PingRequest(peer=node)
+                await attacker.call_protobuf_handler(peer, "DHTProtocol.rpc_ping", request, dht_pb2.PingResponse)
+            table = victim._dht._dht.protocol.routing_table
+            assert attacker.peer_id not in table
+            async with SwarmNode(NodeConfig(initial_peers=await victim.addresses())) as other:
+                await other.announce(INFO, 60.0)
+                assert PeerID.from_base58(other.peer_id) in table
+                assert len(table.uid_to_peer_id) == 1
+                await other.retract()
 
     run(body)
 
