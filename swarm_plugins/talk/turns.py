@@ -134,7 +134,11 @@ class Conversation:
     def _tokens(self) -> Tensor:
         if self.tokenizer.chat_template is None:
             text = "\n".join(turn["content"] for turn in [*self._system, *self.turns])
-            return torch.tensor([self.tokenizer(text, verbose=False)["input_ids"]])
+            ids = self.tokenizer(text, verbose=False)["input_ids"]
+            # Tokenizers like ByT5's end each text; the answer has to continue it.
+            if len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
+                ids = ids[:-1]
+            return torch.tensor([ids])
         tokens = self.tokenizer.apply_chat_template(
             [*self._system, *self.turns],
             add_generation_prompt=True,

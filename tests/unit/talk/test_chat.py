@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import ByT5Tokenizer
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
@@ -35,6 +36,12 @@ def test_answers_stream_and_are_remembered() -> None:
     assert "".join(words) == talked.turns[1]["content"] + talked.turns[3]["content"] != ""
     talked.forget()
     assert talked.turns == []
+
+
+def test_the_answer_continues_a_text_that_the_tokenizer_ends() -> None:
+    plain = Conversation(tiny_model("llama"), ByT5Tokenizer(extra_ids=0), max_new_tokens=1)
+    plain.turns = [{"role": "user", "content": "ab"}]
+    assert plain._tokens().tolist() == [[ord("a") + 3, ord("b") + 3]]
 
 
 def test_oldest_turns_are_forgotten_when_the_model_cannot_read_more() -> None:
