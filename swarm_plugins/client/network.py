@@ -1,4 +1,4 @@
-"""A client's network node, restarted when its libp2p daemon has died."""
+"""A client's network node, replaced when its libp2p daemon has died or has lost all peers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,20 @@ class Node(Network, Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still reach other peers."""
+        """Whether its daemon runs."""
+        ...
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether none of the peers that it knew answers any more."""
         ...
 
 
 class LastingNetwork:
-    """A network that starts a new node when the old one has died: a killed daemon does not end a long run."""
+    """A network that starts a new node when the old one has died or sees nobody: an outage does not end a long run.
+
+    libp2p waits longer and longer, minutes at last, before it calls a lost peer again; a new node calls at once.
+    """
 
     def __init__(self, start_node: Callable[[], Awaitable[Node]]) -> None:
         self._start_node = start_node
@@ -57,7 +65,21 @@ class LastingNetwork:
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version; see `Directory`."""
-        return await (await self._living()).servers(version, num_blocks)
+        node = await self._living()
+        found = await node.servers(version, num_blocks)
+        if found or not node.is_alone:
+            return found
+        return await (await self._instead_of(node)).servers(version, num_blocks)
+
+    async def _instead_of(self, alone: Node) -> Node:
+        """Starts a new node; the old one stays if that finds nobody either."""
+        async with self._lock:
+            if self._node is alone:
+                self._node = await self._start_node()
+                log.warning("this client had lost all its peers; it has joined the swarm again")
+                with contextlib.suppress(SwarmError):
+                    await alone.close()
+            return self._node or alone
 
     async def close(self) -> None:
         """Leaves the network. Idempotent."""

@@ -180,6 +180,10 @@ class SwarmView:
             # One failed lookup must not end a training run: the servers themselves are asked anyway.
             log.warning("could not look up the servers of %s, using the last answer: %s", self.version, exc)
             return self._announced
+        if not announced and self._announced:
+            # More likely that this client has lost sight of the directory than that all servers have left.
+            log.warning("the directory names no server of %s any more: asking those of the last answer", self.version)
+            return self._announced
         allowed = self.config.allowed_peers
         return {peer: info for peer, info in announced.items() if allowed is None or peer in allowed}
 

@@ -16,6 +16,7 @@ from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon import Daemon
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.neighbors import Neighbors
 from swarm_plugins.transport.records import (
     MAX_TTL_S,
     GoneRecord,
@@ -76,6 +77,7 @@ class SwarmDHT:
         self._identity = identity
         self._config = config
         self._dht: DHTNode | None = None
+        self._neighbors: Neighbors | None = None
         self._version: str | None = None
         self._expirations: dict[str, float] = {}
 
@@ -108,6 +110,7 @@ class SwarmDHT:
         dht.protocol.serializer = TypedSerializer
         dht.protocol.cache.maxsize = 1
         self._dht = dht
+        self._neighbors = Neighbors(self._daemon.p2p, dht, self._config.initial_peers)
 
     async def close(self) -> None:
         """Leaves the DHT. Idempotent."""
@@ -118,6 +121,11 @@ class SwarmDHT:
                 await self._daemon.race(dht.shutdown(), timeout_s=_LEAVE_TIMEOUT_S, what="leaving the DHT")
             except TransportError as exc:
                 log.debug("left the DHT without notice: %s", exc)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all other nodes that this one knew are lost."""
+        return self._neighbors is not None and self._neighbors.is_alone
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
         """Announces that this node serves ``info``; see `SwarmNode.announce`."""
@@ -130,6 +138,8 @@ class SwarmDHT:
         except ProtocolError as exc:
             raise ConfigError(f"cannot announce this: {exc}") from exc
         peer = self._daemon.peer_id
+        # Also where some are still known: after a partition each part knows itself.
+        await self._call_lost()
         model = ModelRecord(version=info.version, model=info.model, num_blocks=info.num_blocks)
         wanted: dict[str, Record] = {
             own_server_key(info.version, peer): ServerRecord(info=info),
@@ -215,8 +225,23 @@ class SwarmDHT:
 
     async def _look_up(self, keys: Iterable[str]) -> list[tuple[str, str, bytes, float]]:
         """Returns key, owner, content and expiration of all records under some keys."""
+        keys = list(keys)
+        if self.is_alone:
+            await self._call_lost()
+        found = await self._ask(keys)
+        if not found and await self._call_lost():
+            found = await self._ask(keys)
+        return found
+
+    async def _call_lost(self) -> bool:
+        if self._neighbors is None:
+            return False
+        work = self._neighbors.call_lost()
+        return await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="calling lost peers")
+
+    async def _ask(self, keys: list[str]) -> list[tuple[str, str, bytes, float]]:
         # Infinity: do not stop at the first node with an answer, which may know only some of the servers.
-        work = self._running().get_many(list(keys), sufficient_expiration_time=float("inf"))
+        work = self._running().get_many(keys, sufficient_expiration_time=float("inf"))
         found = await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="asking the DHT")
         return [
             (key, peer, item.value, item.expiration_time)

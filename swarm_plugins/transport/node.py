@@ -98,6 +98,11 @@ class SwarmNode:
         return self._daemon is not None and self._daemon.is_alive
 
     @property
+    def is_alone(self) -> bool:
+        """Whether none of the peers that this node knew answers any more."""
+        return self._dht is not None and self._dht.is_alone
+
+    @property
     def num_streams(self) -> int:
         """Number of open incoming streams."""
         return self._acceptor.num_streams

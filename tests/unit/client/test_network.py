@@ -20,6 +20,7 @@ class Node(LocalTransport):
     def __init__(self) -> None:
         super().__init__({})
         self.is_alive = True
+        self.is_alone = False
         self.num_closed = 0
 
     async def close(self) -> None:
@@ -45,6 +46,32 @@ def test_a_dead_node_is_replaced_once_and_closed() -> None:
         await network.close()
         await network.close()
         assert [node.num_closed for node in started] == [1, 1]
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_a_node_that_sees_nobody_is_replaced_when_another_can_join() -> None:
+    started: list[Node] = []
+    can_join = True
+
+    async def start() -> Node:
+        if not can_join:
+            raise TransportError("none of the initial peers can be reached")
+        started.append(Node())
+        return started[-1]
+
+    async def body() -> None:
+        nonlocal can_join
+        network = LastingNetwork(start)
+        await network.start()
+        started[0].is_alone, can_join = True, False
+        with pytest.raises(TransportError, match="none of the initial peers"):
+            await network.servers("v", 4)
+        assert started[0].num_closed == 0
+        can_join = True
+        await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))
+        assert [node.num_closed for node in started] == [1, 0]
+        await network.close()
 
     asyncio.run(asyncio.wait_for(body(), 10))
 

@@ -1,0 +1,86 @@
+"""Keeps a node connected to the DHT: asks again those it has known, when hivemind has forgotten them.
+
+hivemind 1.1.12 drops a node from its routing table after one call that fails. A node whose peers were all away for a
+few seconds has an empty table from then on: it finds nothing, and announces itself to nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm_plugins.transport.config import peer_id_in
+
+log = logging.getLogger(__name__)
+
+_MAX_REMEMBERED = 64
+_ANSWER_S = 3.0
+"""A peer that is alive connects and answers a ping within this time."""
+_PAUSE_S = 1.0
+"""Between two rounds of calls."""
+
+
+class Neighbors:
+    """The nodes that a DHT node has known.
+
+    Args:
+        p2p: The node's connection to its daemon.
+        dht: The node.
+        initial_peers: Addresses that the node was started with; they are never forgotten.
+    """
+
+    def __init__(self, p2p: P2P, dht: DHTNode, initial_peers: Sequence[str]) -> None:
+        self._p2p = p2p
+        self._dht = dht
+        self._initial = {PeerID.from_base58(peer_id_in(address)): Multiaddr(address) for address in initial_peers}
+        self._remembered: OrderedDict[PeerID, None] = OrderedDict()
+        self._lock = asyncio.Lock()
+        self._tried_at = float("-inf")
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the node knows no other, though it has known some."""
+        self.remember()
+        return not self._table() and bool(self._initial or self._remembered)
+
+    def remember(self) -> None:
+        """Notes the nodes that are known now."""
+        for peer in self._table():
+            self._remembered[peer] = None
+            self._remembered.move_to_end(peer)
+        while len(self._remembered) > _MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    async def call_lost(self) -> bool:
+        """Calls the nodes that are not known any more; returns whether one has answered."""
+        async with self._lock:
+            self.remember()
+            table = self._table()
+            lost = [peer for peer in {**self._initial, **self._remembered} if peer not in table]
+            if not lost or time.monotonic() - self._tried_at < _PAUSE_S:
+                return False
+            answered = await asyncio.gather(*(self._call(peer) for peer in lost))
+            self._tried_at = time.monotonic()
+        if any(answered):
+            log.info("found %d of %d lost peers again", sum(answered), len(lost))
+        return any(answered)
+
+    async def _call(self, peer: PeerID) -> bool:
+        # The daemon forgets addresses in time; a peer's errors are its own.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_ANSWER_S):
+                address = self._initial.get(peer)
+                await self._p2p._client.connect(peer, [] if address is None else [address])
+                return await self._dht.protocol.call_ping(peer, strict=False) is not None
+        return False
+
+    def _table(self) -> set[PeerID]:
+        return set(self._dht.protocol.routing_table.peer_id_to_uid)
