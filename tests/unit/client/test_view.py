@@ -13,6 +13,7 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.view import SwarmView, serve_command
 from swarm_plugins.errors import MissingBlocksError, TransportError
 from swarm_plugins.routing import Demand
+from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.messages import Failure, Message, ServerInfo
 
 LOCAL, COMMIT = "local-" + "0" * 40, "a" * 40
@@ -28,10 +29,16 @@ class BrokenDirectory:
         raise TransportError("no answer")
 
 
-def test_a_failed_lookup_leaves_the_last_answer(run_in_swarm: Callable[..., Any]) -> None:
+class EmptyDirectory:
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        return {}
+
+
+@pytest.mark.parametrize("directory", [BrokenDirectory(), EmptyDirectory()], ids=["broken", "empty"])
+def test_a_failed_lookup_leaves_the_last_answer(directory: Directory, run_in_swarm: Callable[..., Any]) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
         await view.refresh(force=False)
-        view.directory = BrokenDirectory()
+        view.directory = directory
         await view.refresh(force=True)
         assert [span.peer for span in await view.chain(range(1), Demand())] == ["a"]
 
