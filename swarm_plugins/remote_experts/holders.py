@@ -33,17 +33,25 @@ class HolderView(SwarmView):
     Args:
         blocks: Blocks whose experts are wanted.
         num_experts: Experts of each block that has any; may be filled until the first look-up.
+        here: Experts of each block that need no holder.
         may_pause: Whether a pass waits for holders to come back when experts have none.
         args: As for `SwarmView`.
         options: As for `SwarmView`.
     """
 
     def __init__(
-        self, *args: Any, blocks: range, num_experts: Mapping[int, int], may_pause: bool = True, **options: Any
+        self,
+        *args: Any,
+        blocks: range,
+        num_experts: Mapping[int, int],
+        here: range = range(0),
+        may_pause: bool = True,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.blocks = blocks
         self.num_experts = num_experts
+        self.here = here
         self.may_pause = may_pause
         self._lag_s: dict[str, float] = {}
         """By how many seconds each holder was slower than it announces."""
@@ -87,7 +95,9 @@ class HolderView(SwarmView):
             await asyncio.wait({self._refresh_in_background()}, timeout=_LOOK_UP_S)
             found = self._share(block, loads, without)
         if found is None:
-            missing = missing_experts(self._holders(block, without), sorted(loads))
+            # Not only those that this pass needs: whoever serves them should not read of the next ones then.
+            elsewhere = [one for one in range(self.num_experts.get(block, 0)) if one not in self.here]
+            missing = missing_experts(self._holders(block, without), sorted({*elsewhere, *loads}))
             experts = range(missing[0], missing[-1] + 1)
             what = f"experts {ranges(missing)} of block {block}"
             raise MissingExpertsError(self.missing_text(what, range(block, block + 1), experts, without, failure))

@@ -82,6 +82,7 @@ class RemoteShare:
             initial_peers=addresses,
             blocks=blocks,
             num_experts=self.num_experts,
+            here=range(0) if own is None else own.experts,
             # Clients wait and ask again themselves.
             may_pause=False,
         )
