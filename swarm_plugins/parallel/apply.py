@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.parallel.adapters import check_wrappers, divide_adapters, take_adapters, unwrapped
 from swarm_plugins.parallel.agreement import agree
 from swarm_plugins.parallel.implementations import ExchangeSettings, check_implementation, implementation_of
-from swarm_plugins.parallel.layout import EpSize, LayerLayout, Placement, describe, plan_layers
+from swarm_plugins.parallel.layout import EpSize, LayerLayout, Placement, describe, plan_layers, undivided_text
 from swarm_plugins.parallel.meshes import (
     BATCH_DIMS,
     DEFAULT_TIMEOUT_S,
@@ -34,6 +35,8 @@ from swarm_plugins.parallel.mixture import DISPATCH_STYLE, expert_layers, find_m
 from swarm_plugins.parallel.refusal import Agreed, WatchedLayer, watch
 from swarm_plugins.parallel.slicing import check_dense_slices, check_slices, slice_dense_layers, slice_experts
 from swarm_plugins.parallel.state import Parallelism, is_parallel, remember
+
+log = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -102,6 +105,9 @@ def parallelize(
         slice_dense_layers(mixture, parallelism.batch_mesh["tp"])
     _introduce(mixture, parallelism)
     remember(mixture, parallelism)
+    undivided = undivided_text(layouts)
+    if undivided and ep_size == "auto" and dist.get_rank() == 0:
+        log.warning("%s", undivided)
     return model
 
 

@@ -107,6 +107,18 @@ def plan_layers(
     return [LayerLayout(layer, sizes[layer.index], placement.expert_slices, placement.world_size) for layer in layers]
 
 
+def undivided_text(layouts: Sequence[LayerLayout]) -> str:
+    """Returns a sentence about the layers that every rank holds whole; empty if there are none, or no other rank."""
+    whole = [layout for layout in layouts if not layout.is_distributed]
+    if not whole or whole[0].world_size == 1:
+        return ""
+    found = ", ".join(f"{one.layer.index} ({one.layer.num_experts} experts)" for one in whole)
+    return (
+        f"each of {whole[0].world_size} ranks holds all experts of the layers {found}: to divide them, choose a number "
+        "of ranks that has a common divisor with the number of experts"
+    )
+
+
 def describe(layouts: Sequence[LayerLayout], **more: object) -> str:
     """Returns a text that is the same on two ranks if and only if they mean the same layout."""
     return json.dumps([[asdict(layout) for layout in layouts], more], sort_keys=True, default=str)

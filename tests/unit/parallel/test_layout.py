@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.parallel.layout import EpSize, ExpertLayer, Placement, layer_index, plan_layers
+from swarm_plugins.parallel.layout import EpSize, ExpertLayer, Placement, layer_index, plan_layers, undivided_text
 
 PYRAMID = [ExpertLayer(f"model.layers.{index}.mlp.experts", index, count) for index, count in ((1, 4), (3, 8))]
 
@@ -29,6 +29,14 @@ def sizes(ep_size: EpSize, **placement: int) -> list[tuple[int, int]]:
 )
 def test_a_size_per_layer(ep_size: EpSize, wanted: list[tuple[int, int]]) -> None:
     assert sizes(ep_size) == wanted
+
+
+def test_layers_that_no_rank_shares_are_named() -> None:
+    def text(world_size: int) -> str:
+        return undivided_text(plan_layers(PYRAMID, 4, "auto", Placement(world_size=world_size)))
+
+    assert text(3).startswith("each of 3 ranks holds all experts of the layers 1 (4 experts), 3 (8 experts): ")
+    assert [text(world_size) for world_size in (1, 2, 8)] == ["", "", ""]
 
 
 def test_slices_leave_fewer_ranks_for_whole_experts() -> None:
