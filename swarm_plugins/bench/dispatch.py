@@ -38,7 +38,7 @@ PASSES = ("forward", "forward + backward, frozen", "forward + backward, trained"
 _MIN_CAPACITY = 4  # DeepSpeed's
 _MOST_BYTES = 4e9  # of what an arm allocates or writes; more would take minutes or not fit
 _MOST_OPERATIONS = 4e10  # of a padded dispatch: seconds
-_SHORTEST_S = 0.02
+_SHORTEST_S = 0.1
 _TOLERANCE = 1e-3
 
 

@@ -35,9 +35,9 @@ class Activation:
         self._trained = trained
         self._is_silu = _is_gated_silu(module)
         if self._is_silu:
-            gate, factor = up.chunk(2, dim=-1)
-            self._silu = functional.silu(gate)
-            self.inner = self._silu * factor
+            self._gate, self._factor = up.chunk(2, dim=-1)
+            self._silu = functional.silu(self._gate)
+            self.inner = self._silu * self._factor
             return
         self._up = up.detach().requires_grad_()
         with torch.enable_grad():
@@ -49,11 +49,10 @@ class Activation:
         if not self._is_silu:
             return list(torch.autograd.grad(self._graph, (self._up, *self._trained), grad))
         # As autograd does it, but written straight to the halves of the result: half the time.
-        gate, factor = self._up.chunk(2, dim=-1)
         result = torch.empty_like(self._up)
         gate_grad, factor_grad = result.chunk(2, dim=-1)
         torch.mul(grad, self._silu, out=factor_grad)
-        torch.ops.aten.silu_backward.grad_input(grad.mul_(factor), gate, grad_input=gate_grad)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(self._factor), self._gate, grad_input=gate_grad)
         return [result]
 
 
