@@ -102,7 +102,7 @@ class LocalFiles:
 
 
 def check_inside(path: Path, directory: Path) -> None:
-    """Checks that a file is no link to somewhere else on this machine.
+    """Checks that a file is not a link that leads out of its folder.
 
     Args:
         path: The file.

@@ -34,7 +34,7 @@ class Node(Network, Protocol):
 
 
 class LastingNetwork:
-    """A network that starts a new node when the old one has died or sees nobody: an outage does not end a long run.
+    """A network that replaces its node when that has died or has lost all peers, so that long runs survive outages.
 
     libp2p waits longer and longer, minutes at last, before it calls a lost peer again; a new node calls at once.
     """
