@@ -41,7 +41,7 @@ def push(
     endpoint: Annotated[str | None, typer.Option(help="Address of the Hub. Default: HF_ENDPOINT.")] = None,
     attempts: Annotated[int, typer.Option(min=1, help="How often to try.")] = 5,
 ) -> None:
-    """Publish an adapter or a model: one commit, then its tag. The token is that of `hf auth login`, or HF_TOKEN."""
+    """Publish an adapter or a model: one commit, then its tag. Uses the token of `hf auth login` or HF_TOKEN."""
     with one_sentence_errors("push"):
         import msgspec
 
