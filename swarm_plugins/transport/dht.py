@@ -226,6 +226,8 @@ class SwarmDHT:
     async def _look_up(self, keys: Iterable[str]) -> list[tuple[str, str, bytes, float]]:
         """Returns key, owner, content and expiration of all records under some keys."""
         keys = list(keys)
+        if self._neighbors is not None:
+            self._neighbors.remember()
         if self.is_alone:
             await self._call_lost()
         found = await self._ask(keys)

@@ -7,14 +7,13 @@ few seconds has an empty table from then on: it finds nothing, and announces its
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.transport.config import peer_id_in
@@ -22,6 +21,8 @@ from swarm_plugins.transport.config import peer_id_in
 log = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 64
+_REMEMBERED_S = 3600.0
+"""A peer that has been away for longer has left."""
 _ANSWER_S = 3.0
 """A peer that is alive connects and answers a ping within this time."""
 _PAUSE_S = 1.0
@@ -41,30 +42,33 @@ class Neighbors:
         self._p2p = p2p
         self._dht = dht
         self._initial = {PeerID.from_base58(peer_id_in(address)): Multiaddr(address) for address in initial_peers}
-        self._remembered: OrderedDict[PeerID, None] = OrderedDict()
+        self._seen_at: OrderedDict[PeerID, float] = OrderedDict()
         self._lock = asyncio.Lock()
         self._tried_at = float("-inf")
 
     @property
     def is_alone(self) -> bool:
         """Whether the node knows no other, though it has known some."""
-        self.remember()
-        return not self._table() and bool(self._initial or self._remembered)
+        return not self._table() and bool(self._initial or self._seen_at)
 
     def remember(self) -> None:
-        """Notes the nodes that are known now."""
+        """Notes the nodes that are known now, and forgets those that left long ago."""
+        now = time.monotonic()
         for peer in self._table():
-            self._remembered[peer] = None
-            self._remembered.move_to_end(peer)
-        while len(self._remembered) > _MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
+            self._seen_at[peer] = now
+            self._seen_at.move_to_end(peer)
+        while self._seen_at:
+            peer, seen_at = next(iter(self._seen_at.items()))
+            if len(self._seen_at) <= _MAX_REMEMBERED and now - seen_at < _REMEMBERED_S:
+                return
+            del self._seen_at[peer]
 
     async def call_lost(self) -> bool:
         """Calls the nodes that are not known any more; returns whether one has answered."""
         async with self._lock:
             self.remember()
             table = self._table()
-            lost = [peer for peer in {**self._initial, **self._remembered} if peer not in table]
+            lost = [peer for peer in {**self._initial, **self._seen_at} if peer not in table]
             if not lost or time.monotonic() - self._tried_at < _PAUSE_S:
                 return False
             answered = await asyncio.gather(*(self._call(peer) for peer in lost))
@@ -74,13 +78,14 @@ class Neighbors:
         return any(answered)
 
     async def _call(self, peer: PeerID) -> bool:
-        # The daemon forgets addresses in time; a peer's errors are its own.
-        with contextlib.suppress(Exception):
+        address = self._initial.get(peer)  # of others the daemon knows the address for a while
+        try:
             async with asyncio.timeout(_ANSWER_S):
-                address = self._initial.get(peer)
                 await self._p2p._client.connect(peer, [] if address is None else [address])
                 return await self._dht.protocol.call_ping(peer, strict=False) is not None
-        return False
+        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:
+            log.debug("peer %s is still lost: %s", peer, exc)
+            return False
 
     def _table(self) -> set[PeerID]:
         return set(self._dht.protocol.routing_table.peer_id_to_uid)
