@@ -38,6 +38,10 @@ class TicketLostError(RemoteError):
     """The server no longer keeps the graph of a forward request: send the inputs again."""
 
 
+class SpanMovedError(RemoteError):
+    """The server has left the blocks, or is about to: what it serves now has to be asked again."""
+
+
 class ServerLacksExpertsError(RemoteError, MissingExpertsError):
     """The server has the blocks, but needs experts of them that no living holder has."""
 
@@ -45,6 +49,8 @@ class ServerLacksExpertsError(RemoteError, MissingExpertsError):
 _ERRORS: dict[str, type[SwarmError]] = {
     "bad_request": RefusedError,
     "not_finite": RefusedError,
+    "wrong_span": SpanMovedError,
+    "draining": SpanMovedError,
     "unknown_adapter": UnknownAdapterError,
     "unknown_ticket": TicketLostError,
     "unknown_session": SessionLostError,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from swarm_plugins.client.answers import RefusedError
+from swarm_plugins.client.answers import RefusedError, SpanMovedError
 from swarm_plugins.errors import CapacityError, MissingBlocksError, MissingExpertsError, SwarmError, TransportError
 from swarm_plugins.routing import Demand, SpanChoice
 
@@ -41,6 +41,8 @@ class Retries:
         """Servers without room for this call; not banned, as the next call may be smaller."""
         self.refusals: dict[str, RefusedError] = {}
         """Servers that refused the request itself, until another one has been asked."""
+        self._moved: set[str] = set()
+        """Servers that serve other blocks than they were asked for."""
 
     def note(self, peer: str, error: SwarmError) -> None:
         """Excludes the peer from now on; raises the error if no other server can help, or after too many failures.
@@ -59,6 +61,10 @@ class Retries:
             self.refusals[peer] = error
         elif isinstance(error, CapacityError):
             self.full.add(peer)
+        elif isinstance(error, SpanMovedError) and peer not in self._moved:
+            # Not at fault, and perhaps the only holder of its new blocks; a second time it is.
+            self._moved.add(peer)
+            self.view.outdate(peer)
         else:
             self.view.ban(peer, error)
 

@@ -124,6 +124,12 @@ class SwarmView:
         self._last_failure = error
         log.info("server %s is left out for %.0f s: %s", peer, seconds, error)
 
+    def outdate(self, peer: str) -> None:
+        """Forgets what a peer serves, and asks all again before the next plan."""
+        # Replaced as a whole: other threads read the table.
+        self.entries = {other: entry for other, entry in self.entries.items() if other != peer}
+        self._refreshed_at = float("-inf")
+
     @property
     def is_stale(self) -> bool:
         """Whether the view is so old that it should be refreshed before a plan."""
@@ -197,6 +203,8 @@ class SwarmView:
             self.ban(peer, exc)
             return None
         self.infos[peer] = info
+        if info.state != "online":
+            return None
         return ServerEntry(
             peer=peer,
             start=info.start,

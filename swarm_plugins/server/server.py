@@ -20,7 +20,7 @@ from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import ConfigError, MissingExpertsError
+from swarm_plugins.errors import ConfigError, MissingExpertsError, TransportError
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.routing.coverage import block_coverage, choose_span
@@ -28,6 +28,7 @@ from swarm_plugins.server.background import drain, in_thread, sweep
 from swarm_plugins.server.capacity import Speed, blocks_that_fit, measure
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.experts import load_held, measure_held
 from swarm_plugins.server.identity import identity_of
 from swarm_plugins.server.preload import preload_adapter
@@ -97,9 +98,8 @@ class SwarmServer:
         if self._service is None:
             return self._info
         load = round(self._service.scheduler.load, 3)
-        if self._span is None:
-            return msgspec.structs.replace(self._info, load=load)
-        return msgspec.structs.replace(self._info, free_kv_tokens=self._span.free_tokens, load=load)
+        info = self._service.draining.shown(msgspec.structs.replace(self._info, load=load))
+        return info if self._span is None else msgspec.structs.replace(info, free_kv_tokens=self._span.free_tokens)
 
     @property
     def peer_id(self) -> str:
@@ -245,7 +245,11 @@ class SwarmServer:
             length = blocks_that_fit(checkpoint, config)
             log.info("memory holds %d of %d blocks", length, num_blocks)
         servers = await self._joined().servers(version, num_blocks)
-        spans = [(info.start, info.end, info.throughput or 1.0) for info in servers.values() if info.experts is None]
+        spans = [
+            (info.start, info.end, info.throughput or 1.0)
+            for info in servers.values()
+            if info.experts is None and info.state != "draining"
+        ]
         return choose_span(block_coverage(num_blocks, spans), length)
 
     async def _serve(self, span: Span, version: str, num_blocks: int) -> None:
@@ -285,6 +289,22 @@ class SwarmServer:
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
         await self._go_online(service)
+
+    async def drain(self, drain_s: float) -> int:
+        """Takes no new sessions and announces that; waits until the open ones have ended, ``drain_s`` at most.
+
+        Returns:
+            How many sessions are left, which `close` cuts off: their clients replay them elsewhere.
+        """
+        service = self._service
+        if service is None:
+            return 0
+        service.draining.begin()
+        try:
+            await self._joined().announce(lambda: self.info)
+        except TransportError as error:
+            log.warning("cannot announce that this server is draining: %s", error)
+        return await wait_until_ended(lambda: len(service.sessions), drain_s) if isinstance(service, Service) else 0
 
     async def close(self) -> None:
         """Leaves the DHT, waits a moment for running requests, ends everything. Idempotent."""

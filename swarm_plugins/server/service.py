@@ -13,6 +13,7 @@ from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.server.compute.scheduler import Interruptible, Scheduler, SchedulerRunner
 from swarm_plugins.server.config import ServiceLimits
+from swarm_plugins.server.draining import Draining
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.gradients import KeptForward
@@ -49,6 +50,7 @@ class Service:
     adapters: AdapterStore = field(default_factory=lambda: AdapterStore(0))
     sessions: SessionTable = field(default_factory=lambda: SessionTable(ServiceLimits().max_sessions_per_peer))
     unsent: UnsentAnswers = field(default_factory=lambda: UnsentAnswers(MAX_UNSENT_BYTES))
+    draining: Draining = field(default_factory=Draining)
 
     @property
     def spec(self) -> SpanSpec:
@@ -89,3 +91,4 @@ class ExpertsService:
     """Returns what the server announces now."""
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     unsent: UnsentAnswers = field(default_factory=lambda: UnsentAnswers(MAX_UNSENT_BYTES))
+    draining: Draining = field(default_factory=Draining)

@@ -85,16 +85,17 @@ class InProcessSwarm:
             decode_s=1.0,
             free_kv_tokens=1 << 20,
         )
-        return Service(
+        service = Service(
             version=info.version,
             num_blocks=num_blocks,
             runner=span,
             scheduler=scheduler,
-            info=lambda: info,
+            info=lambda: service.draining.shown(info),
             check_adapter=lambda digest, spec, tensors: check_adapter(spec, tensors, span, digest=digest),
             activations=ActivationStore(self.keep_bytes),
             adapters=AdapterStore(_STORE_BYTES),
         )
+        return service
 
     @property
     def num_sessions(self) -> int:

@@ -23,6 +23,7 @@ FailureKind = Literal[
     "bad_request",  # the request is malformed or breaks a limit: do not repeat it
     "wrong_version",  # this server serves another model version
     "wrong_span",  # this server does not hold the blocks
+    "draining",  # this server is leaving the blocks: look up the swarm again
     "unknown_adapter",  # upload it, then repeat
     "unknown_ticket",  # the kept graph is gone: send the inputs again
     "unknown_session",  # open a new session and replay
@@ -67,7 +68,8 @@ class ServerInfo(_Message, kw_only=True):
     """Compute dtype, such as ``float32``."""
     quantization: str
     """``none``, ``int8`` or ``nf4``."""
-    state: Literal["joining", "online"] = "online"
+    state: Literal["joining", "online", "draining"] = "online"
+    """``draining``: open sessions go on, new ones are refused, and the server ends soon."""
     throughput: float = 0.0
     """Tokens per second through one block in a batched forward, as the server measured."""
     decode_s: float = 0.0

@@ -73,6 +73,8 @@ class _Stream:
         if self._session is not None:
             raise BadRequestError("this stream has a session already: open another stream for another one")
         blocks = check_blocks(service, request.version, request.start, request.end)
+        if request.fork_of is None:
+            service.draining.check(blocks)
         max_tokens = _max_tokens(service, blocks, request.batch_size)
         prefix_tokens = check_prefix(service, request.prefix, blocks, request.batch_size)
         if prefix_tokens > max_tokens:
