@@ -1,4 +1,4 @@
-"""Hardens hivemind against malicious peers.
+"""Hardens hivemind against malicious peers, and mends addresses.
 
 hivemind 1.1.12 trusts the network more than an open swarm may. Each guard replaces an internal function with a checked
 one; honest peers notice no difference. Drop a guard when a release of hivemind has the check: the attack tests
@@ -13,9 +13,11 @@ import heapq
 import math
 from typing import Any
 
+import base58
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer
+from hivemind.utils.multiaddr.codecs import cid
 from hivemind.utils.timed_storage import HeapEntry, TimedStorage, ValueWithExpiration, get_dht_time
 
 from swarm_plugins.transport.admission import MAX_SUBKEYS, install_admission, unpack_dictionary
@@ -28,6 +30,7 @@ MAX_STREAM_MESSAGE_BYTES = 16 << 20
 
 _depth: contextvars.ContextVar[int] = contextvars.ContextVar("msgpack_depth", default=0)
 _plain_decode = MSGPackSerializer.__dict__["_decode_ext_types"].__func__
+_plain_cid = cid.to_bytes
 
 
 def install_guards() -> None:
@@ -37,6 +40,7 @@ def install_guards() -> None:
     DictionaryDHTValue.__init__ = _init_bounded
     DictionaryDHTValue.unpackb = staticmethod(unpack_dictionary)
     P2P.receive_raw_data = staticmethod(_receive_bounded)
+    cid.to_bytes = _peer_id_bytes
     install_admission()
 
 
@@ -87,3 +91,10 @@ async def _receive_bounded(reader: asyncio.StreamReader) -> bytes:
     if num_bytes > MAX_STREAM_MESSAGE_BYTES:
         raise ValueError(f"stream message of {num_bytes} bytes declared, the limit is {MAX_STREAM_MESSAGE_BYTES}")
     return await reader.readexactly(num_bytes)
+
+
+def _peer_id_bytes(protocol: Any, text: str) -> bytes:
+    """Replaces the codec of ``/p2p/``: the daemon refuses the form in which hivemind writes peer ids (a CID)."""
+    if protocol.name == "p2p" and text.startswith(("Qm", "1")):
+        return base58.b58decode(text)
+    return bytes(_plain_cid(protocol, text))

@@ -6,11 +6,13 @@ import asyncio
 import math
 import time
 
+import base58
 import msgpack
 import pytest
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer
+from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import TimedStorage
 
 from swarm_plugins.errors import ProtocolError
@@ -107,3 +109,14 @@ def test_a_declared_stream_length_is_bounded() -> None:
         assert await P2P.receive_raw_data(reader) == b"abc"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("peer", ["12D3KooWHLz3Rf22AevvgSVAb2EuQsCcmWzyWmWSv76CST7TrNk8", "Qm" + "a" * 44])
+def test_addresses_with_peer_ids_are_written_as_the_daemon_reads_them(peer: str) -> None:
+    # Without the change the daemon refuses to connect to any address that names its peer.
+    address = Multiaddr(f"/ip4/127.0.0.1/tcp/1/p2p/{peer}/p2p-circuit")
+    multihash = base58.b58decode(peer)
+    assert address.to_bytes() == Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes() + (
+        b"\xa5\x03" + bytes([len(multihash)]) + multihash + b"\xa2\x02"
+    )
+    assert str(Multiaddr(address.to_bytes())) == str(address)
