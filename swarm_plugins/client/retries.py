@@ -64,7 +64,7 @@ class Retries:
         elif isinstance(error, SpanMovedError) and peer not in self._moved:
             # Not at fault, and perhaps the only holder of its new blocks; a second time it is.
             self._moved.add(peer)
-            self.view.outdate(peer)
+            self.view.outdate(peer, error)
         else:
             self.view.ban(peer, error)
 

@@ -124,8 +124,9 @@ class SwarmView:
         self._last_failure = error
         log.info("server %s is left out for %.0f s: %s", peer, seconds, error)
 
-    def outdate(self, peer: str) -> None:
+    def outdate(self, peer: str, error: BaseException) -> None:
         """Forgets what a peer serves, and asks all again before the next plan."""
+        log.info("server %s is asked again what it serves: %s", peer, error)
         # Replaced as a whole: other threads read the table.
         self.entries = {other: entry for other, entry in self.entries.items() if other != peer}
         self._refreshed_at = float("-inf")

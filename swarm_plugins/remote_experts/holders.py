@@ -63,6 +63,10 @@ class HolderView(SwarmView):
             return False
         return info.start < self.blocks.stop and info.end > self.blocks.start
 
+    def outdate(self, peer: str, error: BaseException) -> None:
+        """Excludes a holder that denies what it announces: holders do not move."""
+        self.ban(peer, error)
+
     def share_of(self, info: ServerInfo) -> Sequence[Hashable]:
         """Returns what a sample of holders should cover: blocks, eighths of their experts, and slices."""
         most = max(self.num_experts.values())
