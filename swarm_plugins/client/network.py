@@ -1,18 +1,24 @@
-"""A client's network node, replaced when its libp2p daemon has died or has lost all peers."""
+"""A client's network node, replaced when its libp2p daemon has died, has lost all peers or refuses to call one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Protocol, Self
 
-from swarm_plugins.errors import SwarmError
-from swarm_plugins.transport.channel import Channel, Directory, Transport
+from swarm_plugins.errors import SwarmError, TransportError
+from swarm_plugins.transport.channel import BackoffError, Channel, Directory, Transport
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
+
+_RENEWAL_PAUSE_S = 2.0
+"""Between two attempts with a new node."""
+_MAX_RETIRED = 2
+"""Replaced nodes that are kept while streams are open in them."""
 
 
 class Network(Transport, Directory, Protocol):
@@ -32,9 +38,22 @@ class Node(Network, Protocol):
         """Whether none of the peers that it knew answers any more."""
         ...
 
+    @property
+    def num_opened(self) -> int:
+        """Number of open streams."""
+        ...
+
+    def successor(self) -> Self:
+        """Returns a node to start in its place."""
+        ...
+
+    async def start(self) -> None:
+        """Starts it."""
+        ...
+
 
 class LastingNetwork:
-    """A network that replaces its node when that has died or has lost all peers, so that long runs survive outages.
+    """A network that replaces its node when that is of no use any more, so that long runs survive outages.
 
     libp2p waits longer and longer, minutes at last, before it calls a lost peer again; a new node calls at once.
     """
@@ -42,48 +61,105 @@ class LastingNetwork:
     def __init__(self, start_node: Callable[[], Awaitable[Node]]) -> None:
         self._start_node = start_node
         self._node: Node | None = None
+        self._retired: list[Node] = []
         self._lock = asyncio.Lock()
+        self._renewal: asyncio.Task[None] | None = None
+        self._renewed_at = float("-inf")
 
     async def start(self) -> None:
         """Starts the first node."""
         await self._living()
 
     async def _living(self) -> Node:
+        if self._node is not None and self._node.is_alive:
+            return self._node
         async with self._lock:
-            if self._node is not None and not self._node.is_alive:
-                log.warning("the libp2p daemon of this client has died; starting a new one")
-                dead, self._node = self._node, None
-                with contextlib.suppress(SwarmError):
-                    await dead.close()
             if self._node is None:
                 self._node = await self._start_node()
+            elif not self._node.is_alive:
+                log.warning("the libp2p daemon of this client has died; starting a new one")
+                node = await _started(self._node.successor())
+                dead, self._node = self._node, node
+                await _closed(dead)
             return self._node
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel; see `Transport`."""
-        return await (await self._living()).open(peer, rpc, timeout_s=timeout_s)
+        node = await self._living()
+        try:
+            return await node.open(peer, rpc, timeout_s=timeout_s)
+        except BackoffError:
+            newer = await self._instead_of(node, timeout_s)
+            if newer is node:
+                raise
+            return await newer.open(peer, rpc, timeout_s=timeout_s)
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version; see `Directory`."""
         node = await self._living()
+        await self._close_unused()
         found = await node.servers(version, num_blocks)
         if found or not node.is_alone:
             return found
-        return await (await self._instead_of(node)).servers(version, num_blocks)
+        newer = await self._instead_of(node, None)
+        return found if newer is node else await newer.servers(version, num_blocks)
 
-    async def _instead_of(self, alone: Node) -> Node:
-        """Starts a new node; the old one stays if that finds nobody either."""
-        async with self._lock:
-            if self._node is alone:
-                self._node = await self._start_node()
-                log.warning("this client had lost all its peers; it has joined the swarm again")
-                with contextlib.suppress(SwarmError):
-                    await alone.close()
-            return self._node or alone
+    async def _instead_of(self, node: Node, timeout_s: float | None) -> Node:
+        """Returns a newer node if there is one by then, else the same; one attempt at a time serves all callers."""
+        if self._node is node and self._renewal is None and time.monotonic() - self._renewed_at > _RENEWAL_PAUSE_S:
+            self._renewal = asyncio.create_task(self._renew(node), name="start another node")
+        if self._renewal is not None:
+            await asyncio.wait({self._renewal}, timeout=timeout_s)
+        return self._node or node
+
+    async def _renew(self, node: Node) -> None:
+        """Starts another node, which replaces this one if it finds any peer."""
+        try:
+            newer = await _started(node.successor())
+            if newer.is_alone or self._node is not node:
+                await newer.close()
+                return
+            self._node = newer
+            # Requests and sessions with peers that it still reaches go on.
+            self._retired.append(node)
+            log.warning("this client had lost peers; it has joined the swarm again")
+        except SwarmError as exc:
+            log.debug("cannot join again: %s", exc)
+        finally:
+            self._renewed_at = time.monotonic()
+            self._renewal = None
+
+    async def _close_unused(self) -> None:
+        keep = [node for node in self._retired if node.is_alive and node.num_opened][-_MAX_RETIRED:]
+        unused = [node for node in self._retired if node not in keep]
+        self._retired = keep
+        for node in unused:
+            await _closed(node)
 
     async def close(self) -> None:
         """Leaves the network. Idempotent."""
+        renewal = self._renewal
+        if renewal is not None:
+            renewal.cancel()
+            await asyncio.wait({renewal})
         async with self._lock:
-            node, self._node = self._node, None
-            if node is not None:
-                await node.close()
+            nodes = [*self._retired, *([] if self._node is None else [self._node])]
+            self._node, self._retired = None, []
+        for node in nodes:
+            await _closed(node)
+
+
+async def _started(node: Node) -> Node:
+    """Starts a node; raises TransportError if that fails for whatever reason."""
+    try:
+        await node.start()
+    except TransportError:
+        raise
+    except SwarmError as exc:
+        raise TransportError(f"this client cannot join the swarm again: {exc}") from exc
+    return node
+
+
+async def _closed(node: Node) -> None:
+    with contextlib.suppress(SwarmError):
+        await node.close()

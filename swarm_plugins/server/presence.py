@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 _MAX_RESTARTS = 5
 """Restarts of the daemon in a row; a daemon that lives for ``_STABLE_S`` resets the count."""
 _STABLE_S = 300.0
+_SAME_PORTS = 2
+"""Restarts with the ports that the system chose before; then it may choose others."""
 _RETRACT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -102,7 +104,7 @@ class Presence:
             if asyncio.get_running_loop().time() - started > _STABLE_S:
                 restarts = 0
             log.error("the libp2p daemon has died; joining the swarm again")
-            while not await self._rejoin():
+            while not await self._rejoin(same_ports=restarts < _SAME_PORTS):
                 restarts += 1
                 if restarts > _MAX_RESTARTS:
                     log.error("gave up after %d attempts to join the swarm again", restarts)
@@ -125,9 +127,13 @@ class Presence:
             dead.cancel()
             await asyncio.gather(dead, return_exceptions=True)
 
-    async def _rejoin(self) -> bool:
-        await self._node.close()
-        node = SwarmNode(self._config)
+    async def _rejoin(self, *, same_ports: bool) -> bool:
+        """Starts a node with the same key, and the same ports if possible, by which others know this server."""
+        try:
+            node = self._node.successor(same_ports=same_ports)
+        except SwarmError as error:
+            log.warning("cannot rejoin the swarm: %s", error)
+            return False
         try:
             await node.start()
             await node.serve(self._handlers)
@@ -137,5 +143,6 @@ class Presence:
             log.warning("cannot rejoin the swarm: %s", error)
             await node.close()
             return False
-        self._node = node
+        dead, self._node = self._node, node
+        await dead.close()
         return True

@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from swarm_plugins.errors import TransportError
 from swarm_plugins.transport.messages import Codec, Message, ServerInfo
 
 RPC_NAMES = ("rpc_info", "rpc_forward", "rpc_backward", "rpc_session", "rpc_adapter", "rpc_experts", "rpc_push")
+
+
+class BackoffError(TransportError):
+    """The peer was not called, because the last calls were in vain: libp2p waits 6 s at first, minutes later."""
 
 
 class Channel(Protocol):

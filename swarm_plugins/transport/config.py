@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ class NodeConfig:
 
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join through, each with ``/p2p/`` and the peer's id. Empty: start a new swarm."""
+
+    known_peers: tuple[str, ...] = ()
+    """Addresses of further peers to call. Unlike with ``initial_peers``, the node starts if none of them answers."""
 
     host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     """Addresses to listen on; port 0 picks a free one. ``/ip4/0.0.0.0/tcp/PORT`` listens on all interfaces."""
@@ -45,7 +49,7 @@ class NodeConfig:
     """Longest look-up or announcement."""
 
     def __post_init__(self) -> None:
-        for name in ("initial_peers", "host_maddrs", "announce_maddrs"):
+        for name in ("initial_peers", "known_peers", "host_maddrs", "announce_maddrs"):
             if isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a sequence of addresses, got one string: put it in a list")
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -54,7 +58,7 @@ class NodeConfig:
         for address in self.announce_maddrs:
             if "/tcp/0" in f"{address}/" or "/udp/0/" in f"{address}/":
                 raise ConfigError(f"cannot announce {address!r}: port 0 means any; give the real port")
-        for address in self.initial_peers:
+        for address in (*self.initial_peers, *self.known_peers):
             peer_id_in(address)
         if not self.client_mode and not self.host_maddrs:
             raise ConfigError(
@@ -84,6 +88,19 @@ def peer_id_in(address: str) -> str:
             "`swarm serve` prints it"
         )
     return str(parsed["p2p"])
+
+
+def with_port(host: str, listening: Sequence[str]) -> str:
+    """Returns an address to listen on with the port, if it names none, that a node ``listening`` there got."""
+    for name in ("tcp", "udp"):
+        if f"/{name}/0/" not in f"{host}/":
+            continue
+        family = host.split("/")[1]
+        for address in listening:
+            parsed = _parse(address)
+            if name in parsed and address.startswith(f"/{family}/") and "p2p-circuit" not in parsed:
+                return f"{host}/".replace(f"/{name}/0/", f"/{name}/{parsed[name]}/").rstrip("/")
+    return host
 
 
 def _parse(address: str) -> Multiaddr:

@@ -110,7 +110,10 @@ class SwarmDHT:
         dht.protocol.serializer = TypedSerializer
         dht.protocol.cache.maxsize = 1
         self._dht = dht
-        self._neighbors = Neighbors(self._daemon.p2p, dht, self._config.initial_peers)
+        addresses = (*self._config.initial_peers, *self._config.known_peers)
+        self._neighbors = Neighbors(self._daemon.p2p, dht, addresses)
+        if self._config.known_peers:
+            await self._call_lost()
 
     async def close(self) -> None:
         """Leaves the DHT. Idempotent."""
@@ -126,6 +129,11 @@ class SwarmDHT:
     def is_alone(self) -> bool:
         """Whether all other nodes that this one knew are lost."""
         return self._neighbors is not None and self._neighbors.is_alone
+
+    @property
+    def known_peers(self) -> tuple[str, ...]:
+        """Addresses of the nodes that were known lately."""
+        return () if self._neighbors is None else self._neighbors.addresses
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
         """Announces that this node serves ``info``; see `SwarmNode.announce`."""
@@ -148,6 +156,7 @@ class SwarmDHT:
         if self._version not in (None, info.version):
             wanted |= self._gone()
         await self._store(wanted, ttl_s)
+        await self._note_addresses()
         self._version = info.version
 
     async def retract(self) -> None:
@@ -233,7 +242,13 @@ class SwarmDHT:
         found = await self._ask(keys)
         if not found and await self._call_lost():
             found = await self._ask(keys)
+        await self._note_addresses()
         return found
+
+    async def _note_addresses(self) -> None:
+        if self._neighbors is not None:
+            work = self._neighbors.note_addresses()
+            await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="listing peers")
 
     async def _call_lost(self) -> bool:
         if self._neighbors is None:

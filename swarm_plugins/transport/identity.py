@@ -83,18 +83,27 @@ def create_identity_file(path: Path) -> None:
     Raises:
         ConfigError: If the file cannot be written.
     """
-    key = ed25519.Ed25519PrivateKey.generate()
+    _write_key(path, ed25519.Ed25519PrivateKey.generate())
+
+
+def _write_key(path: Path, key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey) -> None:
+    if isinstance(key, rsa.RSAPrivateKey):
+        raise ConfigError(f"cannot write an RSA identity to {path}: expected an Ed25519 key")
     data = key.private_bytes_raw() + key.public_key().public_bytes_raw()
     content = crypto_pb2.PrivateKey(key_type=crypto_pb2.Ed25519, data=data).SerializeToString()
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(content)
     except OSError as exc:
         raise ConfigError(
             f"cannot write a new identity to {path}: {exc.strerror}; "
             "give a file in a directory that exists and is writable"
         ) from exc
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+
+
+def _temporary_path() -> Path:
+    # Only its owner can enter a temporary directory.
+    return Path(tempfile.mkdtemp(prefix="swarm-identity-")) / "identity"
 
 
 class IdentityFile:
@@ -102,6 +111,7 @@ class IdentityFile:
 
     def __init__(self, path: Path, identity: Identity, lock: int, *, existed: bool, is_temporary: bool) -> None:
         self.path = path
+        self._num_users = 1
         self.identity = identity
         self.existed = existed
         """Whether it was there before, so that another peer may use it too."""
@@ -116,8 +126,7 @@ class IdentityFile:
             ConfigError: If it cannot be read or written, or is in use.
         """
         is_temporary = path is None
-        # Only its owner can enter a temporary directory.
-        path = Path(path or Path(tempfile.mkdtemp(prefix="swarm-identity-")) / "identity")
+        path = Path(path or _temporary_path())
         existed = path.exists()
         if not existed:
             create_identity_file(path)
@@ -133,14 +142,28 @@ class IdentityFile:
             ) from exc
         return cls(path, identity, lock, existed=existed, is_temporary=is_temporary)
 
+    def share(self) -> IdentityFile:
+        """Returns this file for one more node of this process, which gives it back too; a deleted one is there again.
+
+        Raises:
+            ConfigError: If it cannot be written.
+        """
+        if self._is_temporary and not self.path.exists():
+            path = _temporary_path()
+            _write_key(path, self.identity.private_key)
+            self.path = path
+        self._num_users += 1
+        return self
+
     def delete_if_temporary(self) -> None:
         """Deletes a temporary file, once its key is in memory: a killed process then leaves none on disk."""
         if self._is_temporary:
             shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def give_back(self) -> None:
-        """Unlocks the file; deletes it if it is temporary. Idempotent."""
-        if self._lock is None:
+        """Unlocks the file when no other node uses it; deletes it if it is temporary. Once for each user."""
+        self._num_users -= 1
+        if self._lock is None or self._num_users:
             return
         os.close(self._lock)
         self._lock = None

@@ -20,6 +20,8 @@ from swarm_plugins.transport.config import peer_id_in
 
 log = logging.getLogger(__name__)
 
+_P2P, _P2P_CIRCUIT = b"\xa5\x03", b"\xa2\x02"
+"""Codes of address parts; see https://github.com/multiformats/multiaddr/blob/master/protocols.csv."""
 _MAX_REMEMBERED = 64
 _REMEMBERED_S = 3600.0
 """A peer that has been away for longer has left."""
@@ -29,19 +31,35 @@ _PAUSE_S = 1.0
 """Between two rounds of calls."""
 
 
+class _Dialled:
+    """An address in the form that the daemon reads: hivemind 1.1.12 encodes peer ids in addresses in another one."""
+
+    def __init__(self, address: str) -> None:
+        place, _, inner = address.rpartition("/p2p/")[0].partition("/p2p/")
+        self._bytes: bytes = Multiaddr(place).to_bytes()
+        if inner:  # through a relay: PLACE/p2p/RELAY/p2p-circuit
+            relay = PeerID.from_base58(inner.split("/")[0]).to_bytes()
+            self._bytes += _P2P + bytes([len(relay)]) + relay + _P2P_CIRCUIT
+
+    def to_bytes(self) -> bytes:
+        """Returns the encoded address, without the peer's own id."""
+        return self._bytes
+
+
 class Neighbors:
     """The nodes that a DHT node has known.
 
     Args:
         p2p: The node's connection to its daemon.
         dht: The node.
-        initial_peers: Addresses that the node was started with; they are never forgotten.
+        addresses: Addresses that the node was started with; they are never forgotten.
     """
 
-    def __init__(self, p2p: P2P, dht: DHTNode, initial_peers: Sequence[str]) -> None:
+    def __init__(self, p2p: P2P, dht: DHTNode, addresses: Sequence[str]) -> None:
         self._p2p = p2p
         self._dht = dht
-        self._initial = {PeerID.from_base58(peer_id_in(address)): Multiaddr(address) for address in initial_peers}
+        self._initial = {PeerID.from_base58(peer_id_in(address)): _Dialled(address) for address in addresses}
+        self._addresses: dict[PeerID, str] = {}
         self._seen_at: OrderedDict[PeerID, float] = OrderedDict()
         self._lock = asyncio.Lock()
         self._tried_at = float("-inf")
@@ -50,6 +68,11 @@ class Neighbors:
     def is_alone(self) -> bool:
         """Whether the node knows no other, though it has known some."""
         return not self._table() and bool(self._initial or self._seen_at)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the nodes that were known lately, as far as they are known."""
+        return tuple(self._addresses.values())
 
     def remember(self) -> None:
         """Notes the nodes that are known now, and forgets those that left long ago."""
@@ -62,6 +85,21 @@ class Neighbors:
             if len(self._seen_at) <= _MAX_REMEMBERED and now - seen_at < _REMEMBERED_S:
                 return
             del self._seen_at[peer]
+            self._addresses.pop(peer, None)
+
+    async def note_addresses(self) -> None:
+        """Notes where the known nodes are, which a daemon that is started again has to be told."""
+        self.remember()
+        if self._seen_at.keys() <= self._addresses.keys():
+            return
+        try:
+            connected = await self._p2p._client.list_peers()
+        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:
+            log.debug("cannot list the connected peers: %s", exc)
+            return
+        for info in connected:
+            if info.peer_id in self._seen_at and info.addrs:
+                self._addresses[info.peer_id] = f"{info.addrs[0]}/p2p/{info.peer_id}"
 
     async def call_lost(self) -> bool:
         """Calls the nodes that are not known any more; returns whether one has answered."""
@@ -82,10 +120,14 @@ class Neighbors:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._p2p._client.connect(peer, [] if address is None else [address])
-                return await self._dht.protocol.call_ping(peer, strict=False) is not None
+                if await self._dht.protocol.call_ping(peer, strict=False) is None:
+                    return False
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:
             log.debug("peer %s is still lost: %s", peer, exc)
             return False
+        # hivemind asks nothing of a node that has failed, for up to a minute.
+        self._dht.blacklist.register_success(peer)
+        return True
 
     def _table(self) -> set[PeerID]:
         return set(self._dht.protocol.routing_table.peer_id_to_uid)

@@ -6,11 +6,12 @@ import functools
 import logging
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.transport.channel import Channel, Handler
-from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.config import NodeConfig, with_port
 from swarm_plugins.transport.daemon import Daemon, start_daemon
 from swarm_plugins.transport.dht import ModelInfo, SwarmDHT
 from swarm_plugins.transport.guards import install_guards
@@ -29,7 +30,7 @@ class SwarmNode:
     """A peer of the swarm; a `Transport` and a `Directory` (see `channel`).
 
     Call all methods on the event loop that ran ``start``. When the libp2p daemon dies, every waiting and later call
-    raises `TransportError` at once; the node cannot be revived: close it, start another, serve and announce again.
+    raises `TransportError` at once; the node cannot be revived: start its `successor`, serve and announce again.
     """
 
     def __init__(self, config: NodeConfig | None = None, *, limits: WireLimits = DEFAULT_LIMITS) -> None:
@@ -38,6 +39,7 @@ class SwarmNode:
         self._budget = ReceiveBudget(limits.max_receiving_bytes)
         self._acceptor = Acceptor(limits, self._budget)
         self._identity: IdentityFile | None = None
+        self._listens: tuple[str, ...] = ()
         self._daemon: Daemon | None = None
         self._dht: SwarmDHT | None = None
         self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
@@ -53,15 +55,42 @@ class SwarmNode:
             raise ConfigError("this node has been started already")
         install_guards()
         try:
-            self._identity = IdentityFile.take(self._config.identity_path)
+            if self._identity is None:
+                self._identity = IdentityFile.take(self._config.identity_path)
             self._daemon = await start_daemon(self._config, self._identity)
             self._identity.delete_if_temporary()  # the daemon has read it
             self._dht = SwarmDHT(self._daemon, self._identity.identity, self._config)
             await self._dht.start()
+            self._listens = await self.addresses()
         except BaseException:
             await self.close()
             raise
         log.info("joined as %s", self._daemon.peer_id)
+
+    def successor(self, *, same_ports: bool = True) -> SwarmNode:
+        """Returns a node to start in place of this one, which may have died but is not closed yet.
+
+        It has the same key and, if possible, the same ports. It calls all peers that this one has known, and starts
+        even if none answers, so that a swarm whose first node died does not fall apart.
+
+        Raises:
+            TransportError: If this node has not been started, or is closed.
+            ConfigError: If the key cannot be written for the new daemon.
+        """
+        config = self._config
+        known = () if self._dht is None else self._dht.known_peers
+        hosts = tuple(with_port(host, self._listens) for host in config.host_maddrs) if same_ports else None
+        node = SwarmNode(
+            replace(
+                config,
+                initial_peers=(),
+                known_peers=tuple(dict.fromkeys((*config.initial_peers, *config.known_peers, *known))),
+                host_maddrs=hosts or config.host_maddrs,
+            ),
+            limits=self._limits,
+        )
+        node._identity = _started(self._identity).share()
+        return node
 
     async def close(self) -> None:
         """Ends all streams, leaves the DHT and stops the daemon. Idempotent."""
@@ -101,6 +130,11 @@ class SwarmNode:
     def is_alone(self) -> bool:
         """Whether none of the peers that this node knew answers any more."""
         return self._dht is not None and self._dht.is_alone
+
+    @property
+    def num_opened(self) -> int:
+        """Number of open streams to others."""
+        return sum(not stream.is_closed for stream in self._opened)
 
     @property
     def num_streams(self) -> int:

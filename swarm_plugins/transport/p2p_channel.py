@@ -16,7 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
-from swarm_plugins.transport.channel import RPC_NAMES, Handler
+from swarm_plugins.transport.channel import RPC_NAMES, BackoffError, Handler
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
@@ -75,7 +75,9 @@ async def _request_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWr
     response = p2pd_pb2.Response()
     await read_pbmsg_safe(reader, response)
     if response.type == p2pd_pb2.Response.ERROR:
-        raise TransportError(f"peer {peer} cannot be reached for {protocol}: {response.error.msg}")
+        reason = " ".join(response.error.msg.split())  # a line for each address
+        kind = BackoffError if "dial backoff" in reason else TransportError
+        raise kind(f"peer {peer} cannot be reached for {protocol}: {reason}")
 
 
 async def _take_over(

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from p2p_kit import INFO, client, run
+from p2p_kit import INFO, client, echo, run
 
 from swarm_plugins.client.network import LastingNetwork
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.server.presence import Presence
 from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 
@@ -118,5 +119,78 @@ def test_servers_that_lost_each_other_are_one_swarm_again() -> None:
                 await second.announce(INFO, 60.0)
                 async with client(*await second.addresses()) as looking:
                     assert await sees(looking, first.peer_id, second.peer_id)
+
+    run(body)
+
+
+@contextlib.asynccontextmanager
+async def presence(*initial_peers: str) -> AsyncIterator[Presence]:
+    """A server as `swarm serve` keeps it in the swarm, without blocks."""
+    server = Presence(NodeConfig(initial_peers=initial_peers), every_s=1.0, ttl_s=60.0)
+    await server.start()
+    try:
+        await server.serve({"rpc_forward": echo})
+        await server.announce(lambda: INFO)
+        yield server
+    finally:
+        await server.close()
+
+
+async def answers(network: LastingNetwork, peer: str) -> bool:
+    """Opens streams to a server until it answers on one."""
+    deadline = time.monotonic() + CURE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(SwarmError):
+            channel = await network.open(peer, "rpc_forward", timeout_s=2.0)
+            await channel.send(INFO)
+            if await channel.receive(timeout_s=2.0) is not None:
+                await channel.close()
+                return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+async def until_killed(node: SwarmNode) -> None:
+    assert node._daemon is not None
+    psutil.Process(node._daemon.pid).kill()
+    await asyncio.wait_for(node.wait_dead(), CURE_S)
+
+
+def test_killed_daemons_come_back_under_their_names_and_no_server_is_an_island() -> None:
+    async def body() -> None:
+        async with presence() as first, presence(*await first.addresses()) as second:
+            peers = await first.addresses()
+            both = (first.peer_id, second.peer_id)
+            found = {server: await server.addresses() for server in (first, second)}
+
+            async def join() -> SwarmNode:
+                node = SwarmNode(NodeConfig(initial_peers=peers, client_mode=True))
+                await node.start()
+                return node
+
+            network = LastingNetwork(join)
+            assert await sees(network, *both)
+            try:
+                for server in (first, second):
+                    await until_killed(server._node)
+                    for _ in range(3):  # in vain, so that libp2p refuses to call
+                        with contextlib.suppress(SwarmError):
+                            await network.open(server.peer_id, "rpc_forward", timeout_s=2.0)
+                    assert await answers(network, server.peer_id)
+                    assert await sees(network, *both)
+                    assert server.peer_id in both
+                    assert await server.addresses() == found[server]
+                    async with client(*await server.addresses()) as newcomer:
+                        assert await sees(newcomer, *both)
+                node = network._node
+                assert isinstance(node, SwarmNode)
+                name = node.peer_id
+                await until_killed(node)
+                assert await answers(network, first.peer_id)
+                assert await sees(network, *both)
+                assert isinstance(network._node, SwarmNode)
+                assert network._node.peer_id == name
+            finally:
+                await network.close()
 
     run(body)

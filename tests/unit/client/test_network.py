@@ -6,97 +6,154 @@ import asyncio
 import gc
 import threading
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
 from swarm_plugins.client.network import LastingNetwork
-from swarm_plugins.errors import TransportError
+from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import BackoffError, Channel
 
 
 class Node(LocalTransport):
-    def __init__(self) -> None:
+    """A node whose successors are in ``made``; ``lost`` says whether they find nobody."""
+
+    def __init__(self, made: list[Node], *, lost: bool = False) -> None:
         super().__init__({})
+        self.made = made
         self.is_alive = True
         self.is_alone = False
+        self.num_opened = 0
         self.num_closed = 0
+        self.can_start = True
+        self.lost = lost
+        self.backoff = False
+
+    def successor(self) -> Node:
+        self.made.append(Node(self.made, lost=self.lost))
+        self.made[-1].can_start = self.can_start
+        return self.made[-1]
+
+    async def start(self) -> None:
+        if not self.can_start:
+            raise ConfigError("the port is taken")
+        self.is_alone = self.lost
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        if self.backoff:
+            raise BackoffError("all dials failed * dial backoff")
+        return await super().open(peer, rpc, timeout_s=timeout_s)
 
     async def close(self) -> None:
         self.num_closed += 1
         await super().close()
 
 
+Body = Callable[[LastingNetwork, list[Node]], Awaitable[None]]
+
+
+def run(body: Body) -> None:
+    async def main() -> None:
+        made: list[Node] = []
+
+        async def start() -> Node:
+            made.append(Node(made))
+            return made[-1]
+
+        network = LastingNetwork(start)
+        await network.start()
+        try:
+            await body(network, made)
+        finally:
+            await network.close()
+            await network.close()
+        assert all(node.num_closed for node in made)
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
 def test_a_dead_node_is_replaced_once_and_closed() -> None:
-    started: list[Node] = []
-
-    async def start() -> Node:
-        started.append(Node())
-        return started[-1]
-
-    async def body() -> None:
-        network = LastingNetwork(start)
-        await network.start()
+    async def body(network: LastingNetwork, made: list[Node]) -> None:
         assert await network.servers("v", 4) == {}
-        assert len(started) == 1
-        started[0].is_alive = False
+        assert len(made) == 1
+        made[0].is_alive = False
         await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))
-        assert len(started) == 2
-        await network.close()
-        await network.close()
-        assert [node.num_closed for node in started] == [1, 1]
+        assert [node.num_closed for node in made] == [1, 0]
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    run(body)
 
 
-def test_a_node_that_sees_nobody_is_replaced_when_another_can_join() -> None:
-    started: list[Node] = []
-    can_join = True
+def test_a_node_that_sees_nobody_is_replaced_once_another_sees_somebody() -> None:
+    async def body(network: LastingNetwork, made: list[Node]) -> None:
+        made[0].is_alone = made[0].lost = True
+        await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))
+        assert [node.num_closed for node in made] == [0, 1]
+        made[0].lost, network._renewed_at = False, float("-inf")
+        await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))
+        await network.servers("v", 4)
+        assert [node.num_closed for node in made] == [1, 1, 0]
 
-    async def start() -> Node:
-        if not can_join:
-            raise TransportError("none of the initial peers can be reached")
-        started.append(Node())
-        return started[-1]
+    run(body)
 
-    async def body() -> None:
-        nonlocal can_join
+
+def test_a_peer_that_the_node_refuses_to_call_is_called_by_a_new_one_while_streams_of_the_old_go_on() -> None:
+    async def body(network: LastingNetwork, made: list[Node]) -> None:
+        made[0].backoff, made[0].num_opened = True, 1
+        with pytest.raises(TransportError, match="peer p cannot be reached, or does not serve rpc_info"):
+            await network.open("p", "rpc_info", timeout_s=1.0)
+        await network.servers("v", 4)
+        assert [node.num_closed for node in made] == [0, 0]
+        made[0].num_opened = 0
+        await network.servers("v", 4)
+        assert [node.num_closed for node in made] == [1, 0]
+
+    run(body)
+
+
+def test_a_node_that_starts_slowly_holds_up_no_other_call() -> None:
+    class Slow(Node):
+        def successor(self) -> Node:
+            node = super().successor()
+            node.start = lambda: asyncio.sleep(60)  # type: ignore[method-assign]
+            return node
+
+    async def main() -> None:
+        made: list[Node] = []
+
+        async def start() -> Node:
+            return Slow(made)
+
         network = LastingNetwork(start)
         await network.start()
-        started[0].is_alone, can_join = True, False
-        with pytest.raises(TransportError, match="none of the initial peers"):
-            await network.servers("v", 4)
-        assert started[0].num_closed == 0
-        can_join = True
-        await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))
-        assert [node.num_closed for node in started] == [1, 0]
+        slow = network._node
+        assert isinstance(slow, Slow)
+        slow.is_alone = True
+        looking = asyncio.create_task(network.servers("v", 4))
+        await asyncio.sleep(0.05)
+        slow.backoff = True
+        with pytest.raises(BackoffError):
+            await network.open("p", "rpc_info", timeout_s=0.1)
+        looking.cancel()
         await network.close()
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_a_node_that_cannot_start_again_is_a_transport_error() -> None:
-    nodes = [Node()]
-
-    async def start() -> Node:
-        if not nodes:
-            raise TransportError("none of the initial peers can be reached")
-        return nodes.pop()
-
-    async def body() -> None:
-        network = LastingNetwork(start)
-        first = nodes[0]
-        await network.start()
-        first.is_alive = False
-        with pytest.raises(TransportError, match="none of the initial peers"):
+    async def body(network: LastingNetwork, made: list[Node]) -> None:
+        made[0].is_alive = made[0].can_start = False
+        with pytest.raises(TransportError, match="cannot join the swarm again: the port is taken"):
             await network.open("p", "rpc_info", timeout_s=1.0)
+        made[1].num_closed = 1  # a node that does not start closes itself
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    run(body)
 
 
 def test_a_connection_that_nothing_refers_to_closes_itself() -> None:
-    node = Node()
+    node = Node([])
 
     async def start() -> Node:
         return node

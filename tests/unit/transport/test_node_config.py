@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm_plugins.errors import ConfigError, TransportError
-from swarm_plugins.transport.config import NodeConfig, peer_id_in
+from swarm_plugins.transport.config import NodeConfig, peer_id_in, with_port
 from swarm_plugins.transport.daemon import _check_port_free, _translate
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.p2p_channel import protocol_name
@@ -37,6 +37,13 @@ def test_impossible_settings_are_refused(settings: dict[str, object], complaint:
 
 def test_peer_ids_are_read_off_addresses() -> None:
     assert peer_id_in(ADDRESS) == PEER
+
+
+def test_a_port_that_the_system_chose_is_kept() -> None:
+    listening = [f"/ip6/::1/tcp/5/p2p/{PEER}", f"/ip4/127.0.0.1/tcp/7/p2p/{PEER}", f"/ip4/10.0.0.1/tcp/7/p2p/{PEER}"]
+    assert with_port("/ip4/0.0.0.0/tcp/0", listening) == "/ip4/0.0.0.0/tcp/7"
+    assert with_port("/ip4/0.0.0.0/tcp/3", listening) == "/ip4/0.0.0.0/tcp/3"
+    assert with_port("/ip4/0.0.0.0/tcp/0", []) == "/ip4/0.0.0.0/tcp/0"
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
