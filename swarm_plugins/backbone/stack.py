@@ -8,6 +8,7 @@ their own output, if all hidden states are wanted).
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ from swarm_plugins.backbone.arguments import read_arguments
 from swarm_plugins.backbone.cache import run_cached
 from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.verification import make_observer
 from swarm_plugins.versions import ModelVersion
 
 if TYPE_CHECKING:
@@ -72,7 +75,14 @@ class RemoteStack:
                 if self.settings is None:
                     raise UnsupportedError("this copy of the model has lost its connection; load the model again")
                 self.connection = self.settings.connection()
-            self._remote = self.connection.blocks(version=self.version, num_blocks=self.num_blocks, model=self.model)
+            # Not through this object, which the observer must not keep alive.
+            open_checkpoint = functools.partial(_open_checkpoint, self.model, self.version)
+            self._remote = self.connection.blocks(
+                version=self.version,
+                num_blocks=self.num_blocks,
+                model=self.model,
+                observe=lambda servers: make_observer(servers, open_checkpoint),
+            )
         return self._remote
 
     def check(self) -> None:
@@ -156,3 +166,9 @@ class RemoteStack:
         twin.in_tuple = self.in_tuple
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
+
+
+def _open_checkpoint(model: str | None, version: ModelVersion) -> Checkpoint:
+    """Opens a model's checkpoint again, to compute blocks here."""
+    is_local = version.revision.startswith("local-")
+    return Checkpoint.open(model or version.name, revision=None if is_local else version.revision)

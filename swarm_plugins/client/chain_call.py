@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
 from swarm_plugins.client.answers import RefusedError, TicketLostError, check_outputs, check_tensor
+from swarm_plugins.client.observer import BackwardCall, ForwardCall
 from swarm_plugins.client.retries import Retries
 from swarm_plugins.errors import ProtocolError, SwarmError
 from swarm_plugins.routing import Demand
@@ -85,7 +86,12 @@ class ChainCall:
         request = self._request(inputs, part, keep=self.keep)
         response = await self._ask(peer, part, "rpc_forward", request, ForwardResponse)
         check_outputs(response, inputs, peer)
-        self.servers.view.bans.forgive(peer)
+        view = self.servers.view
+        info, adapters = view.infos.get(peer), part.shipped
+        await view.observer.forward_done(
+            ForwardCall(peer=peer, info=info, request=request, adapters=adapters, response=response)
+        )
+        view.bans.forgive(peer)
         return _SpanRun(peer=peer, inputs=inputs, part=part, response=response)
 
     def _request(self, inputs: SpanInputs, part: AdapterPart, *, keep: bool) -> ForwardRequest:
@@ -170,12 +176,13 @@ class ChainCall:
     async def _backward_span(
         self, run: _SpanRun, grad: Tensor, grads: SpanOutputs, collected: _Collected, *, needs_input: bool
     ) -> BackwardResponse:
-        blocks, ticket = run.inputs.blocks, run.response.ticket
+        view, blocks, ticket = self.servers.view, run.inputs.blocks, run.response.ticket
         first, last = self._index(blocks.start), self._index(blocks.stop)
         routers = zip(grads.router_blocks, grads.router_logits, strict=True)
+        forward = self._request(run.inputs, run.part, keep=False)
         request = BackwardRequest(
             ticket=ticket,
-            forward=None if ticket else self._request(run.inputs, run.part, keep=False),
+            forward=None if ticket else forward,
             grad_hidden=grad.contiguous(),
             grad_hidden_states=grads.hidden_states[first : last - 1] if self.inputs.collect_hidden else (),
             grad_router_logits=tuple(gradient for block, gradient in routers if block in blocks),
@@ -186,7 +193,17 @@ class ChainCall:
         )
         answer = await self._ask(run.peer, run.part, "rpc_backward", request, BackwardResponse)
         _check_gradients(answer, request, run)
-        self.servers.view.bans.forgive(run.peer)
+        await view.observer.backward_done(
+            BackwardCall(
+                peer=run.peer,
+                info=view.infos.get(run.peer),
+                forward=forward,
+                adapters=run.part.shipped,
+                request=request,
+                response=answer,
+            )
+        )
+        view.bans.forgive(run.peer)
         if request.needs_adapters:
             for index, value in zip(run.part.indices, answer.grad_adapters, strict=True):
                 collected.adapters[index] = value

@@ -36,6 +36,12 @@ class SwarmConfig:
     allowed_peers: tuple[str, ...] | None = None
     """Ids of the only servers to use. None: any server that announces the model's version."""
 
+    verify: Literal["auto", "off"] = "off"
+    """Whether answers are spot-checked against the checkpoint; ``auto``: unless only ``allowed_peers`` are used."""
+
+    verify_bytes: int = 1 << 30
+    """Most bytes of blocks that are kept in memory for checks."""
+
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "request_timeout_s", "info_timeout_s", "refresh_s"):
             if not getattr(self, name) > 0:
@@ -44,6 +50,10 @@ class SwarmConfig:
             raise ConfigError(f"max_retries must be 0 or more, got {self.max_retries}")
         if self.min_batch_tokens < 1:
             raise ConfigError(f"min_batch_tokens must be at least 1, got {self.min_batch_tokens}")
+        if self.verify not in ("auto", "off"):
+            raise ConfigError(f"unknown verify {self.verify!r}; known: auto, off")
+        if self.verify_bytes < 0:
+            raise ConfigError(f"verify_bytes must be 0 or more, got {self.verify_bytes}")
         if self.codec not in ("none", "float16", "int8"):
             raise ConfigError(f"unknown codec {self.codec!r}; known: none, float16, int8")
         if self.allowed_peers is not None and not self.allowed_peers:

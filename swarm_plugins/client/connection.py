@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.loop import LoopThread
 from swarm_plugins.client.network import LastingNetwork, Network
+from swarm_plugins.client.observer import CallObserver
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
 from swarm_plugins.client.splitting import cut_rows, tokens_per_message
@@ -56,6 +57,8 @@ class SwarmConnection:
         self.peers: Peers | None = None
         self._open_network = open_network
         self._lock = threading.Lock()
+        # Weak: a model that is gone must not keep its checks alive.
+        self._observers: weakref.WeakSet[CallObserver] = weakref.WeakSet()
         self._leaving: weakref.finalize[Any, SwarmConnection] | None = None
 
     def start(self) -> SwarmConnection:
@@ -74,7 +77,7 @@ class SwarmConnection:
                     raise
                 self.peers = Peers(self.network, self.config)
                 # The thread and the daemon would outlive the last model that uses them.
-                self._leaving = weakref.finalize(self, _leave, self.loop, self.peers, self.network)
+                self._leaving = weakref.finalize(self, _leave, self.loop, self._observers, self.peers, self.network)
                 self._leaving.atexit = False
         return self
 
@@ -85,7 +88,8 @@ class SwarmConnection:
             network, self.network = self.network, None
             if self._leaving is not None:
                 self._leaving.detach()
-            for part in (peers, network):
+            parts: list[CallObserver | Peers | Network | None] = [*self._observers, peers, network]
+            for part in parts:
                 if part is not None:
                     try:
                         self.loop.run(part.close())
@@ -99,20 +103,32 @@ class SwarmConnection:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def blocks(self, *, version: ModelVersion, num_blocks: int, model: str | None = None) -> RemoteBlocks:
-        """Returns the blocks of one model version; starts the network if need be.
+    def blocks(
+        self,
+        *,
+        version: ModelVersion,
+        num_blocks: int,
+        model: str | None = None,
+        observe: Callable[[Servers], CallObserver] | None = None,
+    ) -> RemoteBlocks:
+        """Returns the blocks of one model version; starts the network if need be. ``observe`` makes their observer.
 
         Raises:
             TransportError: If the network does not start or no initial peer answers.
         """
-        return RemoteBlocks(self.start(), version=version, num_blocks=num_blocks, model=model)
+        blocks = RemoteBlocks(self.start(), version=version, num_blocks=num_blocks, model=model)
+        if observe is not None:
+            blocks.view.observer = observe(blocks.servers)
+            self._observers.add(blocks.view.observer)
+        return blocks
 
 
-def _leave(loop: LoopThread, peers: Peers, network: Network) -> None:
+def _leave(loop: LoopThread, observers: Collection[CallObserver], peers: Peers, network: Network) -> None:
     """Closes the parts of a connection that nothing refers to, in the background: a garbage collector calls this."""
 
     async def close() -> None:
-        for part in (peers, network):
+        parts: list[CallObserver | Peers | Network] = [*observers, peers, network]
+        for part in parts:
             try:
                 await part.close()
             except SwarmError as exc:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarm_plugins.client.digests import DigestCache
+from swarm_plugins.client.observer import CallObserver, NoObserver
 from swarm_plugins.errors import (
     MissingBlocksError,
     ProtocolError,
@@ -62,6 +63,8 @@ class SwarmView:
         self.initial_peers = tuple(initial_peers)
         """Addresses used to join the swarm; for messages."""
         self.bans = BanList()
+        self.observer: CallObserver = NoObserver()
+        """Examines answers, and excludes peers."""
         self.infos: dict[str, ServerInfo] = {}
         """Each server's last answer about itself."""
         self._last_failure: BaseException | None = None
@@ -150,7 +153,7 @@ class SwarmView:
             online = {
                 peer: self.share_of(info)
                 for peer, info in self._announced.items()
-                if info.state == "online" and self.is_of_use(info) and not self.bans.is_banned(peer)
+                if info.state == "online" and self.is_of_use(info) and not self._is_left_out(peer)
             }
             probed = await asyncio.gather(*(self._probe(peer) for peer in self._sample(online)))
             self.entries = {entry.peer: entry for entry in probed if entry is not None}
@@ -239,7 +242,10 @@ class SwarmView:
     def usable(self, without: Collection[str] = frozenset()) -> Sequence[ServerEntry]:
         """Returns the servers that are neither banned nor among ``without``."""
         entries = self.entries.values()
-        return [entry for entry in entries if entry.peer not in without and not self.bans.is_banned(entry.peer)]
+        return [entry for entry in entries if entry.peer not in without and not self._is_left_out(entry.peer)]
+
+    def _is_left_out(self, peer: str) -> bool:
+        return self.bans.is_banned(peer) or self.observer.is_excluded(peer)
 
     def _missing_text(self, blocks: range, without: Collection[str], failure: SwarmError | None) -> str:
         missing = missing_blocks(self.usable(without), blocks)
@@ -257,6 +263,8 @@ class SwarmView:
         """Returns a message about what no server holds, with the command that serves it."""
         banned = sorted({*self.bans.banned(), *without})
         reasons = [f"left out after failures: {', '.join(banned)}"] if banned else []
+        excluded = sorted(peer for peer in self._announced if self.observer.is_excluded(peer))
+        reasons += [f"quarantined for wrong answers: {', '.join(excluded)}"] if excluded else []
         cause = failure or (self._last_failure if banned else None)
         reasons += [f"the last failure: {one_line(cause, max_chars=1000)}"] if cause is not None else []
         command = serve_command(

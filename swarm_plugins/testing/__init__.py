@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swarm_plugins.testing.in_process import InProcessSwarm
+    from swarm_plugins.testing.liars import Liar
     from swarm_plugins.testing.models import save_tiny, tiny_config, tiny_model, tiny_tokenizer
     from swarm_plugins.testing.transports import Faults, FaultyTransport, LocalTransport
 
@@ -17,6 +18,7 @@ __all__ = [
     "Faults",
     "FaultyTransport",
     "InProcessSwarm",
+    "Liar",
     "LocalTransport",
     "save_tiny",
     "tiny_config",
@@ -27,6 +29,7 @@ __all__ = [
 _HOMES = {
     "models": ("save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"),
     "in_process": ("InProcessSwarm",),
+    "liars": ("Liar",),
     "transports": ("Faults", "FaultyTransport", "LocalTransport"),
 }
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from swarm_plugins.server.server import service_handlers
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
+from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.messages import ServerInfo
 
@@ -35,6 +36,7 @@ class InProcessSwarm:
         dtype: Compute dtype of the servers. None: the checkpoint's.
         keep_bytes: Budget for kept forward graphs; 0 makes every backward run the forward again.
         config: How the client behaves.
+        liars: Servers that lie, by index.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class InProcessSwarm:
         dtype: torch.dtype | None = None,
         keep_bytes: int = _STORE_BYTES,
         config: SwarmConfig | None = None,
+        liars: Mapping[int, Liar] | None = None,
     ) -> None:
         self.directory = directory
         self.spans = spans
         self.dtype = dtype
         self.keep_bytes = keep_bytes
         self.config = config or SwarmConfig()
+        self.liars = dict(liars or {})
         self.services: dict[str, Service] = {}
         self.transport = LocalTransport({})
         self.connection = SwarmConnection(self._open_network, self.config)
@@ -65,12 +69,16 @@ class InProcessSwarm:
         spans = self.spans or [(0, num_blocks // 2), (num_blocks // 2, num_blocks)]
         for index, (start, end) in enumerate(spans):
             span = load_span(checkpoint, range(start, end), dtype=self.dtype)
-            self.services[f"peer{index}"] = self._service(checkpoint, span, num_blocks)
+            if index in self.liars:
+                self.liars[index].corrupt(span)
+            # Liars are preferred: a lie that is never asked for shows nothing.
+            speed = 2.0 if index in self.liars else 1.0
+            self.services[f"peer{index}"] = self._service(checkpoint, span, num_blocks, speed)
         self.transport = LocalTransport({peer: service_handlers(service) for peer, service in self.services.items()})
         self.connection.start()
         return self
 
-    def _service(self, checkpoint: Checkpoint, span: Span, num_blocks: int) -> Service:
+    def _service(self, checkpoint: Checkpoint, span: Span, num_blocks: int, speed: float) -> Service:
         scheduler = Scheduler(span)
         scheduler.start()
         info = ServerInfo(
@@ -81,8 +89,8 @@ class InProcessSwarm:
             end=span.blocks.stop,
             dtype=str(span.spec.dtype).removeprefix("torch."),
             quantization="none",
-            throughput=1.0,
-            decode_s=1.0,
+            throughput=speed,
+            decode_s=1.0 / speed,
             free_kv_tokens=1 << 20,
         )
         service = Service(

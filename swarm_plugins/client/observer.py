@@ -1,0 +1,84 @@
+"""Where finished calls can be examined before their answers are used.
+
+The client only knows this seam; `swarm_plugins.verification` fills it with spot checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.errors import RemoteError
+from swarm_plugins.transport.messages import (
+    BackwardRequest,
+    BackwardResponse,
+    ForwardRequest,
+    ForwardResponse,
+    ServerInfo,
+)
+
+
+class WrongAnswerError(RemoteError):
+    """A server's answer is not what its blocks compute; it is not used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCall:
+    """A forward of one span that a server has answered."""
+
+    peer: str
+    info: ServerInfo | None
+    """What the server says about itself."""
+    request: ForwardRequest
+    adapters: tuple[LoadedAdapter, ...]
+    """The adapters that the request names, in order; their tensors change with the next optimizer step."""
+    response: ForwardResponse
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardCall:
+    """A backward of one span that a server has answered."""
+
+    peer: str
+    info: ServerInfo | None
+    """What the server says about itself."""
+    forward: ForwardRequest
+    """The forward that the gradients belong to."""
+    adapters: tuple[LoadedAdapter, ...]
+    """As in `ForwardCall`."""
+    request: BackwardRequest
+    response: BackwardResponse
+
+
+class CallObserver(Protocol):
+    """Examines answers. All methods are called on the client's event loop, after shapes and finiteness were checked."""
+
+    def is_excluded(self, peer: str) -> bool:
+        """Returns whether a peer must not be asked at all."""
+
+    async def forward_done(self, call: ForwardCall) -> None:
+        """Examines a forward; raises WrongAnswerError if its answer must not be used."""
+
+    async def backward_done(self, call: BackwardCall) -> None:
+        """Examines a backward; raises WrongAnswerError if its answer must not be used."""
+
+    async def close(self) -> None:
+        """Ends examinations under way. Idempotent."""
+
+
+class NoObserver:
+    """Believes every answer."""
+
+    def is_excluded(self, peer: str) -> bool:
+        """Excludes no peer."""
+        return False
+
+    async def forward_done(self, call: ForwardCall) -> None:
+        """Accepts the answer."""
+
+    async def backward_done(self, call: BackwardCall) -> None:
+        """Accepts the answer."""
+
+    async def close(self) -> None:
+        """Has nothing to end."""

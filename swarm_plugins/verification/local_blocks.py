@@ -1,0 +1,123 @@
+"""Blocks computed here, to compare with: read from the checkpoint when first needed, dropped when room is short.
+
+A span is run block by block, so memory holds one block at a time if the budget is that small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.moe import is_fused_experts
+
+if TYPE_CHECKING:
+    from swarm_plugins.blocks import Span
+    from swarm_plugins.checkpoint import Checkpoint
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a server computes: two blocks of one kind give the same numbers up to the order of sums."""
+
+    dtype: str
+    quantization: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of its hidden states.
+
+        Raises:
+            UnsupportedError: If it is not a floating type that blocks compute in.
+        """
+        found = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}.get(self.dtype)
+        if found is None or self.quantization not in ("none", "int8", "nf4"):
+            raise UnsupportedError(
+                f"blocks of {self.dtype!r}, quantized {self.quantization!r}, cannot be computed here"
+            )
+        return found
+
+
+class LocalBlocks:
+    """Runs blocks of one model in this process, one call at a time.
+
+    Args:
+        open_checkpoint: Opens the model's checkpoint.
+        limit_bytes: Most bytes of blocks kept in memory; one block is always possible.
+    """
+
+    def __init__(self, open_checkpoint: Callable[[], Checkpoint], *, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._open = open_checkpoint
+        self._checkpoint: Checkpoint | None = None
+        self._spans: OrderedDict[tuple[int, Kind], tuple[Span, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    async def outputs(self, inputs: SpanInputs, kind: Kind) -> Tensor:
+        """Returns the output of ``inputs.blocks``, ``[B, S, D]``, in the kind's type.
+
+        Raises:
+            SwarmError: If the blocks cannot be read or run here.
+        """
+        return await asyncio.to_thread(self._outputs, inputs, kind)
+
+    async def gradients(self, inputs: SpanInputs, kind: Kind, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the gradients of ``wanted``, which are among the inputs, for a gradient of the output.
+
+        Raises:
+            SwarmError: If the blocks cannot be read or run here.
+        """
+        return await asyncio.to_thread(self._gradients, inputs, kind, grad, wanted)
+
+    def _outputs(self, inputs: SpanInputs, kind: Kind) -> Tensor:
+        with self._lock, torch.no_grad():
+            return self._forward(inputs, kind)
+
+    def _gradients(self, inputs: SpanInputs, kind: Kind, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+        with self._lock, torch.enable_grad():
+            output = self._forward(inputs, kind)
+            found = torch.autograd.grad(output, wanted, grad.to(output.dtype), allow_unused=True)
+        return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, found, strict=True)]
+
+    def _forward(self, inputs: SpanInputs, kind: Kind) -> Tensor:
+        hidden = inputs.hidden.to(kind.torch_dtype)
+        for block in inputs.blocks:
+            one = inputs.take_blocks(range(block, block + 1), hidden)
+            hidden = self._span(block, kind).forward(replace(one, collect_hidden=False, collect_router=False)).hidden
+        return hidden
+
+    def _span(self, block: int, kind: Kind) -> Span:
+        key = (block, kind)
+        if key not in self._spans:
+            # By name: a client that checks nothing does not load what runs blocks.
+            load_span = importlib.import_module("swarm_plugins.blocks").load_span
+            if self._checkpoint is None:
+                self._checkpoint = self._open()
+            span: Span = load_span(
+                self._checkpoint, range(block, block + 1), dtype=kind.torch_dtype, quantization=kind.quantization
+            )
+            num_bytes = sum(tensor.nbytes for tensor in (*span.model.parameters(), *span.model.buffers()))
+            while self._spans and sum(size for _, size in self._spans.values()) + num_bytes > self.limit_bytes:
+                self._spans.popitem(last=False)
+            self._spans[key] = (span, num_bytes)
+            log.debug("block %d is here for checks: %d bytes", block, num_bytes)
+        self._spans.move_to_end(key)
+        return self._spans[key][0]
+
+    def has_experts(self, blocks: range, kind: Kind) -> bool:
+        """Returns whether one of some blocks, which have run here, is a mixture of experts."""
+        with self._lock:
+            spans = [self._spans[block, kind][0] for block in blocks if (block, kind) in self._spans]
+        return any(is_fused_experts(module) for span in spans for module in span.model.modules())

@@ -1,0 +1,155 @@
+"""Servers caught with a wrong answer, excluded for a day: by identity, on disk, shared by all clients of a user."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from swarm_plugins.errors import one_line
+
+log = logging.getLogger(__name__)
+
+QUARANTINE_S = 24 * 3600.0
+_MAX_PEERS = 1024
+"""Peers remembered; the one caught first is forgotten first."""
+_MAX_FILE_BYTES = 4 << 20
+_LOOK_S = 1.0
+
+
+class Caught(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why a server is excluded, and until when."""
+
+    until: float
+    """Unix time."""
+    caught_at: float
+    """Unix time."""
+    model: str
+    """Model version that it served."""
+    reason: str
+    evidence: str = ""
+    """File with what was asked and answered; empty: none."""
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int = 1
+    peers: dict[str, Caught] = {}
+
+
+class Quarantine:
+    """The list on disk.
+
+    Args:
+        path: The file; its folder is made when the first server is caught.
+        clock: Unix time; tests pass their own.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.path = path
+        self._clock = clock
+        self._saved: dict[str, Caught] = {}
+        self._unsaved: dict[str, Caught] = {}
+        """Caught here while the file could not be written."""
+        self._read_at: tuple[int, int] | None = None
+        self._looked_at = float("-inf")
+
+    def __contains__(self, peer: str) -> bool:
+        """Returns whether a peer is excluded now."""
+        return peer in self.peers()
+
+    def peers(self) -> dict[str, Caught]:
+        """Returns the peers that are excluded now; looks every second for what other processes have added."""
+        now = self._clock()
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self._refresh()
+        return {peer: caught for peer, caught in {**self._saved, **self._unsaved}.items() if now < caught.until}
+
+    def add(self, peer: str, *, model: str, reason: str, evidence: str = "") -> Caught:
+        """Excludes a peer for a day."""
+        now = self._clock()
+        caught = Caught(until=now + QUARANTINE_S, caught_at=now, model=model, reason=reason, evidence=evidence)
+        try:
+            with self._locked():
+                kept = {**self._read(), peer: caught}
+                kept = {name: one for name, one in kept.items() if now < one.until}
+                newest = sorted(kept, key=lambda name: kept[name].caught_at)[-_MAX_PEERS:]
+                self._saved = {name: kept[name] for name in newest}
+                self._write(_File(peers=self._saved))
+        except OSError as exc:
+            self._unsaved[peer] = caught
+            log.warning("cannot save the quarantine of %s to %s: %s", peer, self.path, one_line(exc))
+        return caught
+
+    def forgive(self, peer: str) -> bool:
+        """Removes a peer from the list; returns whether it was there.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        with self._locked():
+            kept = self._read()
+            found = kept.pop(peer, None)
+            if found is not None:
+                self._write(_File(peers=kept))
+        self._saved = kept
+        return found is not None
+
+    def _refresh(self) -> None:
+        try:
+            stat = self.path.stat()
+            stamp = (stat.st_mtime_ns, stat.st_size)
+        except OSError:
+            stamp = (0, 0)
+        if stamp != self._read_at:
+            self._read_at = stamp
+            self._saved = self._read()
+
+    def _read(self) -> dict[str, Caught]:
+        try:
+            if self.path.stat().st_size > _MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+            return msgspec.json.decode(self.path.read_bytes(), type=_File).peers
+        except FileNotFoundError:
+            return {}
+        except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as exc:
+            self._put_aside(exc)
+            return {}
+
+    def _put_aside(self, cause: Exception) -> None:
+        aside = self.path.with_name(f"{self.path.name}.damaged-{int(self._clock())}")
+        with contextlib.suppress(OSError):
+            self.path.replace(aside)
+        log.warning(
+            "the list of quarantined servers %s cannot be read (%s): kept as %s, and started anew",
+            self.path,
+            one_line(cause),
+            aside.name,
+        )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keeps other processes from changing the file meanwhile."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path.with_name(f"{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
+
+    def _write(self, content: _File) -> None:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{self.path.name}-", dir=self.path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(msgspec.json.format(msgspec.json.encode(content), indent=2))
+            Path(temporary).replace(self.path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,54 @@
+"""Which calls are checked: the first ones of a server all, then fewer and fewer, after a doubt all again."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Literal
+
+FIRST_CALLS = 4
+"""Calls of a new server whose answers wait for their check."""
+FLOOR = 0.02
+"""Share of the calls of a server that are checked however long it has been honest."""
+_MAX_SERVERS = 4096
+"""Servers remembered; those unused for longest are new again."""
+
+When = Literal["before", "after", "never"]
+"""Whether a call is checked before its answer is used, afterwards, or not at all."""
+
+
+class CheckRates:
+    """Decides by chance which calls are checked.
+
+    Args:
+        floor: Smallest share of calls that are checked.
+        chance: Returns a number in [0, 1) that servers cannot foresee.
+    """
+
+    def __init__(self, *, floor: float = FLOOR, chance: Callable[[], float] | None = None) -> None:
+        self.floor = floor
+        self._chance = chance or secrets.SystemRandom().random
+        self._passed: OrderedDict[Hashable, int] = OrderedDict()
+
+    def rate(self, server: Hashable) -> float:
+        """Returns the share of a server's calls that are checked now."""
+        further = self._passed.get(server, 0) - FIRST_CALLS
+        return 1.0 if further < 0 else max(self.floor, 0.5 ** (further + 1))
+
+    def when(self, server: Hashable) -> When:
+        """Returns whether to check the next call of a server."""
+        if self._passed.get(server, 0) < FIRST_CALLS:
+            return "before"
+        return "after" if self._chance() < self.rate(server) else "never"
+
+    def passed(self, server: Hashable) -> None:
+        """Records that a check found nothing wrong."""
+        self._passed[server] = self._passed.get(server, 0) + 1
+        self._passed.move_to_end(server)
+        if len(self._passed) > _MAX_SERVERS:
+            self._passed.popitem(last=False)
+
+    def doubt(self, server: Hashable) -> None:
+        """Makes a server new again: all its calls are checked."""
+        self._passed.pop(server, None)

@@ -1,0 +1,55 @@
+"""Each lie is caught at its first call, and the run ends with the losses of a run without liars."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from lies_kit import CHECKED, HONEST, train, with_liar
+
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.testing import InProcessSwarm, Liar
+from swarm_plugins.testing.liars import LIES
+from swarm_plugins.verification import Quarantine
+
+
+@functools.cache
+def clean_losses(directory: Path) -> list[float]:
+    with InProcessSwarm(directory, spans=[(0, 2), (2, 4)], config=HONEST) as swarm:
+        return train(swarm)
+
+
+def listed(cache: Path) -> dict[str, str]:
+    return {peer: caught.reason for peer, caught in Quarantine(cache / "quarantine.json").peers().items()}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_caught_at_once_and_leaves_no_trace(llama: Path, cache: Path, lie: str) -> None:
+    liar = Liar(lie)
+    with with_liar(llama, liar) as swarm:
+        assert train(swarm) == clean_losses(llama)
+    # An adapter is stale from the second step on.
+    assert liar.calls == (2 if lie == "stale_adapter" else 1)
+    assert list(listed(cache)) == ["peer1"]
+
+
+def test_a_mixture_is_checked_too(mixtral: Path, cache: Path) -> None:
+    with with_liar(mixtral, Liar("scaled")) as swarm:
+        assert train(swarm, steps=1) == clean_losses(mixtral)[:1]
+    assert "wrong forward of blocks 2:4" in listed(cache)["peer1"]
+
+
+def test_without_checks_a_lie_is_believed(llama: Path, cache: Path) -> None:
+    for config in (HONEST, SwarmConfig(verify="auto", allowed_peers=("peer0", "peer1"))):
+        with with_liar(llama, Liar("echo"), config=config) as swarm:
+            assert train(swarm, steps=1) != clean_losses(llama)[:1]
+    assert not listed(cache)
+
+
+def test_a_caught_server_stays_excluded_for_later_clients(llama: Path, cache: Path) -> None:
+    Quarantine(cache / "quarantine.json").add("peer1", model="tiny", reason="a lie")
+    liar = Liar("echo")
+    with with_liar(llama, liar, config=CHECKED) as swarm:
+        assert train(swarm, steps=1) == clean_losses(llama)[:1]
+    assert liar.calls == 0
