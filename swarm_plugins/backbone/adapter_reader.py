@@ -38,10 +38,14 @@ class AdapterReader:
 
     A full reading takes milliseconds, too long for every generated token; a cheap check (active adapters, identity of
     tensors, scaling) shows whether the last reading is still valid.
+
+    Args:
+        blocks: The remote decoder layers.
+        first: Index of the first of them.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: Sequence[nn.Module], *, first: int = 0) -> None:
+        self.blocks = dict(enumerate(blocks, start=first))
         self._tuned: list[_Tuned] = []
         self._weights: list[tuple[int, str, dict[str, nn.Parameter | None]]] = []
         """Modules with parameters of their own: block, path, live dict of the parameters."""
@@ -76,7 +80,7 @@ class AdapterReader:
 
     def _search(self) -> None:
         self._tuned, self._weights = [], []
-        for index, block in enumerate(self.blocks):
+        for index, block in self.blocks.items():
             for path, module in block.named_modules():
                 plain = ".".join(part for part in path.split(".") if part != "base_layer")
                 if isinstance(module, BaseTunerLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from transformers import (
 from swarm_plugins.backbone.context import resolve_settings
 from swarm_plugins.backbone.injection import watch_injection
 from swarm_plugins.backbone.loading import load_remote
+from swarm_plugins.backbone.local_blocks import check_local_blocks
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.loading import class_for_task
@@ -49,12 +51,13 @@ class _AutoSwarm:
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         connection: SwarmConnection | None = None,
+        local_blocks: tuple[int, int] | None = None,
         **config_changes: Any,
     ) -> PreTrainedModel:
         """Returns the model in HF's own class; its decoder layers run on servers of the same model version.
 
-        Embeddings, final norm and head are local; only they are downloaded and read. Everything else works as in
-        transformers: ``generate()``, PEFT, any Trainer.
+        Embeddings, final norm, head and ``local_blocks`` are local; only they are downloaded and read. Everything else
+        works as in transformers: ``generate()``, PEFT, any Trainer.
 
         ``save_pretrained`` and ``state_dict`` return only the local weights (such as a trained head); to restore them,
         load the model by its name and call ``load_state_dict``. PEFT saves adapters.
@@ -70,6 +73,7 @@ class _AutoSwarm:
             token: Access token of the Hub.
             cache_dir: Cache of the Hub's files.
             connection: A connection to use instead of peers.
+            local_blocks: How many blocks at the start and at the end run here. None: as ``swarm`` says.
             **config_changes: Settings of the model's config that affect the client, such as ``num_labels``.
 
         Raises:
@@ -79,14 +83,20 @@ class _AutoSwarm:
             TransportError: If the swarm cannot be joined.
         """
         settings = None if connection is not None else resolve_settings(initial_peers, swarm)
+        config = SwarmConfig() if connection is None else connection.config
+        config = config if settings is None else settings.config
+        if local_blocks is not None:
+            config = dataclasses.replace(config, local_blocks=local_blocks)
         checkpoint = Checkpoint.open(name_or_dir, revision=revision, token=token, cache_dir=cache_dir)
         _check_not_store(checkpoint)
         _check_changes(config_changes, checkpoint.config)
         base_class = class_for_task(checkpoint.config, cls._mapping, cls._what)
         text_config = checkpoint.config.get_text_config(decoder=True)
+        check_local_blocks(config.local_blocks, text_config.num_hidden_layers, checkpoint.name)
         stack = RemoteStack(
             version=checkpoint.version,
             num_blocks=text_config.num_hidden_layers,
+            local_blocks=config.local_blocks,
             settings=settings,
             connection=connection,
             model=checkpoint.name,

@@ -1,11 +1,12 @@
 """Remote cache layers: a KV cache of transformers whose keys and values live on servers.
 
-All layers of a cache share one state that tracks its length. The first layer queues changes there (crop, reorder, ...),
-which travel with the next request.
+All remote layers of a cache share one state that tracks its length. The first one queues changes there (crop, reorder,
+...), which travel with the next request. Layers of local blocks stay as transformers makes them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
 from swarm_plugins.client.history import History
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 class RemoteCacheState:
     """A session, and the changes queued for its next step."""
 
-    def __init__(self, remote: RemoteBlocks, num_blocks: int, prefix: Sequence[Tensor] = ()) -> None:
+    def __init__(self, remote: RemoteBlocks, blocks: range, prefix: Sequence[Tensor] = ()) -> None:
         self.remote = remote
-        self.num_blocks = num_blocks
+        self.blocks = blocks
         self.prefix = tuple(prefix)
         """Keys and values the cache starts with, K then V for each block."""
         self.length = prefix[0].shape[2] if prefix else 0
@@ -58,7 +59,7 @@ class RemoteCacheState:
         """Returns the session, opened if need be, with all owed tokens in it."""
         session = self._session
         if session is None:
-            session = self._keep(self.remote.open_session(range(self.num_blocks), self.prefix))
+            session = self._keep(self.remote.open_session(self.blocks, self.prefix))
         while self._owed:
             self.remote.step(session, self._owed[0], ())
             del self._owed[0]
@@ -99,7 +100,7 @@ class RemoteCacheState:
         self._ops, self._owed = [], []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheState:
-        twin = RemoteCacheState(self.remote, self.num_blocks, self.prefix)
+        twin = RemoteCacheState(self.remote, self.blocks, self.prefix)
         memo[id(self)] = twin
         twin.length = self.length
         twin._ops = list(self._ops)
@@ -115,17 +116,25 @@ class RemoteCacheState:
 
 
 class RemoteCacheLayer(CacheLayerMixin):
-    """One block's layer of the cache; the first layer acts for all."""
+    """One remote block's layer of the cache; the first one acts for all.
+
+    Args:
+        state: Shared by all remote layers.
+        is_first: Whether it is the first one.
+        mask_of: A local layer of fixed size. transformers builds one mask for all layers by the sizes that the first
+            one names, and only local blocks use it.
+    """
 
     is_compileable = False
     is_sliding = False
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, state: RemoteCacheState, *, is_first: bool) -> None:
+    def __init__(self, state: RemoteCacheState, *, is_first: bool, mask_of: CacheLayerMixin | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.state = state
         self.is_first = is_first
+        self.mask_of = mask_of
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -139,6 +148,9 @@ class RemoteCacheLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns key length and offset for a mask."""
+        if self.mask_of is not None:
+            length, offset = self.mask_of.get_mask_sizes(query_length)
+            return int(length), int(offset)
         return self.state.length + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -184,13 +196,15 @@ class RemoteCacheLayer(CacheLayerMixin):
         """Does nothing: no keys or values are local."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheLayer:
-        twin = RemoteCacheLayer(copy.deepcopy(self.state, memo), is_first=self.is_first)
+        twin = RemoteCacheLayer(
+            copy.deepcopy(self.state, memo), is_first=self.is_first, mask_of=copy.deepcopy(self.mask_of, memo)
+        )
         memo[id(self)] = twin
         return twin
 
 
-def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCacheState:
-    """Makes a cache of transformers remote, in place, and returns its state.
+def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCacheState:
+    """Makes the layers of remote ``blocks`` in a cache of transformers remote, in place, and returns their state.
 
     Existing keys and values (from PEFT's prefix tuning) become the prefix.
 
@@ -198,34 +212,63 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, num_blocks: int) -> RemoteCa
         UnsupportedError: If it holds another model's tokens.
     """
     layers = cache.layers
-    if layers and isinstance(layers[0], RemoteCacheLayer):
-        state: RemoteCacheState = layers[0].state
+    first = layers[blocks.start] if len(layers) > blocks.start else None
+    if isinstance(first, RemoteCacheLayer):
+        state = first.state
         if state.remote.view.version != remote.view.version:
             raise UnsupportedError(
                 f"this cache belongs to {state.remote.view.version}, the model is {remote.view.version}; "
                 "start with a new cache"
             )
         return state
-    filled = [layer for layer in layers if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0]
-    if filled and len(filled) != num_blocks:
+    replaced = layers[blocks.start : blocks.stop]
+    filled = [layer for layer in replaced if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > 0]
+    if filled and len(filled) != len(blocks):
         raise UnsupportedError(
-            f"the cache holds keys and values for {len(filled)} of {num_blocks} layers; "
+            f"the cache holds keys and values for {len(filled)} of {len(blocks)} layers; "
             "pass an empty cache or a full one"
         )
     prefix = [tensor.cpu() for layer in filled for tensor in (layer.keys, layer.values) if tensor is not None]
-    state = RemoteCacheState(remote, num_blocks, prefix)
-    cache.layers = [RemoteCacheLayer(state, is_first=index == 0) for index in range(num_blocks)]
-    cache.layer_class_to_replicate = None
+    state = RemoteCacheState(remote, blocks, prefix)
+    before, after = layers[: blocks.start], layers[blocks.stop :]
+    static = (layer for layer in (*before, *after) if isinstance(layer, StaticLayer) and not layer.is_sliding)
+    mask_of = next(static, None)
+    between = [RemoteCacheLayer(state, is_first=index == blocks.start, mask_of=mask_of) for index in blocks]
+    cache.layers = [*before, *between, *after]
     return state
 
 
 def run_cached(remote: RemoteBlocks, inputs: SpanInputs, cache: Cache) -> SpanOutputs:
-    """Runs all blocks on new tokens of a cache: in its session, or outside it if gradients are needed.
+    """Runs all remote blocks on new tokens of a cache: in its session, or outside it if gradients are needed.
 
     Raises:
         UnsupportedError: If gradients would have to flow through cached tokens, or another model's tokens are cached.
     """
-    state = adopt_cache(cache, remote, len(inputs.blocks))
+    state = adopt_cache(cache, remote, inputs.blocks)
+    before: Sequence[Any] = cache.layers[: inputs.blocks.start]
+    _check_lengths(before, state.length + inputs.hidden.shape[1])
+    try:
+        return _run_once(remote, inputs, state)
+    except BaseException:
+        # The step can be tried again: the local blocks before forget its tokens too.
+        for layer in before:
+            # Beyond its window a sliding layer cannot; the next step says so.
+            with contextlib.suppress(RuntimeError):
+                layer.crop(-inputs.hidden.shape[1])
+        raise
+
+
+def _check_lengths(local: Sequence[Any], length: int) -> None:
+    """Raises UnsupportedError if local blocks have not seen exactly as many tokens as the remote ones will."""
+    seen = int(local[0].get_seq_length()) if local else length
+    if seen != length:
+        raise UnsupportedError(
+            f"the cache holds {seen} tokens of the local blocks and {length} of the remote ones: an earlier step "
+            "failed half-way; start with a new cache"
+        )
+
+
+def _run_once(remote: RemoteBlocks, inputs: SpanInputs, state: RemoteCacheState) -> SpanOutputs:
     with_prefix = replace(inputs, prefix=state.prefix)
     if not with_prefix.needs_gradient:
         return state.step(inputs)

@@ -30,11 +30,12 @@ class RemoteDecoderLayer(nn.Module):
 
 
 def make_remote(layers: nn.ModuleList, stack: RemoteStack, device: str) -> None:
-    """Converts every decoder layer of a model in place."""
-    for index, layer in enumerate(layers):
+    """Converts the decoder layers that run on the swarm, in place."""
+    remote = [layers[index] for index in stack.blocks]
+    for index, layer in zip(stack.blocks, remote, strict=True):
         turn_into_stand_ins(layer, device)
         original: type[nn.Module] = layer._stand_in_of[1]  # type: ignore[index,assignment]
         layer.__class__ = stand_in_class(original, RemoteDecoderLayer)  # type: ignore[arg-type]
         layer.swarm_stack = stack  # type: ignore[assignment]
         layer.swarm_index = index  # type: ignore[assignment]
-    stack.layers = list(layers)
+    stack.layers = remote

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from swarm_plugins.backbone.arguments import ATTENTION_NAME, register_attention
+from swarm_plugins.backbone.arguments import register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
+from swarm_plugins.backbone.local_blocks import keep_attention, local_tensors
 from swarm_plugins.backbone.probe import probe_layer_loop
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import (
@@ -40,20 +41,21 @@ def load_remote(
     config = checkpoint.config
     for setting, value in config_changes.items():
         setattr(config, setting, value)
-    register_attention()
     with torch.device("meta"):
         path = layer_list_name(base_class(config))
+    local = local_tensors(checkpoint, path, stack.blocks)
     model = model_from_tensors(
         base_class,
         config,
-        checkpoint.read(client_tensors(checkpoint, path)),
+        checkpoint.read([*client_tensors(checkpoint, path), *local]),
         "auto" if dtype is None else dtype,
         name,
         trim=lambda model: make_remote(find_layers(model), stack, device),
-        may_lack=True,
+        may_lack=lambda weight: not weight.startswith(f"{path}."),
     )
     model.to(torch.device(device))  # type: ignore[arg-type]  # its wrapper lacks the signature
-    model.set_attn_implementation(ATTENTION_NAME)
+    attention = keep_attention(model, find_layers(model), stack.blocks) if local else None
+    model.set_attn_implementation(register_attention(attention))
     probe_layer_loop(model.base_model, stack, device)
     take_generation_config(model, checkpoint)
     return model

@@ -55,7 +55,7 @@ def probe_layer_loop(base: nn.Module, stack: RemoteStack, device: torch.device |
             continue
         finally:
             del stack.run_block
-        if watch.calls == list(range(stack.num_blocks)):
+        if watch.calls == list(stack.blocks):
             return
         reasons.append(f"blocks are called in the order {watch.calls}")
     raise UnsupportedError(

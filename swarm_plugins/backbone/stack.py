@@ -1,8 +1,8 @@
 """All remote blocks of one model: the first one called runs the whole chain, the others pass its result on.
 
-transformers calls decoder layers one by one; a request for each would cost a round trip each. So the first block sends
-the hidden states through all spans and returns the result; the others recognise that very tensor and return it (or
-their own output, if all hidden states are wanted).
+transformers calls decoder layers one by one; a request for each would cost a round trip each. So the first remote block
+sends the hidden states through all spans and returns the result; the others recognise that very tensor and return it
+(or their own output, if all hidden states are wanted). Local blocks, before and after them, are ordinary layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class _Running:
         between = outputs.hidden_states if inputs.collect_hidden else [outputs.hidden] * (len(inputs.blocks) - 1)
         self.hidden = [*between, outputs.hidden]
         """The output of each block."""
-        self.next_block = 0
+        self.first_block = inputs.blocks.start
+        self.next_block = inputs.blocks.start
         self.last: Tensor | None = None
 
 
@@ -51,6 +52,7 @@ class RemoteStack:
         *,
         version: ModelVersion,
         num_blocks: int,
+        local_blocks: tuple[int, int] = (0, 0),
         settings: SwarmSettings | None = None,
         connection: SwarmConnection | None = None,
         model: str | None = None,
@@ -58,9 +60,12 @@ class RemoteStack:
         self.version = version
         self.model = model
         self.num_blocks = num_blocks
+        self.local_blocks = local_blocks
+        """How many blocks run here at the start and at the end of the model."""
         self.settings = settings
         self.connection = connection
         self.layers: Sequence[nn.Module] = ()
+        """The remote decoder layers."""
         self.in_tuple = False
         """Whether the model expects its layers to return a tuple."""
         self._remote: RemoteBlocks | None = None
@@ -85,9 +90,15 @@ class RemoteStack:
             )
         return self._remote
 
+    @property
+    def blocks(self) -> range:
+        """The blocks that run on the swarm."""
+        first, last = self.local_blocks
+        return range(first, self.num_blocks - last)
+
     def check(self) -> None:
-        """Joins the swarm; raises MissingBlocksError if some block has no server."""
-        self.remote.check()
+        """Joins the swarm; raises MissingBlocksError if some remote block has no server."""
+        self.remote.check(self.blocks)
 
     def run_block(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Returns the output of one block; the first of a pass runs them all.
@@ -104,16 +115,17 @@ class RemoteStack:
                     "remote blocks run as one chain, so change their input or output instead"
                 )
         else:
-            running = self._run(range(index, index + 1 if index else self.num_blocks), hidden, kwargs)
+            blocks = self.blocks if index == self.blocks.start else range(index, index + 1)
+            running = self._run(blocks, hidden, kwargs)
         return self._hand_on(running, index)
 
     def _hand_on(self, running: _Running, index: int) -> Tensor:
         collector = _active_collector.get()
         if collector is not None and "router_logits" in collector and index in running.routers:
             collector["router_logits"].append(running.routers[index])
-        running.last = running.hidden[running.next_block if len(running.hidden) > 1 else 0]
+        running.last = running.hidden[index - running.first_block]
         running.next_block = index + 1
-        self._local.running = running if index + 1 < self.num_blocks and len(running.hidden) > 1 else None
+        self._local.running = running if index + 1 - running.first_block < len(running.hidden) else None
         return running.last
 
     def _run(self, blocks: range, hidden: Tensor, kwargs: dict[str, Any]) -> _Running:
@@ -124,10 +136,10 @@ class RemoteStack:
                 "output_attentions=True cannot work on remote blocks: attention weights stay on servers"
             )
         arguments = read_arguments(hidden, kwargs)
-        if arguments.cache is not None and len(blocks) < self.num_blocks:
+        if arguments.cache is not None and blocks != self.blocks:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
         if self._reader is None:
-            self._reader = AdapterReader(self.layers)
+            self._reader = AdapterReader(self.layers, first=self.blocks.start)
         inputs = SpanInputs(
             blocks=blocks,
             # Copied from an accelerator once, not once per server; a replay does not hold memory there.
@@ -158,6 +170,7 @@ class RemoteStack:
         twin = RemoteStack(
             version=self.version,
             num_blocks=self.num_blocks,
+            local_blocks=self.local_blocks,
             settings=self.settings,
             connection=self.connection,
             model=self.model,

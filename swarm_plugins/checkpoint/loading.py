@@ -27,7 +27,7 @@ def model_from_tensors(
     name: str,
     *,
     trim: Callable[[PreTrainedModel], object] = lambda _: None,
-    may_lack: bool = False,
+    may_lack: Callable[[str], bool] | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Loads what `trim` leaves of a model.
@@ -41,7 +41,8 @@ def model_from_tensors(
         name: The checkpoint's directory or repository, which becomes the model's name.
         trim: Changes the model as soon as it is constructed, before weights have memory: removes (`leave_out`), empties
             (`empty_modules`) or replaces modules.
-        may_lack: Let transformers initialise, and report, weights that are not in `tensors`, such as a new head.
+        may_lack: Which weights transformers initialises, and reports, if they are not in `tensors`, such as a new head.
+            None: none.
         device: Where the weights go; None: to the CPU.
 
     Returns:
@@ -73,8 +74,8 @@ def model_from_tensors(
     wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
     if wrong:
         raise CheckpointError(f"{name} has {len(wrong)} tensors of a wrong shape, such as {wrong[0]}: not its config")
-    missing = sorted(info["missing_keys"])
-    if missing and not may_lack:
+    missing = sorted(weight for weight in info["missing_keys"] if may_lack is None or not may_lack(weight))
+    if missing:
         raise CheckpointError(f"{name} lacks {len(missing)} tensors, such as {missing[0]}: fetch it again")
     # From here on it is HF's own class: PEFT's and transformers' tables go by class and model_type.
     model.__class__ = model_class

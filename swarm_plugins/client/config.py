@@ -36,6 +36,10 @@ class SwarmConfig:
     allowed_peers: tuple[str, ...] | None = None
     """Ids of the only servers to use. None: any server that announces the model's version."""
 
+    local_blocks: tuple[int, int] = (0, 0)
+    """How many blocks at the start and at the end of the model run here with their own weights, for privacy: servers
+    see only hidden states from the middle of the model."""
+
     verify: Literal["auto", "off"] = "off"
     """Whether answers are spot-checked against the checkpoint; ``auto``: unless only ``allowed_peers`` are used."""
 
@@ -56,5 +60,16 @@ class SwarmConfig:
             raise ConfigError(f"verify_bytes must be 0 or more, got {self.verify_bytes}")
         if self.codec not in ("none", "float16", "int8"):
             raise ConfigError(f"unknown codec {self.codec!r}; known: none, float16, int8")
+        object.__setattr__(self, "local_blocks", _checked_local_blocks(self.local_blocks))
         if self.allowed_peers is not None and not self.allowed_peers:
             raise ConfigError("allowed_peers is empty, so no server could be used; pass None to allow any")
+
+
+def _checked_local_blocks(local: object) -> tuple[int, int]:
+    """Returns two counts of blocks; a YAML file gives them in a list."""
+    if isinstance(local, (tuple, list)) and [type(count) for count in local] == [int, int] and min(local) >= 0:
+        return local[0], local[1]
+    raise ConfigError(
+        f"invalid local_blocks {local!r}: expected two numbers of 0 or more, the blocks at the start and at the end of "
+        "the model that run here, such as (2, 1)"
+    )

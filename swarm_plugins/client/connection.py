@@ -170,9 +170,9 @@ class RemoteBlocks:
         )
         self.servers = Servers(connection.peers, self.view)
 
-    def check(self) -> None:
-        """Raises MissingBlocksError if some block has no living server."""
-        self._loop.run(self.view.chain(range(self.view.num_blocks), Demand()))
+    def check(self, blocks: range | None = None) -> None:
+        """Raises MissingBlocksError if one of ``blocks`` (None: of all) has no living server."""
+        self._loop.run(self.view.chain(range(self.view.num_blocks) if blocks is None else blocks, Demand()))
 
     def forward(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs blocks without a session; differentiable in hidden states, adapter tensors and prefix.

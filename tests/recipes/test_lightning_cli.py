@@ -59,7 +59,10 @@ def by_class(peers: list[str]) -> dict[str, object]:
         "class_path": "swarm_plugins.SwarmStrategy",
         "init_args": {
             "initial_peers": peers,
-            "swarm": {"class_path": "swarm_plugins.SwarmConfig", "init_args": {"request_timeout_s": 60.0}},
+            "swarm": {
+                "class_path": "swarm_plugins.SwarmConfig",
+                "init_args": {"request_timeout_s": 60.0, "local_blocks": [1, 1]},
+            },
         },
     }
 
@@ -91,7 +94,7 @@ def test_yaml_names_the_class_of_the_strategy(
     try:
         cli_here("fit", "--config", written(tmp_path, model, by_class(swarm.initial_peers)))
     finally:
-        connect(swarm.initial_peers, SwarmConfig(request_timeout_s=60.0)).close()
+        connect(swarm.initial_peers, SwarmConfig(request_timeout_s=60.0, local_blocks=(1, 1))).close()
     check_trained(tmp_path)
 
 

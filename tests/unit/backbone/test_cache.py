@@ -69,7 +69,7 @@ def remote() -> FakeRemote:
 @pytest.fixture
 def cache(remote: FakeRemote) -> Cache:
     cache = DynamicCache()
-    adopt_cache(cache, remote, NUM_BLOCKS)
+    adopt_cache(cache, remote, range(NUM_BLOCKS))
     return cache
 
 
@@ -87,9 +87,9 @@ def state_of(cache: Cache) -> RemoteCacheState:
 )
 def test_empty_caches_are_taken_over(remote: FakeRemote, empty) -> None:
     cache = empty()
-    state = adopt_cache(cache, remote, NUM_BLOCKS)
+    state = adopt_cache(cache, remote, range(NUM_BLOCKS))
     assert [type(layer) for layer in cache.layers] == [RemoteCacheLayer] * NUM_BLOCKS
-    assert adopt_cache(cache, remote, NUM_BLOCKS) is state
+    assert adopt_cache(cache, remote, range(NUM_BLOCKS)) is state
     assert state.is_untouched
     assert cache.get_seq_length() == 0
     assert not cache.is_compileable
@@ -260,7 +260,7 @@ def filled(num_layers: int) -> DynamicCache:
 
 def test_keys_and_values_that_are_there_become_the_prefix(remote: FakeRemote) -> None:
     cache = filled(NUM_BLOCKS)
-    state = adopt_cache(cache, remote, NUM_BLOCKS)
+    state = adopt_cache(cache, remote, range(NUM_BLOCKS))
     assert cache.get_seq_length() == 4
     assert state.is_untouched
     assert [float(tensor.flatten()[0]) for tensor in state.prefix] == [0.5, -0.5, 1.5, -1.5, 2.5, -2.5]
@@ -270,7 +270,7 @@ def test_keys_and_values_that_are_there_become_the_prefix(remote: FakeRemote) ->
 
 def test_a_prefix_is_forgotten_by_a_reset_before_the_first_step(remote: FakeRemote) -> None:
     cache = filled(NUM_BLOCKS)
-    state = adopt_cache(cache, remote, NUM_BLOCKS)
+    state = adopt_cache(cache, remote, range(NUM_BLOCKS))
     cache.reset()
     assert (cache.get_seq_length(), state.prefix) == (0, ())
     state.step(tokens(2))
@@ -287,7 +287,7 @@ def test_a_prefix_is_forgotten_by_a_reset_before_the_first_step(remote: FakeRemo
 )
 def test_a_prefix_is_changed_at_once(remote: FakeRemote, change, shape: tuple[int, ...]) -> None:
     cache = filled(NUM_BLOCKS)
-    state = adopt_cache(cache, remote, NUM_BLOCKS)
+    state = adopt_cache(cache, remote, range(NUM_BLOCKS))
     change(cache)
     assert state.is_untouched
     assert {tuple(tensor.shape) for tensor in state.prefix} == {shape}
@@ -297,9 +297,9 @@ def test_a_prefix_is_changed_at_once(remote: FakeRemote, change, shape: tuple[in
 
 def test_a_half_filled_cache_is_refused(remote: FakeRemote) -> None:
     with pytest.raises(UnsupportedError, match="keys and values for 2 of 3 layers; pass an empty cache or a full one"):
-        adopt_cache(filled(2), remote, NUM_BLOCKS)
+        adopt_cache(filled(2), remote, range(NUM_BLOCKS))
 
 
 def test_a_cache_of_another_model_is_refused(cache: Cache) -> None:
     with pytest.raises(UnsupportedError, match="this cache belongs to toy@1, the model is toy@2"):
-        adopt_cache(cache, FakeRemote("toy@2"), NUM_BLOCKS)
+        adopt_cache(cache, FakeRemote("toy@2"), range(NUM_BLOCKS))

@@ -17,6 +17,8 @@ from swarm_plugins.errors import ConfigError
         pytest.param({"refresh_s": float("nan")}, r"refresh_s must be .* got nan", id="nan"),
         pytest.param({"max_retries": -1}, r"max_retries must be 0 or more, got -1", id="retries"),
         pytest.param({"codec": "zip"}, r"unknown codec 'zip'; known: none, float16, int8", id="codec"),
+        pytest.param({"local_blocks": (-1, 0)}, r"invalid local_blocks \(-1, 0\): expected two numbers", id="negative"),
+        pytest.param({"local_blocks": 2}, r"invalid local_blocks 2: .* such as \(2, 1\)", id="one"),
         pytest.param({"allowed_peers": ()}, r"allowed_peers is empty", id="peers"),
     ],
 )
