@@ -12,7 +12,7 @@ from swarm_plugins.block_io import SpanOutputs
 
 if TYPE_CHECKING:
     from swarm_plugins.client.chain_call import ChainCall
-    from swarm_plugins.client.loop import LoopThread
+    from swarm_plugins.transport.loop import LoopThread
 
 
 def run_chain(loop: LoopThread, call: ChainCall) -> SpanOutputs:

@@ -18,7 +18,6 @@ from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.autograd import run_chain
 from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.loop import LoopThread
 from swarm_plugins.client.network import LastingNetwork, Network
 from swarm_plugins.client.observer import CallObserver
 from swarm_plugins.client.peers import Peers
@@ -28,6 +27,7 @@ from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.loop import LoopThread
 from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.versions import ModelVersion
 

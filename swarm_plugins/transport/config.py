@@ -82,12 +82,13 @@ def peer_id_in(address: str) -> str:
         ConfigError: If it is not an address, or has no peer id.
     """
     parsed = _parse(address)
-    if "p2p" not in parsed:
+    address = str(parsed)
+    if "p2p" not in parsed or address.endswith("/p2p-circuit"):
         raise ConfigError(
             f"peer address {address!r} has no peer id: expected /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..., as "
             "`swarm serve` prints it"
         )
-    return str(parsed["p2p"])
+    return address.rpartition("/p2p/")[2]  # of a relayed address, the peer behind the relay
 
 
 def with_port(host: str, listening: Sequence[str]) -> str:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Coroutine, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 from hivemind.dht.node import DHTNode
 
 from swarm_plugins.errors import ConfigError, ProtocolError, TransportError
-from swarm_plugins.transport.admission import Admission, BoundedStorage, TypedSerializer, node_id_of
-from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.admission.calls import Admission, node_id_of
+from swarm_plugins.transport.admission.connection import DHTConnection
+from swarm_plugins.transport.admission.serializer import TypedSerializer
+from swarm_plugins.transport.admission.storage import BoundedStorage
+from swarm_plugins.transport.config import NodeConfig, peer_id_in
 from swarm_plugins.transport.daemon import Daemon
 from swarm_plugins.transport.identity import Identity
+from swarm_plugins.transport.loop import LoopThread
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.neighbors import Neighbors
 from swarm_plugins.transport.records import (
@@ -34,6 +39,8 @@ from swarm_plugins.transport.records import (
 )
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _BOOTSTRAP_TIMEOUT_S = 30.0
 _LEAVE_TIMEOUT_S = 3.0
@@ -70,12 +77,17 @@ def majority(records: Iterable[ModelRecord]) -> dict[str, ModelInfo]:
 
 
 class SwarmDHT:
-    """A node's membership of the DHT; ``identity`` signs its announcements."""
+    """A node's membership of the DHT; ``identity`` signs its announcements.
+
+    The DHT runs in a thread of its own: what strangers make it do delays no request of the node's event loop.
+    """
 
     def __init__(self, daemon: Daemon, identity: Identity, config: NodeConfig) -> None:
         self._daemon = daemon
         self._identity = identity
         self._config = config
+        self._loop = LoopThread("swarm-dht")
+        self._connection: DHTConnection | None = None
         self._dht: DHTNode | None = None
         self._neighbors: Neighbors | None = None
         self._version: str | None = None
@@ -83,47 +95,53 @@ class SwarmDHT:
 
     async def start(self) -> None:
         """Joins the DHT; raises TransportError if no initial peer is a member of it."""
+        self._loop.start()
         try:
-            dht = await self._daemon.race(
-                DHTNode.create(
-                    p2p=self._daemon.p2p,
-                    initial_peers=list(self._config.initial_peers) or None,
-                    client_mode=self._config.client_mode,
-                    node_id=node_id_of(self._daemon.p2p.peer_id),
-                    record_validator=Admission(),
-                    # Cached servers are minutes old; every look-up here asks the network.
-                    cache_locally=False,
-                    cache_nearest=0,
-                    cache_on_store=False,
-                    # A wrong clock, or a firewall in front of a server, should warn, not fail.
-                    strict=False,
-                ),
-                timeout_s=_BOOTSTRAP_TIMEOUT_S,
-                what="joining the DHT",
-            )
+            await self._daemon.race(self._there(self._join()), timeout_s=_BOOTSTRAP_TIMEOUT_S, what="joining the DHT")
         except RuntimeError as exc:
             raise TransportError(
                 f"initial peers {', '.join(self._config.initial_peers)} do not answer as members of a swarm: "
                 "give the address of a running server, with its current peer id"
             ) from exc
-        dht.protocol.storage = BoundedStorage.adopt(dht.protocol.storage)
+
+    async def _join(self) -> None:
+        connection = self._connection = await DHTConnection.open(self._daemon.socket_path)
+        dht = await DHTNode.create(
+            p2p=connection,
+            initial_peers=[f"/p2p/{peer_id_in(address)}" for address in self._config.initial_peers] or None,
+            client_mode=self._config.client_mode,
+            node_id=node_id_of(connection.peer_id),
+            record_validator=Admission(connection.origins),
+            # Cached servers are minutes old; every look-up here asks the network.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            # A wrong clock, or a firewall in front of a server, should warn, not fail.
+            strict=False,
+        )
+        dht.protocol.storage = BoundedStorage()
         dht.protocol.serializer = TypedSerializer
         dht.protocol.cache.maxsize = 1
-        self._dht = dht
         addresses = (*self._config.initial_peers, *self._config.known_peers)
-        self._neighbors = Neighbors(self._daemon.p2p, dht, addresses)
+        neighbors = Neighbors(connection, dht, addresses)
         if self._config.known_peers:
-            await self._call_lost()
+            await neighbors.call_lost()
+        self._neighbors, self._dht = neighbors, dht
 
     async def close(self) -> None:
         """Leaves the DHT. Idempotent."""
         dht, self._dht = self._dht, None
         # A dead daemon never answers.
         if dht is not None and self._daemon.is_alive:
+            work = self._there(dht.shutdown())
             try:
-                await self._daemon.race(dht.shutdown(), timeout_s=_LEAVE_TIMEOUT_S, what="leaving the DHT")
+                await self._daemon.race(work, timeout_s=_LEAVE_TIMEOUT_S, what="leaving the DHT")
             except TransportError as exc:
                 log.debug("left the DHT without notice: %s", exc)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._loop.call_soon(connection.close)
+        await asyncio.to_thread(self._loop.close)
 
     @property
     def is_alone(self) -> bool:
@@ -183,6 +201,10 @@ class SwarmDHT:
         version = self._version or ""
         return {own_server_key(version, self._daemon.peer_id): GoneRecord(version=version)}
 
+    async def _there(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Runs a coroutine in the DHT's thread."""
+        return await asyncio.wrap_future(self._loop.submit(work))
+
     def _running(self) -> DHTNode:
         self._daemon.check_alive()
         if self._dht is None:
@@ -215,7 +237,9 @@ class SwarmDHT:
         values = [sign_record(self._identity, key, wanted[key], expirations[key]) for key in keys]
         times = [expirations[key] for key in keys]
         work = dht.store_many(keys, values, times, subkeys=[self._daemon.peer_id] * len(keys))
-        stored = await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="announcing to the DHT")
+        stored = await self._daemon.race(
+            self._there(work), timeout_s=self._config.dht_timeout_s, what="announcing to the DHT"
+        )
         self._expirations.update(expirations)
         return all(stored.values())
 
@@ -224,19 +248,22 @@ class SwarmDHT:
         return {key: expiration for key, peer, _, expiration in items if peer == self._daemon.peer_id}
 
     async def _find(self, keys: Iterable[str]) -> list[tuple[str, Record]]:
-        opened = []
-        for key, peer, blob, expiration in await self._look_up(keys):
-            try:
-                opened.append((peer, open_record(key_id(key), peer, blob, expiration)))
-            except ProtocolError as exc:
-                log.debug("dropped a record under %s: %s", key, exc)
+        opened: list[tuple[str, Record]] = []
+        items = await self._look_up(keys)
+
+        async def open_all() -> None:
+            for key, peer, blob, expiration in items:
+                try:
+                    opened.append((peer, open_record(key_id(key), peer, blob, expiration)))
+                except ProtocolError as exc:
+                    log.debug("dropped a record under %s: %s", key, exc)
+
+        await self._there(open_all())  # thousands of signatures may take a second
         return opened
 
     async def _look_up(self, keys: Iterable[str]) -> list[tuple[str, str, bytes, float]]:
         """Returns key, owner, content and expiration of all records under some keys."""
         keys = list(keys)
-        if self._neighbors is not None:
-            self._neighbors.remember()
         if self.is_alone:
             await self._call_lost()
         found = await self._ask(keys)
@@ -247,19 +274,25 @@ class SwarmDHT:
 
     async def _note_addresses(self) -> None:
         if self._neighbors is not None:
-            work = self._neighbors.note_addresses()
+            work = self._there(self._neighbors.note_addresses())
             await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="listing peers")
 
     async def _call_lost(self) -> bool:
         if self._neighbors is None:
             return False
-        work = self._neighbors.call_lost()
+        work = self._there(self._neighbors.call_lost())
         return await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="calling lost peers")
 
     async def _ask(self, keys: list[str]) -> list[tuple[str, str, bytes, float]]:
         # Infinity: do not stop at the first node with an answer, which may know only some of the servers.
-        work = self._running().get_many(keys, sufficient_expiration_time=float("inf"))
-        found = await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="asking the DHT")
+        dht = self._running()
+
+        async def ask() -> dict[str, Any]:
+            if self._neighbors is not None:
+                self._neighbors.remember()
+            return dict(await dht.get_many(keys, sufficient_expiration_time=float("inf")))
+
+        found = await self._daemon.race(self._there(ask()), timeout_s=self._config.dht_timeout_s, what="asking the DHT")
         return [
             (key, peer, item.value, item.expiration_time)
             for key, result in found.items()

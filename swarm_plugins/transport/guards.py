@@ -20,7 +20,8 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr.codecs import cid
 from hivemind.utils.timed_storage import HeapEntry, TimedStorage, ValueWithExpiration, get_dht_time
 
-from swarm_plugins.transport.admission import MAX_SUBKEYS, install_admission, unpack_dictionary
+from swarm_plugins.transport.admission.calls import install_admission
+from swarm_plugins.transport.admission.serializer import MAX_SUBKEYS, unpack_dictionary
 
 MAX_NESTING = 8
 """Depth of nested extension types that hivemind's msgpack may decode; honest values need 2."""
@@ -96,5 +97,8 @@ async def _receive_bounded(reader: asyncio.StreamReader) -> bytes:
 def _peer_id_bytes(protocol: Any, text: str) -> bytes:
     """Replaces the codec of ``/p2p/``: the daemon refuses the form in which hivemind writes peer ids (a CID)."""
     if protocol.name == "p2p" and text.startswith(("Qm", "1")):
-        return base58.b58decode(text)
+        multihash = base58.b58decode(text)
+        if not cid._is_binary_cidv0_multihash(multihash):
+            raise ValueError(f"{text!r} is not a peer id")
+        return multihash
     return bytes(_plain_cid(protocol, text))

@@ -20,8 +20,6 @@ from swarm_plugins.transport.config import peer_id_in
 
 log = logging.getLogger(__name__)
 
-_P2P, _P2P_CIRCUIT = b"\xa5\x03", b"\xa2\x02"
-"""Codes of address parts; see https://github.com/multiformats/multiaddr/blob/master/protocols.csv."""
 _MAX_REMEMBERED = 64
 _REMEMBERED_S = 3600.0
 """A peer that has been away for longer has left."""
@@ -29,21 +27,6 @@ _ANSWER_S = 3.0
 """A peer that is alive connects and answers a ping within this time."""
 _PAUSE_S = 1.0
 """Between two rounds of calls."""
-
-
-class _Dialled:
-    """An address in the form that the daemon reads: hivemind 1.1.12 encodes peer ids in addresses in another one."""
-
-    def __init__(self, address: str) -> None:
-        place, _, inner = address.rpartition("/p2p/")[0].partition("/p2p/")
-        self._bytes: bytes = Multiaddr(place).to_bytes()
-        if inner:  # through a relay: PLACE/p2p/RELAY/p2p-circuit
-            relay = PeerID.from_base58(inner.split("/")[0]).to_bytes()
-            self._bytes += _P2P + bytes([len(relay)]) + relay + _P2P_CIRCUIT
-
-    def to_bytes(self) -> bytes:
-        """Returns the encoded address, without the peer's own id."""
-        return self._bytes
 
 
 class Neighbors:
@@ -58,7 +41,7 @@ class Neighbors:
     def __init__(self, p2p: P2P, dht: DHTNode, addresses: Sequence[str]) -> None:
         self._p2p = p2p
         self._dht = dht
-        self._initial = {PeerID.from_base58(peer_id_in(address)): _Dialled(address) for address in addresses}
+        self._initial = {PeerID.from_base58(peer_id_in(address)): _place(address) for address in addresses}
         self._addresses: dict[PeerID, str] = {}
         self._seen_at: OrderedDict[PeerID, float] = OrderedDict()
         self._lock = asyncio.Lock()
@@ -67,7 +50,7 @@ class Neighbors:
     @property
     def is_alone(self) -> bool:
         """Whether the node knows no other, though it has known some."""
-        return not self._table() and bool(self._initial or self._seen_at)
+        return not self._dht.protocol.routing_table.peer_id_to_uid and bool(self._initial or self._seen_at)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -131,3 +114,8 @@ class Neighbors:
 
     def _table(self) -> set[PeerID]:
         return set(self._dht.protocol.routing_table.peer_id_to_uid)
+
+
+def _place(address: str) -> Multiaddr:
+    """Returns an address without the id of the peer there."""
+    return Multiaddr(str(Multiaddr(address)).rpartition("/p2p/")[0])

@@ -1,4 +1,4 @@
-"""Runs the client's asyncio code in its own thread, so that ordinary PyTorch code can wait for it."""
+"""Runs asyncio code in a thread of its own: the client's, for which ordinary PyTorch code waits, and the DHT's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ _LEAVE_S = 2.0
 
 
 class LoopThread:
-    """An event loop in a daemon thread; using it after `close` raises TransportError."""
+    """An event loop in a daemon thread; using it after `close` raises TransportError.
 
-    def __init__(self) -> None:
+    Args:
+        name: The thread's name.
+    """
+
+    def __init__(self, name: str = "swarm-client") -> None:
+        self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -31,7 +36,7 @@ class LoopThread:
             return
         loop = asyncio.new_event_loop()
         self._loop = loop
-        self._thread = threading.Thread(target=self._run, args=(loop,), name="swarm-client", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
         self._thread.start()
 
     @staticmethod

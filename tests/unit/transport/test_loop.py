@@ -9,8 +9,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from swarm_plugins.client.loop import LoopThread
 from swarm_plugins.errors import MissingBlocksError, TransportError
+from swarm_plugins.transport.loop import LoopThread
 
 
 async def answer() -> int:

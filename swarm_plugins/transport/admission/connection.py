@@ -1,0 +1,114 @@
+"""The DHT's own connection to the libp2p daemon, which bounds what strangers send before it is decoded.
+
+hivemind reads as fast as the daemon delivers, and decodes up to 4 MiB before it asks who has sent them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE, ControlClient, DaemonConnector
+from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm_plugins.errors import ProtocolError
+from swarm_plugins.transport.admission.origins import Origins, list_connections
+from swarm_plugins.transport.admission.paces import Paces
+
+MAX_CALL_BYTES = 128 << 10
+"""Largest call of the DHT; 16 records of 4 KiB take half of it."""
+
+_READ_BURST_BYTES = 16 << 20
+_READ_BYTES_PER_S = 8 << 20
+_READ_MESSAGES_PER_S = 500
+_MESSAGE_BYTES = _READ_BYTES_PER_S // _READ_MESSAGES_PER_S
+
+
+class PacedReader:
+    """Reads no faster than the DHT may take from the CPU, whoever sends: the rest waits in the daemon.
+
+    A message counts as its bytes, and as some more for the work that it makes.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._left = float(_READ_BURST_BYTES)
+        self._since = time.monotonic()
+
+    async def readexactly(self, num_bytes: int) -> bytes:
+        """Returns the next bytes, when their time has come."""
+        data = await self._reader.readexactly(num_bytes)
+        if num_bytes > 1:  # a single byte is part of a length
+            now = time.monotonic()
+            self._left = min(_READ_BURST_BYTES, self._left + (now - self._since) * _READ_BYTES_PER_S)
+            self._since = now
+            self._left -= num_bytes + _MESSAGE_BYTES
+            if self._left < 0:
+                await asyncio.sleep(-self._left / _READ_BYTES_PER_S)
+        return data
+
+
+class _PacedConnector(DaemonConnector):  # type: ignore[misc]  # hivemind has no types
+    async def open_persistent_connection(self) -> tuple[Any, Any]:
+        reader, writer = await super().open_persistent_connection()
+        return PacedReader(reader), writer
+
+
+class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
+    """A second connection to a running daemon, for calls of the DHT only."""
+
+    origins: Origins
+    paces: Paces
+
+    @classmethod
+    async def open(cls, socket_path: str) -> DHTConnection:
+        """Connects to the daemon that listens on ``socket_path``."""
+        self = cls()
+        self._alive = True
+        self._daemon_listen_maddr = Multiaddr(f"/unix{socket_path}")
+        # Never listened on: calls of the DHT are no streams.
+        self._client_listen_maddr = Multiaddr(f"/unix{socket_path}-dht-{secrets.token_hex(4)}")
+        self._client = Client(_initialized_with_create=True)
+        self._client.control = await ControlClient.create(
+            _PacedConnector(control_maddr=self._daemon_listen_maddr),
+            self._client_listen_maddr,
+            persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
+        )
+        for task in (self._client.control._read_task, self._client.control._write_task):
+            task.add_done_callback(_ignore_error)  # when the daemon dies; its owner notices
+        await self._ping_daemon()
+        self.origins = Origins(lambda: list_connections(self))
+        self.paces = Paces()
+        return self
+
+    def close(self) -> None:
+        """Disconnects. Idempotent."""
+        self._client.close()
+
+    async def _add_protobuf_unary_handler(
+        self, handle_name: str, handler: Callable[..., Any], input_protobuf_type: Any, balanced: bool = False
+    ) -> None:
+        async def answer(request: bytes, remote_id: PeerID) -> bytes:
+            await self._check(len(request), remote_id.to_base58())
+            context = P2PContext(handle_name=handle_name, local_id=self.peer_id, remote_id=remote_id)
+            response = await handler(input_protobuf_type.FromString(request), context)
+            return bytes(response.SerializeToString())
+
+        await self._client.add_unary_handler(handle_name, answer, balanced=balanced)
+
+    async def _check(self, num_bytes: int, peer: str) -> None:
+        refusal = self.paces.refusal(peer, await self.origins.of(peer))
+        if refusal is not None:
+            raise ProtocolError(refusal)
+        if num_bytes > MAX_CALL_BYTES:
+            raise ProtocolError(f"call of the DHT with {num_bytes} bytes, the limit is {MAX_CALL_BYTES}")
+
+
+def _ignore_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,62 @@
+"""How often peers may call: each peer, all peers of one address, and all together."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from swarm_plugins.transport.admission.origins import Origin
+
+_MAX_CALLERS = 4096
+
+
+class Pace:
+    """A budget of calls for each caller: a burst, then so many a second.
+
+    Args:
+        burst: Calls that may come at once.
+        per_s: Calls a second after them.
+        clock: Monotonic seconds; tests pass their own.
+    """
+
+    def __init__(self, burst: float, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_s = per_s
+        self._burst = burst
+        self._clock = clock
+        self._left: OrderedDict[object, tuple[float, float]] = OrderedDict()
+
+    def take(self, caller: object) -> bool:
+        """Counts a call; returns whether the caller had one left."""
+        now = self._clock()
+        left, since = self._left.pop(caller, (self._burst, now))
+        left = min(self._burst, left + (now - since) * self.per_s)
+        is_allowed = left >= 1
+        self._left[caller] = (left - is_allowed, now)
+        if len(self._left) > _MAX_CALLERS:
+            self._left.popitem(last=False)
+        return is_allowed
+
+
+class Paces:
+    """Budgets of a peer, of an address and of all: identities cost nothing, so a budget for each is not enough.
+
+    A server of this package makes some 4 calls a second to the nodes that keep its records, a client fewer.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of_peer = Pace(100, 10.0, clock)
+        self._of_host = Pace(500, 50.0, clock)
+        self._of_all = Pace(2000, 250.0, clock)
+
+    def refusal(self, peer: str, origin: Origin) -> str | None:
+        """Counts a call; returns why it is refused, or None."""
+        levels = (
+            (self._of_peer, peer, "of one peer"),
+            (self._of_host, origin.host, "of one address"),
+            (self._of_all, None, "of all peers"),
+        )
+        for pace, caller, whose in levels:
+            if not pace.take(caller):
+                return f"more than {pace.per_s:g} calls of the DHT a second {whose}"
+        return None

@@ -1,0 +1,46 @@
+"""Calls are counted for a peer, for an address, and for all: identities cost nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm_plugins.transport.admission import paces
+from swarm_plugins.transport.admission.origins import UNKNOWN, origin_of
+from swarm_plugins.transport.admission.paces import Pace, Paces
+
+
+def test_a_peer_has_a_burst_of_calls_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    pace = Pace(burst=3, per_s=2.0, clock=lambda: now)
+    assert [pace.take("a") for _ in range(4)] == [True, True, True, False]
+    assert pace.take("b")
+    now = 1.0
+    assert [pace.take("a") for _ in range(3)] == [True, True, False]
+    now = 1e9
+    assert [pace.take("a") for _ in range(4)] == [True, True, True, False]
+    monkeypatch.setattr(paces, "_MAX_CALLERS", 10)
+    for index in range(100):
+        pace.take(f"peer {index}")
+    assert len(pace._left) <= 12
+
+
+def test_many_identities_of_an_address_have_one_budget() -> None:
+    budgets = Paces(clock=lambda: 0.0)
+    here, there = origin_of(b"\x04\x01\x02\x03\x04\x06"), origin_of(b"\x04\x01\x02\x03\x05\x06")
+    refusals = [budgets.refusal(f"sybil {index}", here) for index in range(4200)]
+    assert refusals.count(None) == 500
+    assert refusals[-1] == "more than 50 calls of the DHT a second of one address"
+    assert budgets.refusal("honest", there) is None
+
+
+def test_all_callers_have_one_budget() -> None:
+    budgets = Paces(clock=lambda: 0.0)
+    refusals = [budgets.refusal(f"sybil {index}", origin_of(bytes([4, 1, 1, index % 200, 1]))) for index in range(4200)]
+    assert refusals.count(None) == 2000
+    assert refusals[-1] == "more than 250 calls of the DHT a second of all peers"
+
+
+def test_origins_are_read_from_addresses() -> None:
+    assert origin_of(bytes([0x04, 10, 1, 2, 3, 0x06, 0, 1])) == (bytes([10, 1, 2, 3]), bytes([10, 1, 2]))
+    assert origin_of(bytes([0x29, *range(16), 0x06, 0, 1])) == (bytes(range(8)), bytes(range(6)))
+    assert origin_of(b"") == origin_of(b"\x04\x01") == origin_of(b"\x35abc") == UNKNOWN
