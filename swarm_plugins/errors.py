@@ -67,6 +67,12 @@ def one_line(exc: BaseException, *, with_kind: bool = False, max_chars: int = 30
     return f"{kind}: {text}" if with_kind else text
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error, of Python or of torch on any device, is a failed allocation."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
 class SwarmError(Exception):
     """The root of all errors of this package."""
 

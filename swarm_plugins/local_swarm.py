@@ -29,9 +29,11 @@ _OPTIONS = (
     "kv_bytes",
     "log_level",
     "max_batch_tokens",
+    "max_peer_share",
     "max_session_tokens",
     "offload",
     "quantization",
+    "request_bytes",
     "revision",
     "threads",
 )

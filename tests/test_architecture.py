@@ -16,7 +16,7 @@ from package_imports import ALL_IMPORTS, IMPORTS, MODULES, PACKAGE, ROOT, module
 
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
-COMMON = frozenset({"errors", "hub_errors", "versions", "adapter_spec", "block_io", "noise", "sizes"})
+COMMON = frozenset({"errors", "hub_errors", "versions", "adapter_spec", "block_io", "noise", "sizes", "ledger"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "hub_errors": frozenset(),
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "block_io": frozenset({"adapter_spec"}),
     "noise": frozenset(),
     "sizes": frozenset(),
+    "ledger": frozenset(),
     "checkpoint": frozenset(),
     "transport": frozenset(),
     "routing": frozenset(),

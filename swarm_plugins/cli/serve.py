@@ -77,6 +77,16 @@ def serve(
     adapter_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for the adapters that clients upload.")
     ] = "512MiB",
+    request_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for requests and answers on their way.  [default: a quarter of what is free, 4GiB at most]",
+        ),
+    ] = None,
+    max_peer_share: Annotated[
+        float, typer.Option(help="Share of --request-bytes that one client may take; less when others take theirs.")
+    ] = 0.5,
     adapter: Annotated[
         list[str] | None,
         typer.Option(metavar="REPO[@TAG]", help="Adapter to preload, published or in a directory; repeatable."),
@@ -125,6 +135,8 @@ def serve(
             kv_bytes=parse_bytes(kv_bytes),
             activation_bytes=parse_bytes(activation_bytes),
             adapter_bytes=parse_bytes(adapter_bytes),
+            request_bytes=None if request_bytes is None else parse_bytes(request_bytes),
+            max_peer_share=max_peer_share,
             adapters=tuple(adapter or ()),
             limits=ServiceLimits(max_batch_tokens=max_batch_tokens, max_session_tokens=max_session_tokens),
             show_progress=sys.stderr.isatty(),

@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.blocks.runner import SpanRunner, StepInputs
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.offload.cache.budget import free_host_bytes
+from swarm_plugins.server.config import MIN_REQUEST_BYTES, ServeConfig
+from swarm_plugins.server.service import MAX_REQUEST_BYTES
 
 _MEASURE_S = 1.0
 _MAX_ROUNDS = 5
@@ -69,7 +70,18 @@ def _hosted_bytes(info: TensorInfo, config: ServeConfig) -> float:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return free_host_bytes()
+
+
+def request_bytes(config: ServeConfig, *, free_bytes: int | None = None) -> int:
+    """Returns the budget for requests: as configured, or a quarter of what loading and the other budgets leave."""
+    if config.request_bytes is not None:
+        return config.request_bytes
+    free = free_host_bytes() if free_bytes is None else free_bytes
+    if torch.device(config.device).type == "cpu":
+        free -= config.kv_bytes + config.activation_bytes
+    free -= config.adapter_bytes
+    return min(max(free // 4, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES)
 
 
 class Speed(NamedTuple):

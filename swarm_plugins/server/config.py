@@ -13,6 +13,8 @@ from swarm_plugins.transport.limits import DEFAULT_LIMITS
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_HOST_MADDRS = ("/ip4/127.0.0.1/tcp/0",)
 """Reachable from this machine only, by default."""
+MIN_REQUEST_BYTES = 16 << 20
+"""Least budget for requests."""
 QUANTIZATIONS = ("none", "int8", "nf4")
 
 
@@ -118,6 +120,13 @@ class ServeConfig:
     adapter_bytes: int = 1 << 29
     """Budget for the adapters that clients upload."""
 
+    request_bytes: int | None = None
+    """Budget for the requests of all clients while they are received, worked on and answered. None: a quarter of the
+    memory that is free after loading, 4 GiB at most."""
+
+    max_peer_share: float = 0.5
+    """Share of ``request_bytes`` that one client may take; less when others take theirs."""
+
     adapters: tuple[str, ...] = ()
     """Published adapters to keep loaded: directories, or ``REPO`` or ``REPO@TAG`` on the Hub."""
 
@@ -204,6 +213,12 @@ class ServeConfig:
             yield f"num_blocks {self.num_blocks}"
 
     def _check_numbers(self) -> None:
+        if self.request_bytes is not None and self.request_bytes < MIN_REQUEST_BYTES:
+            raise ConfigError(
+                f"request_bytes is {self.request_bytes}, expected at least {MIN_REQUEST_BYTES}: requests would not fit"
+            )
+        if not 0 < self.max_peer_share <= 1:
+            raise ConfigError(f"max_peer_share must be above 0 and at most 1, got {self.max_peer_share!r}")
         for name in ("kv_bytes", "max_pack_tokens", "announce_every_s", "announce_ttl_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import logging
 
-from swarm_plugins.errors import CapacityError, CheckpointError, MissingExpertsError, ProtocolError
+from swarm_plugins.errors import (
+    CapacityError,
+    CheckpointError,
+    MissingExpertsError,
+    ProtocolError,
+    SwarmError,
+    is_out_of_memory,
+    one_line,
+)
+from swarm_plugins.ledger import BusyError
 from swarm_plugins.transport.messages import Failure, FailureKind
 
 log = logging.getLogger(__name__)
@@ -39,21 +48,26 @@ def failure_of(error: Exception, *, peer: str, rpc: str) -> Failure:
         return Failure(kind=kind, message=f"the server failed in {rpc} ({type(error).__name__}); its log says more")
     log.debug("%s from %s refused as %s: %s", rpc, peer, kind, error)
     message = str(error) or type(error).__name__
+    if is_out_of_memory(error) and not isinstance(error, (SwarmError, RequestError)):
+        log.warning("%s from %s: out of memory: %s", rpc, peer, one_line(error))
+        message = "this server is out of memory: send less at once, or use another server"
     return Failure(kind=kind, message=message[:_MAX_MESSAGE_CHARS])
 
 
 def _kind_of(error: Exception) -> FailureKind:
     if isinstance(error, RequestError):
         return error.kind
+    if isinstance(error, BusyError):
+        return "overloaded"
     if isinstance(error, CapacityError):
         return "out_of_memory"
     if isinstance(error, MissingExpertsError):
         return "missing_experts"
     if isinstance(error, CheckpointError):
         return "internal"
+    if is_out_of_memory(error):
+        return "out_of_memory"
     # UnsupportedError is a NotImplementedError: it cannot work on these blocks for any client.
     if isinstance(error, (ProtocolError, ValueError, NotImplementedError)):
         return "bad_request"
-    if isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error):
-        return "out_of_memory"
     return "internal"

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from swarm_plugins.errors import SwarmError, TransportError
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
@@ -26,11 +27,11 @@ _CLOSE_TIMEOUT_S = 10.0
 class Presence:
     """Keeps a server reachable and announced."""
 
-    def __init__(self, config: NodeConfig, *, every_s: float, ttl_s: float) -> None:
+    def __init__(self, config: NodeConfig, *, every_s: float, ttl_s: float, ledger: Ledger | None = None) -> None:
         self._config = config
         self._every_s = every_s
         self._ttl_s = ttl_s
-        self._node = SwarmNode(config)
+        self._node = SwarmNode(config, ledger=ledger)
         self._handlers: Mapping[str, Handler] = {}
         self._info: Callable[[], ServerInfo] | None = None
         self._keeper: asyncio.Task[None] | None = None

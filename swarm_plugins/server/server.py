@@ -21,11 +21,12 @@ from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, MissingExpertsError, TransportError
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.routing.coverage import block_coverage, choose_span
 from swarm_plugins.server.background import drain, in_thread, sweep
-from swarm_plugins.server.capacity import Speed, blocks_that_fit, measure
+from swarm_plugins.server.capacity import Speed, blocks_that_fit, measure, request_bytes
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
@@ -38,7 +39,7 @@ from swarm_plugins.server.rpc.experts import experts_handler
 from swarm_plugins.server.rpc.handlers import info_handler, push_handler
 from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
-from swarm_plugins.server.service import ExpertsService, Service
+from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
@@ -78,6 +79,7 @@ class SwarmServer:
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
+        self._ledger = Ledger(config.request_bytes or MAX_REQUEST_BYTES, max_peer_share=config.max_peer_share)
         self._presence: Presence | None = None
         self._service: Service | ExpertsService | None = None
         self._info: ServerInfo | None = None
@@ -146,6 +148,7 @@ class SwarmServer:
             ),
             every_s=config.announce_every_s,
             ttl_s=config.announce_ttl_s,
+            ledger=self._ledger,
         )
         await self._presence.start()
         if on_joined is not None:
@@ -208,7 +211,12 @@ class SwarmServer:
         speed = await in_thread(lambda: measure_held(held))
         scheduler = Scheduler(held)
         self._service = ExpertsService(
-            version=version, held=held, scheduler=scheduler, info=lambda: self.info, limits=self.config.limits
+            version=version,
+            held=held,
+            scheduler=scheduler,
+            info=lambda: self.info,
+            limits=self.config.limits,
+            ledger=self._ledger,
         )
         self._info = msgspec.structs.replace(
             self.info,
@@ -221,6 +229,7 @@ class SwarmServer:
 
     async def _go_online(self, service: Service | ExpertsService) -> None:
         presence = self._joined()
+        self._ledger.limit = request_bytes(self.config)
         service.scheduler.start()
         self._sweeper = asyncio.create_task(sweep(service), name="drop expired graphs")
         await presence.serve(service_handlers(service))
@@ -285,6 +294,7 @@ class SwarmServer:
             activations=ActivationStore(config.activation_bytes),
             adapters=AdapterStore(config.adapter_bytes),
             sessions=SessionTable(limits.max_sessions_per_peer),
+            ledger=self._ledger,
         )
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))

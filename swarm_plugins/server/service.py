@@ -11,6 +11,7 @@ import torch
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.runner import SpanSpec
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.server.compute.scheduler import Interruptible, Scheduler, SchedulerRunner
 from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.draining import Draining
@@ -18,14 +19,13 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.sessions import SessionTable
-from swarm_plugins.server.state.unsent import UnsentAnswers
 from swarm_plugins.transport.messages import ServerInfo
 
 AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...]], LoadedAdapter]
 """Checks digest, structure and tensors of an upload against the span before anything is kept."""
 
-MAX_UNSENT_BYTES = 4 << 30
-"""Most bytes of answers that wait to be read."""
+MAX_REQUEST_BYTES = 4 << 30
+"""Most bytes of all requests that are being received, worked on and answered, unless the server says otherwise."""
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,8 @@ class Service:
     activations: ActivationStore[KeptForward] = field(default_factory=lambda: ActivationStore(0))
     adapters: AdapterStore = field(default_factory=lambda: AdapterStore(0))
     sessions: SessionTable = field(default_factory=lambda: SessionTable(ServiceLimits().max_sessions_per_peer))
-    unsent: UnsentAnswers = field(default_factory=lambda: UnsentAnswers(MAX_UNSENT_BYTES))
+    ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
+    """What the requests of each peer hold."""
     draining: Draining = field(default_factory=Draining)
 
     @property
@@ -90,5 +91,6 @@ class ExpertsService:
     info: Callable[[], ServerInfo]
     """Returns what the server announces now."""
     limits: ServiceLimits = field(default_factory=ServiceLimits)
-    unsent: UnsentAnswers = field(default_factory=lambda: UnsentAnswers(MAX_UNSENT_BYTES))
+    ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
+    """What the requests of each peer hold."""
     draining: Draining = field(default_factory=Draining)

@@ -39,6 +39,12 @@ def packed_bytes(codec: Codec, dtype: torch.dtype, num_elements: int) -> int:
     return 4 * math.ceil(num_elements / BLOCK_ELEMENTS) + num_elements
 
 
+def unpacking_bytes(codec: Codec, dtype: torch.dtype, num_elements: int) -> int:
+    """Returns the memory that unpacking allocates, beyond the payload."""
+    is_widened = codec == "int8" and dtype != torch.float32
+    return num_elements * (dtype.itemsize + (4 if is_widened else 0))
+
+
 def pack(tensor: Tensor, codec: Codec) -> Tensor:
     """Packs a contiguous CPU tensor; the result is contiguous and may be the tensor itself.
 

@@ -27,20 +27,23 @@ class WireLimits:
     """Memory allocated for a declared size alone; beyond it, memory grows only as bytes arrive."""
 
     max_receiving_bytes: int = 4096 * _MIB
-    """Most memory for all incoming messages of a node together, unfinished or unread."""
-
-    max_streams_per_peer: int = 128
-    """Most open streams of one peer at a server; each session takes one."""
+    """Most memory for all incoming messages of a node together: unfinished, unread and, at a server, unanswered."""
 
     max_streams: int = 512
     """Most open streams of all peers; each takes one of the (often 1,024) open files of a process."""
 
+    max_peer_stream_share: float = 0.25
+    """Share of the streams that one peer may hold; less when others hold many, so that some are always left."""
+
     first_message_timeout_s: float = 20.0
-    """Longest silence of a new stream before it is closed."""
+    """Longest silence of a new stream before it is closed, and time that any message may take to arrive."""
 
     min_receive_bytes_per_s: float = 16_384.0
-    """Slowest pace of a first message after ``first_message_timeout_s``, and of a reader after
-    ``send_stall_timeout_s``; slower streams are closed."""
+    """Slowest pace of a message after ``first_message_timeout_s``, and of a reader after ``send_stall_timeout_s``;
+    slower streams are closed."""
+
+    max_message_s: float = 300.0
+    """Longest time that a message may take to arrive, at any pace."""
 
     send_stall_timeout_s: float = 60.0
     """Longest time for which the other end may accept no byte of a message."""

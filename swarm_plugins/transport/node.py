@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from swarm_plugins.errors import ConfigError, TransportError
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig, with_port
 from swarm_plugins.transport.daemon import Daemon, start_daemon
@@ -19,7 +20,7 @@ from swarm_plugins.transport.identity import IdentityFile
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, protocol_name
-from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
+from swarm_plugins.transport.stream import FrameStream, Parting
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +32,23 @@ class SwarmNode:
 
     Call all methods on the event loop that ran ``start``. When the libp2p daemon dies, every waiting and later call
     raises `TransportError` at once; the node cannot be revived: start its `successor`, serve and announce again.
+
+    Args:
+        config: Settings. None: the defaults.
+        limits: Bounds on messages and streams.
+        ledger: Counts what peers' requests hold, also while they are worked on. None: ``max_receiving_bytes``.
     """
 
-    def __init__(self, config: NodeConfig | None = None, *, limits: WireLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self, config: NodeConfig | None = None, *, limits: WireLimits = DEFAULT_LIMITS, ledger: Ledger | None = None
+    ) -> None:
         self._config = config or NodeConfig()
         self._limits = limits
-        self._budget = ReceiveBudget(limits.max_receiving_bytes)
-        self._acceptor = Acceptor(limits, self._budget)
+        self._parting = Parting()
+        # A client chooses whom it asks: answers of one server may fill all of it.
+        self._answers = Ledger(limits.max_receiving_bytes, max_peer_share=1.0)
+        self._ledger = ledger or Ledger(limits.max_receiving_bytes)
+        self._acceptor = Acceptor(limits, self._ledger, self._parting)
         self._identity: IdentityFile | None = None
         self._listens: tuple[str, ...] = ()
         self._daemon: Daemon | None = None
@@ -88,6 +99,7 @@ class SwarmNode:
                 host_maddrs=hosts or config.host_maddrs,
             ),
             limits=self._limits,
+            ledger=self._ledger,
         )
         node._identity = _started(self._identity).share()
         return node
@@ -179,7 +191,8 @@ class SwarmNode:
             protocol_name(rpc),
             timeout_s=timeout_s,
             limits=self._limits,
-            budget=self._budget,
+            ledger=self._answers,
+            parting=self._parting,
         )
         self._opened.add(channel)
         return channel

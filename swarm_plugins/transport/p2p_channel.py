@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from typing import cast
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
-from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
+from swarm_plugins.errors import CapacityError, ConfigError, RequestTimeoutError, TransportError
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import RPC_NAMES, BackoffError, Handler
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
-from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
+from swarm_plugins.transport.stream import FrameStream, Parting
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,14 @@ def protocol_name(rpc: str) -> str:
 
 
 async def open_channel(
-    socket_path: str, peer: str, protocol: str, *, timeout_s: float, limits: WireLimits, budget: ReceiveBudget
+    socket_path: str,
+    peer: str,
+    protocol: str,
+    *,
+    timeout_s: float,
+    limits: WireLimits,
+    ledger: Ledger,
+    parting: Parting | None = None,
 ) -> FrameStream:
     """Opens a stream to a peer through the daemon that listens on ``socket_path``.
 
@@ -48,7 +55,7 @@ async def open_channel(
             reader, writer = await asyncio.open_unix_connection(socket_path)
             try:
                 await _request_stream(reader, writer, peer, protocol)
-                return await _take_over(peer, reader, writer, limits, budget)
+                return await _take_over(FrameStream(peer, limits, ledger, parting), reader, writer)
             except BaseException:
                 writer.transport.abort()
                 raise
@@ -80,10 +87,7 @@ async def _request_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWr
         raise kind(f"peer {peer} cannot be reached for {protocol}: {reason}")
 
 
-async def _take_over(
-    peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: WireLimits, budget: ReceiveBudget
-) -> FrameStream:
-    stream = FrameStream(peer, limits, budget)
+async def _take_over(stream: FrameStream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> FrameStream:
     # No await in between: at the marked end, reading returns the buffered bytes at once.
     reader.feed_eof()
     stream.attach(writer, await reader.read())
@@ -93,16 +97,17 @@ async def _take_over(
 class Acceptor:
     """Turns incoming streams into calls of handlers, within limits per peer."""
 
-    def __init__(self, limits: WireLimits, budget: ReceiveBudget) -> None:
+    def __init__(self, limits: WireLimits, ledger: Ledger, parting: Parting | None = None) -> None:
         self._limits = limits
-        self._budget = budget
-        self._streams: Counter[str] = Counter()
+        self._ledger = ledger
+        self._parting = parting or Parting()
+        self._streams = Ledger(limits.max_streams, max_peer_share=limits.max_peer_stream_share, noun="streams")
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def num_streams(self) -> int:
         """Number of open streams of all peers."""
-        return self._streams.total()
+        return self._streams.used
 
     async def accept(
         self, handler: Handler, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -111,7 +116,9 @@ class Acceptor:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._tasks.add(task)
         try:
-            channel = await _take_over(info.peer_id.to_base58(), reader, writer, self._limits, self._budget)
+            peer = info.peer_id.to_base58()
+            stream = FrameStream(peer, self._limits, self._ledger, self._parting, is_served=True)
+            channel = await _take_over(stream, reader, writer)
             try:
                 await self._serve(handler, channel)
             finally:
@@ -135,12 +142,12 @@ class Acceptor:
                 log.warning("a handler does not end: %s", task.get_name())
 
     async def _serve(self, handler: Handler, channel: FrameStream) -> None:
-        refusal = self._refusal(channel.remote_peer)
-        if refusal is not None:
-            await channel.send(Failure(kind="overloaded", message=refusal))
-            return
         peer = channel.remote_peer
-        self._streams[peer] += 1
+        try:
+            self._streams.claim(peer, 1)
+        except CapacityError as error:
+            await channel.send(Failure(kind="overloaded", message=str(error)))
+            return
         try:
             await _await_first_message(channel, self._limits)
             await handler(channel)
@@ -148,23 +155,10 @@ class Acceptor:
             raise
         except Exception as exc:
             log.exception("a handler failed on a stream of peer %s", peer)
-            await channel.send(Failure(kind="internal", message=one_line(exc, with_kind=True)))
+            text = f"the server failed ({type(exc).__name__}); its log says more"
+            await channel.send(Failure(kind="internal", message=text))
         finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
-
-    def _refusal(self, peer: str) -> str | None:
-        if self._streams[peer] >= self._limits.max_streams_per_peer:
-            return (
-                f"peer {peer} holds {self._streams[peer]} streams here, the limit is "
-                f"{self._limits.max_streams_per_peer}: close idle sessions"
-            )
-        if self.num_streams >= self._limits.max_streams:
-            return (
-                f"{self.num_streams} streams are open here, the limit is {self._limits.max_streams}: try another server"
-            )
-        return None
+            self._streams.release(peer, 1)
 
 
 async def _await_first_message(stream: FrameStream, limits: WireLimits) -> None:

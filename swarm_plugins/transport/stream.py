@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor
 
-from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport.arriving import ArrivingBody
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decode_body, encode, parse_header
@@ -35,26 +36,11 @@ class Frame(NamedTuple):
     """Flat ``uint8``, owned by the receiver of the frame."""
 
 
-class ReceiveBudget:
-    """Tracks a node's memory of unread messages and its lingering streams."""
+class Parting:
+    """Counts the closed streams of a node that still read, so that the other end gets the last frame."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.num_parting = 0
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-
-    def claim(self, num_bytes: int) -> None:
-        """Reserves memory; raises ProtocolError if the budget is exhausted."""
-        if self.used_bytes + num_bytes > self.limit_bytes:
-            raise ProtocolError(
-                f"incoming messages hold {self.used_bytes} bytes, {num_bytes} more exceed the limit of "
-                f"{self.limit_bytes}: send less at once, or raise max_receiving_bytes"
-            )
-        self.used_bytes += num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        """Releases memory."""
-        self.used_bytes -= num_bytes
+    def __init__(self) -> None:
+        self.num_streams = 0
 
 
 class _Waiter:
@@ -88,19 +74,34 @@ class _Waiter:
 
 
 class FrameStream(asyncio.BufferedProtocol):
-    """A [`Channel`][swarm_plugins.transport.channel.Channel] over one stream, and asyncio's protocol object of it."""
+    """A [`Channel`][swarm_plugins.transport.channel.Channel] over one stream, and asyncio's protocol object of it.
 
-    def __init__(self, peer: str, limits: WireLimits, budget: ReceiveBudget) -> None:
+    Args:
+        peer: Id of the peer at the other end.
+        limits: Bounds on messages.
+        ledger: Counts the memory of messages.
+        parting: Counts lingering streams.
+        is_served: Whether this is a server's end. A message then counts until the next one is read: as long as its
+            request is worked on. Otherwise it belongs to the reader as soon as it is read.
+    """
+
+    def __init__(
+        self, peer: str, limits: WireLimits, ledger: Ledger, parting: Parting | None = None, *, is_served: bool = False
+    ) -> None:
         self.remote_peer = peer
         self._limits = limits
-        self._budget = budget
+        self._ledger = ledger
+        self._parting = parting or Parting()
+        self._is_served = is_served
+        self._charge = ledger.charge(peer)
         self._loop = asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
         self._transport: asyncio.Transport | None = None
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._header_part = bytearray()
-        self._body: _Body | None = None
-        self._frames: deque[Frame] = deque()
+        self._header = FrameHeader(True, 0, 0)
+        self._body: ArrivingBody | None = None
+        self._frames: deque[Frame | CapacityError] = deque()
         self._receiver = _Waiter()
         self._sender = _Waiter()
         self._is_reading_paused = False
@@ -159,7 +160,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._writer = None
         if self._is_parting:
             self._is_parting = False
-            self._budget.num_parting -= 1
+            self._parting.num_streams -= 1
         self._drop_body()
         self._receiver.wake()
         self._sender.wake()
@@ -182,7 +183,9 @@ class FrameStream(asyncio.BufferedProtocol):
     async def receive(self, *, timeout_s: float) -> Message | None:
         """Receives the next message; see `Channel.receive`."""
         frame = await self.read(timeout_s)
-        return None if frame is None else decode_body(frame.header, frame.body, self._limits)
+        if frame is None:
+            return None
+        return decode_body(frame.header, frame.body, self._limits, self._charge.claim if self._is_served else None)
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Writes one frame; returns once the kernel has accepted all of it.
@@ -212,13 +215,19 @@ class FrameStream(asyncio.BufferedProtocol):
         Raises:
             RequestTimeoutError: If no whole frame has arrived within ``timeout_s``; a later call may get it.
             ProtocolError: If what arrived is not a frame, or too large.
+            CapacityError: If there was no room for the next frame; it has been dropped, later ones can be read.
             TransportError: If the stream is broken.
         """
+        self._charge.release()
         await self.wait(timeout_s)
         if self._frames:
             frame = self._frames.popleft()
-            self._budget.release(frame.header.body_bytes)
             self._resume_reading()
+            if isinstance(frame, CapacityError):
+                raise frame
+            self._charge.adopt(frame.header.body_bytes)
+            if not self._is_served:
+                self._charge.release()
             return frame
         if self._has_ended and not self.is_closed:
             return None
@@ -249,7 +258,10 @@ class FrameStream(asyncio.BufferedProtocol):
             transport.write(END_FRAME)
             self._part(transport)
         while self._frames:
-            self._budget.release(self._frames.popleft().header.body_bytes)
+            frame = self._frames.popleft()
+            if isinstance(frame, Frame):
+                self._ledger.release(self.remote_peer, frame.header.body_bytes)
+        self._charge.release()
         self._drop_body()
         self._receiver.wake()
 
@@ -269,10 +281,10 @@ class FrameStream(asyncio.BufferedProtocol):
         """Lingering close, so the last frame is not lost to a reset."""
         # Closing a socket with unread bytes resets it, and the other end loses the last frame (such as a refusal). So
         # late bytes are read and dropped, for a bounded time and on a bounded number of streams.
-        if self._has_ended or self._budget.num_parting >= _MAX_PARTING:
+        if self._has_ended or self._parting.num_streams >= _MAX_PARTING:
             transport.close()
         else:
-            self._budget.num_parting += 1
+            self._parting.num_streams += 1
             self._is_parting = True
             transport.write_eof()
             self._resume_reading()
@@ -301,20 +313,48 @@ class FrameStream(asyncio.BufferedProtocol):
         elif header.body_bytes == 0:
             raise ProtocolError("a message without metadata")
         else:
-            self._body = _Body(header, self._limits.first_chunk_bytes, self._budget)
+            self._header = header
+            charge = self._ledger.charge(self.remote_peer)
+            self._body = ArrivingBody(header.body_bytes, self._limits.first_chunk_bytes, charge, self._staging)
 
     def _finish_body(self) -> None:
         body = self._body
-        if body is None or not body.is_complete:
+        if body is None:
             return
-        frame = Frame(body.header, body.joined())
+        if not body.is_complete:
+            if body.watch is None:
+                self._watch(body, self._limits.first_message_timeout_s)
+            return
         # Its memory stays claimed until it is read.
         self._body = None
-        self._frames.append(frame)
+        found = body.finish()
+        self._frames.append(found if isinstance(found, CapacityError) else Frame(self._header, found))
         if len(self._frames) >= _MAX_WAITING_FRAMES and not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
             self._transport.pause_reading()
         self._receiver.wake()
+
+    def _watch(self, body: ArrivingBody, delay_s: float) -> None:
+        body.watch = self._loop.call_later(delay_s, self._check_pace, body)
+
+    def _check_pace(self, body: ArrivingBody) -> None:
+        """Breaks the stream if the message that is arriving is too slow; looks again when it could be."""
+        if self._body is not body:
+            return
+        limits = self._limits
+        allowed_s = limits.first_message_timeout_s + body.received_bytes / limits.min_receive_bytes_per_s
+        left_s = body.since + min(allowed_s, limits.max_message_s) - self._loop.time()
+        if self._is_reading_paused:
+            self._watch(body, limits.first_message_timeout_s)  # it waits for this end
+        elif left_s > 0:
+            self._watch(body, left_s)
+        else:
+            self.abort(
+                RequestTimeoutError(
+                    f"peer {self.remote_peer} has sent {body.received_bytes} of {body.num_bytes} bytes of a "
+                    f"message in {self._loop.time() - body.since:.0f} s: too slow"
+                )
+            )
 
     def _resume_reading(self) -> None:
         if self._is_reading_paused and self._transport is not None and not self._transport.is_closing():
@@ -347,47 +387,5 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def _drop_body(self) -> None:
         if self._body is not None:
-            self._budget.release(self._body.claimed_bytes)
+            self._body.drop()
             self._body = None
-
-
-class _Body:
-    """The body of a frame that is arriving."""
-
-    def __init__(self, header: FrameHeader, first_chunk_bytes: int, budget: ReceiveBudget) -> None:
-        self.header = header
-        self.claimed_bytes = 0
-        self._budget = budget
-        self._chunks: list[Tensor] = []
-        self._grow(min(header.body_bytes, first_chunk_bytes))
-
-    @property
-    def is_complete(self) -> bool:
-        return self.claimed_bytes == self.header.body_bytes and self._filled == len(self._view)
-
-    def free_space(self) -> memoryview:
-        return self._view[self._filled :]
-
-    def take(self, data: memoryview) -> int:
-        """Copies as much as fits in the current chunk; returns the number of bytes."""
-        count = min(len(data), len(self._view) - self._filled)
-        self._view[self._filled : self._filled + count] = data[:count]
-        self.advance(count)
-        return count
-
-    def advance(self, num_bytes: int) -> None:
-        self._filled += num_bytes
-        if self._filled == len(self._view) and self.claimed_bytes < self.header.body_bytes:
-            # Doubling: never more than twice what has arrived.
-            self._grow(min(self.header.body_bytes - self.claimed_bytes, self.claimed_bytes))
-
-    def joined(self) -> Tensor:
-        return self._chunks[0] if len(self._chunks) == 1 else torch.cat(self._chunks)
-
-    def _grow(self, num_bytes: int) -> None:
-        self._budget.claim(num_bytes)
-        self.claimed_bytes += num_bytes
-        chunk = torch.empty(num_bytes, dtype=torch.uint8)
-        self._chunks.append(chunk)
-        self._view = chunk.numpy().data
-        self._filled = 0

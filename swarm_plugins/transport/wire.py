@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpack
+from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpack, unpacking_bytes
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Codec, Message
 
@@ -131,14 +132,26 @@ def parse_header(data: bytes | bytearray | memoryview, limits: WireLimits) -> Fr
     return FrameHeader(kind == _KIND_END, metadata_bytes, body_bytes)
 
 
-def decode_body(header: FrameHeader, body: Tensor, limits: WireLimits = DEFAULT_LIMITS) -> Message:
+def decode_body(
+    header: FrameHeader,
+    body: Tensor,
+    limits: WireLimits = DEFAULT_LIMITS,
+    claim: Callable[[int], None] | None = None,
+) -> Message:
     """Decodes a message from a body, flat ``uint8``, that it then owns: the message's tensors are views of it.
+
+    Args:
+        header: Header of the frame.
+        body: What follows the header.
+        limits: Bounds on messages.
+        claim: Called with a number of bytes before packed tensors are unpacked to so many; may refuse.
 
     Raises:
         ProtocolError: If it is malformed.
+        CapacityError: If there is no memory to unpack it.
     """
     buffer = body.numpy().data
-    reader = _TensorReader(buffer, _padded(header.metadata_bytes), limits)
+    reader = _TensorReader(buffer, _padded(header.metadata_bytes), limits, claim)
     _local.reader = reader
     try:
         message = cast(Message, _decoder.decode(buffer[: header.metadata_bytes]))
@@ -171,8 +184,11 @@ def _describe(tensor: Tensor, codec: Codec) -> tuple[list[object], memoryview]:
 class _TensorReader:
     """Turns descriptions into tensors over a body, front to back."""
 
-    def __init__(self, buffer: memoryview, cursor: int, limits: WireLimits) -> None:
+    def __init__(
+        self, buffer: memoryview, cursor: int, limits: WireLimits, claim: Callable[[int], None] | None
+    ) -> None:
         self.cursor = cursor
+        self._claim = claim
         self._buffer = buffer
         self._tensors_left = limits.max_tensors
 
@@ -197,6 +213,8 @@ class _TensorReader:
             if dtype == torch.bool and torch.frombuffer(raw, dtype=torch.uint8).amax().item() > 1:
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
             return torch.frombuffer(raw, dtype=dtype).view(shape)
+        if self._claim is not None:
+            self._claim(unpacking_bytes(codec, dtype, num_elements))
         return unpack(torch.frombuffer(raw, dtype=torch.uint8), codec, dtype, num_elements).view(shape)
 
 

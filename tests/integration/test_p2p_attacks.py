@@ -267,7 +267,7 @@ def test_one_peer_cannot_fill_the_routing_table() -> None:
 
 def test_many_idle_streams_of_one_peer_leave_room_for_others() -> None:
     async def body() -> None:
-        async with victim_and_attacker(max_streams_per_peer=10) as (victim, attacker):
+        async with victim_and_attacker(max_streams=40) as (victim, attacker):
             peer = PeerID.from_base58(victim.peer_id)
             streams = []
             for _ in range(300):
@@ -321,7 +321,7 @@ def test_malformed_frames_end_their_stream_only(data: bytes) -> None:
 
 def test_a_refused_stream_is_told_why() -> None:
     async def body() -> None:
-        async with SwarmNode(limits=WireLimits(max_streams_per_peer=1)) as host:
+        async with SwarmNode(limits=WireLimits(max_streams=4)) as host:
             await host.serve({"rpc_forward": echo})
             config = NodeConfig(initial_peers=await host.addresses(), client_mode=True)
             async with SwarmNode(config) as guest:

@@ -8,6 +8,7 @@ import torch
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
@@ -23,7 +24,7 @@ async def adapter_handler(service: Service, channel: Channel) -> None:
     """Answers uploads."""
     peer = channel.remote_peer
 
-    async def answer(upload: AdapterUpload) -> Answer:
+    async def answer(upload: AdapterUpload, charge: Charge) -> Answer:
         size = upload.num_bytes
         if size > service.adapters.peer_bytes:
             raise RequestError(
@@ -31,6 +32,7 @@ async def adapter_handler(service: Service, channel: Channel) -> None:
                 f"the adapter has {size} bytes, one client may hold {service.adapters.peer_bytes} here: "
                 "lower its rank or adapt fewer modules, or use a server that allows more",
             )
+        charge.claim(size)  # the copy that is kept
         if size <= _INLINE_BYTES:
             adapter = _checked(service, upload)
         else:
@@ -39,7 +41,7 @@ async def adapter_handler(service: Service, channel: Channel) -> None:
         return AdapterStored(digest=upload.digest), "none"
 
     await answer_requests(
-        channel, "rpc_adapter", (AdapterUpload,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+        channel, "rpc_adapter", (AdapterUpload,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
     )
 
 

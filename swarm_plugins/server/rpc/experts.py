@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite, checked_output
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
@@ -22,8 +23,11 @@ async def experts_handler(service: ExpertsService, channel: Channel) -> None:
     """Answers requests of owners."""
     peer = channel.remote_peer
 
-    async def answer(request: ExpertsRequest) -> Answer:
+    async def answer(request: ExpertsRequest, charge: Charge) -> Answer:
         spans = _checked_spans(service, request)
+        held = service.held
+        row_bytes = held.hidden_size * (2 * request.hidden.element_size() + held.dtype.itemsize)
+        charge.claim(request.rows.shape[0] * row_bytes)
         is_urgent = request.grad is None and request.rows.shape[0] <= _URGENT_ROWS
         submit = service.scheduler.call if is_urgent else service.scheduler.train
         found = await submit(
@@ -33,7 +37,7 @@ async def experts_handler(service: ExpertsService, channel: Channel) -> None:
         return ExpertsResponse(rows=rows), request.reply_codec
 
     await answer_requests(
-        channel, "rpc_experts", (ExpertsRequest,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+        channel, "rpc_experts", (ExpertsRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
     )
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.ledger import Charge, Ledger
 from swarm_plugins.server.failures import BadRequestError, failure_of
 from swarm_plugins.server.service import ExpertsService, Service
-from swarm_plugins.server.state.unsent import UnsentAnswers
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, InfoRequest, Message
 
@@ -25,40 +25,47 @@ async def answer_requests(
     channel: Channel,
     rpc: str,
     kinds: tuple[type[Message], ...],
-    answer: Callable[[Any], Awaitable[Answer]],
+    answer: Callable[[Any, Charge], Awaitable[Answer]],
     *,
     idle_s: float,
-    unsent: UnsentAnswers,
+    ledger: Ledger,
 ) -> None:
     """Answers the requests of one stream until its sender closes it, leaves or goes silent.
 
-    A request that cannot be served is answered with a ``Failure``, and the stream lives on. A message that cannot be
-    read ends it: what follows cannot be trusted to begin where a message begins.
+    ``answer`` charges what it allocates, its answer included, to the peer: all of it counts until the answer has been
+    read. A request that cannot be served is answered with a ``Failure``, and the stream lives on. A message that cannot
+    be read ends it: what follows cannot be trusted to begin where a message begins.
     """
-    while True:
+
+    async def answer_next() -> bool:
+        # A function of its own: a stream that waits for its next request must not keep the tensors of the last one.
         try:
             request = await channel.receive(timeout_s=idle_s)
         except RequestTimeoutError:
             log.debug("%s from %s was silent for %.0f s: closed", rpc, channel.remote_peer, idle_s)
-            return
+            return False
         except ProtocolError as error:
             await send_failure(channel, rpc, error)
-            return
+            return False
         except TransportError:
-            return
+            return False
+        except Exception as error:  # noqa: BLE001 - no room for this message; the next one can be read
+            return await send_failure(channel, rpc, error)
         if request is None:
-            return
+            return False
         try:
             if not isinstance(request, kinds):
                 due = " or ".join(kind.__name__ for kind in kinds)
                 raise BadRequestError(f"{rpc} got a {type(request).__name__}, expected {due}")
-            message, codec = await answer(request)
-            with unsent.holding(channel.remote_peer, _num_bytes(message)):
-                if not await _send(channel, rpc, message, codec):
-                    return
+            with ledger.charge(channel.remote_peer) as charge:
+                message, codec = await answer(request, charge)
+                charge.cover(_sent_bytes(message, codec))
+                return await _send(channel, rpc, message, codec)
         except Exception as error:  # noqa: BLE001 - every fault becomes a typed answer
-            if not await send_failure(channel, rpc, error):
-                return
+            return await send_failure(channel, rpc, error)
+
+    while await answer_next():
+        pass
 
 
 async def _send(channel: Channel, rpc: str, message: Message, codec: Codec) -> bool:
@@ -70,11 +77,16 @@ async def _send(channel: Channel, rpc: str, message: Message, codec: Codec) -> b
     return True
 
 
-def _num_bytes(message: Message) -> int:
-    """Returns the bytes of a message's tensors."""
+def _sent_bytes(message: Message, codec: Codec) -> int:
+    """Returns the bytes of a message's tensors, and of what they are packed to."""
     fields = [getattr(message, name) for name in message.__struct_fields__]
     tensors = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    return answer_bytes([tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)], codec)
+
+
+def answer_bytes(tensors: Iterable[int], codec: Codec) -> int:
+    """Returns the memory of an answer with tensors of so many bytes, until it has been read."""
+    return sum(tensors) * (1 if codec == "none" else 2)
 
 
 async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
@@ -89,11 +101,11 @@ async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
 async def info_handler(service: Service | ExpertsService, channel: Channel) -> None:
     """Answers what is served here."""
 
-    async def answer(_: InfoRequest) -> Answer:
+    async def answer(_: InfoRequest, __: Charge) -> Answer:
         return service.info(), "none"
 
     await answer_requests(
-        channel, "rpc_info", (InfoRequest,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+        channel, "rpc_info", (InfoRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
     )
 
 

@@ -11,6 +11,7 @@ from swarm_plugins.block_io import AdapterUse
 from swarm_plugins.blocks.kv import PAGE_TOKENS
 from swarm_plugins.blocks.runner import SessionCache, StepInputs
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import (
     check_blocks,
@@ -19,6 +20,7 @@ from swarm_plugins.server.rpc.checks import (
     check_tensors,
     checked_outputs,
 )
+from swarm_plugins.server.rpc.costs import forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
@@ -35,7 +37,7 @@ async def session_handler(service: Service, channel: Channel) -> None:
             (SessionOpen, SessionStep),
             stream.answer,
             idle_s=service.limits.idle_session_s,
-            unsent=service.unsent,
+            ledger=service.ledger,
         )
 
 
@@ -60,13 +62,13 @@ class _Stream:
                 # Behind everything of this session that is still in the queue.
                 self._service.scheduler.post(session.close)
 
-    async def answer(self, request: SessionOpen | SessionStep) -> Answer:
+    async def answer(self, request: SessionOpen | SessionStep, charge: Charge) -> Answer:
         """Answers one message."""
         if isinstance(request, SessionOpen):
             return await self._open(request), "none"
         if self._session is None:
             raise RequestError("unknown_session", "this stream has no session yet: send SessionOpen first")
-        return await self._step(self._session, request), request.reply_codec
+        return await self._step(self._session, request, charge), request.reply_codec
 
     async def _open(self, request: SessionOpen) -> SessionOpened:
         service = self._service
@@ -127,9 +129,10 @@ class _Stream:
             )
         return lambda: _fork(source, batch_size)
 
-    async def _step(self, session: Session, request: SessionStep) -> SessionStepResponse:
+    async def _step(self, session: Session, request: SessionStep, charge: Charge) -> SessionStepResponse:
         service = self._service
         _check_step(service, session, request)
+        charge.claim(forward_bytes(service, request, len(session.blocks)))
         with service.adapters.using(self._peer, request.adapters) as adapters:
             inputs = StepInputs(
                 cache=session.cache,

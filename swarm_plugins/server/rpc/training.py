@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.rpc.checks import (
     check_batch,
@@ -21,6 +22,7 @@ from swarm_plugins.server.rpc.checks import (
     checked_output,
     checked_outputs,
 )
+from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, forward_keeping, forward_only, gradients
@@ -32,9 +34,9 @@ async def forward_handler(service: Service, channel: Channel) -> None:
     """Answers forward requests."""
     peer = channel.remote_peer
 
-    async def answer(request: ForwardRequest) -> Answer:
+    async def answer(request: ForwardRequest, charge: Charge) -> Answer:
         timeout_s = service.limits.request_timeout_s
-        with _checked_inputs(service, peer, request) as inputs:
+        with _checked_inputs(service, peer, request, charge) as inputs:
             outputs, ticket = await service.scheduler.train(
                 lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s, peer=peer
             )
@@ -42,7 +44,7 @@ async def forward_handler(service: Service, channel: Channel) -> None:
         return ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked)), request.reply_codec
 
     await answer_requests(
-        channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+        channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
     )
 
 
@@ -50,7 +52,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
     """Answers backward requests."""
     peer = channel.remote_peer
 
-    async def answer(request: BackwardRequest) -> Answer:
+    async def answer(request: BackwardRequest, charge: Charge) -> Answer:
         _check_gradients(service, request)
         dtype = request.grad_hidden.dtype
         kept: KeptForward | SpanInputs | None = None
@@ -63,24 +65,27 @@ async def backward_handler(service: Service, channel: Channel) -> None:
                         "unknown_ticket",
                         "the graph of this forward is not kept here any more: send the forward request along",
                     )
-                kept = stack.enter_context(_checked_inputs(service, peer, request.forward))
+                kept = stack.enter_context(_checked_inputs(service, peer, request.forward, charge))
+            adapters = (kept if isinstance(kept, SpanInputs) else kept.inputs).adapters.adapters
+            charge.claim(backward_bytes(service, request, adapters))
             found = await _backward(service, peer, kept, request)
         return _gradient_response(found, dtype), request.reply_codec
 
     await answer_requests(
-        channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s, unsent=service.unsent
+        channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
     )
 
 
 @contextlib.contextmanager
-def _checked_inputs(service: Service, peer: str, request: ForwardRequest) -> Iterator[SpanInputs]:
-    """Yields a request's inputs, checked and in the server's dtype; holds its adapters meanwhile."""
+def _checked_inputs(service: Service, peer: str, request: ForwardRequest, charge: Charge) -> Iterator[SpanInputs]:
+    """Yields a request's inputs, checked, charged and in the server's dtype; holds its adapters meanwhile."""
     blocks = check_blocks(service, request.version, request.start, request.end)
     check_hidden(service, request.hidden)
     prefix_tokens = check_prefix(service, request.prefix, blocks, request.hidden.shape[0])
     check_batch(service, request, prefix_tokens)
     check_tensors(service, request, blocks, prefix_tokens)
     with service.adapters.using(peer, request.adapters) as adapters:
+        charge.claim(forward_bytes(service, request, len(blocks)))
         yield SpanInputs(
             blocks=blocks,
             hidden=request.hidden.to(service.spec.dtype),

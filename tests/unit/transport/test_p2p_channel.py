@@ -16,11 +16,12 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
 from swarm_plugins.errors import TransportError
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, SessionStep
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel
-from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
+from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import encode
 
 PEER_ID = "12D3KooWGRUfnLkV7dVvRbEy3Wp3PZXYGJXhYZPFMeSKzYxkbYpT"
@@ -43,7 +44,7 @@ async def connected(acceptor: Acceptor, handler: Handler) -> AsyncIterator[Frame
     info = SimpleNamespace(peer_id=_Peer())
     serving = asyncio.create_task(acceptor.accept(handler, info, reader, writer))  # type: ignore[arg-type]
     _, writer = await asyncio.open_unix_connection(sock=near)
-    stream = FrameStream("server", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
+    stream = FrameStream("server", DEFAULT_LIMITS, Ledger(1 << 30))
     stream.attach(writer, b"")
     try:
         yield stream
@@ -57,7 +58,7 @@ async def connected(acceptor: Acceptor, handler: Handler) -> AsyncIterator[Frame
 
 def acceptor_with(**limits: float) -> Acceptor:
     chosen = WireLimits(**limits)  # type: ignore[arg-type]
-    return Acceptor(chosen, ReceiveBudget(chosen.max_receiving_bytes))
+    return Acceptor(chosen, Ledger(chosen.max_receiving_bytes))
 
 
 def test_messages_reach_the_handler_with_the_proved_peer() -> None:
@@ -84,7 +85,7 @@ def test_messages_reach_the_handler_with_the_proved_peer() -> None:
 
 def test_a_peer_with_too_many_streams_is_told_so() -> None:
     async def main() -> None:
-        acceptor = acceptor_with(max_streams_per_peer=1)
+        acceptor = acceptor_with(max_streams=4)
         async with connected(acceptor, echo) as first:
             await first.send(InfoRequest())
             assert await first.receive(timeout_s=5.0) == InfoRequest()
@@ -92,7 +93,7 @@ def test_a_peer_with_too_many_streams_is_told_so() -> None:
                 answer = await second.receive(timeout_s=5.0)
                 assert isinstance(answer, Failure)
                 assert answer.kind == "overloaded"
-                assert "peer-x holds 1 streams here, the limit is 1" in answer.message
+                assert "this client holds 1 streams here and all hold 1 of 4" in answer.message
                 assert await second.receive(timeout_s=5.0) is None
             await first.send(InfoRequest())
             assert await first.receive(timeout_s=5.0) == InfoRequest()
@@ -106,7 +107,7 @@ def test_all_peers_together_are_bounded_too() -> None:
         async with connected(acceptor, echo), connected(acceptor, echo) as second:
             answer = await second.receive(timeout_s=5.0)
             assert isinstance(answer, Failure)
-            assert "1 streams are open here, the limit is 1: try another server" in answer.message
+            assert "this client holds 1 streams here and all hold 1 of 1" in answer.message
 
     asyncio.run(main())
 
@@ -170,7 +171,8 @@ def test_a_handler_that_fails_answers_and_ends_its_stream(caplog: pytest.LogCapt
         acceptor = acceptor_with()
         async with connected(acceptor, handler) as channel:
             await channel.send(InfoRequest())
-            assert await channel.receive(timeout_s=5.0) == Failure(kind="internal", message="KeyError: 'oops'")
+            text = "the server failed (KeyError); its log says more"
+            assert await channel.receive(timeout_s=5.0) == Failure(kind="internal", message=text)
             assert await channel.receive(timeout_s=5.0) is None
         assert acceptor.num_streams == 0
 
@@ -229,9 +231,7 @@ def test_an_unreachable_peer_is_told_from_a_dead_daemon(
         server = await asyncio.start_unix_server(daemon, path)
         try:
             with pytest.raises(TransportError, match=text):
-                await open_channel(
-                    path, PEER_ID, "/x", timeout_s=5.0, limits=DEFAULT_LIMITS, budget=ReceiveBudget(1 << 20)
-                )
+                await open_channel(path, PEER_ID, "/x", timeout_s=5.0, limits=DEFAULT_LIMITS, ledger=Ledger(1 << 20))
         finally:
             server.close()
             await server.wait_closed()

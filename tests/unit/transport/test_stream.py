@@ -3,90 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 import torch
-import uvloop
+from stream_kit import Body, frame_bytes, message, read_hidden, stream_and_socket, two_streams
 
 import swarm_plugins.transport.stream as stream_module
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
-from swarm_plugins.transport.messages import ForwardResponse, Message
-from swarm_plugins.transport.stream import FrameStream, ReceiveBudget
-from swarm_plugins.transport.wire import decode_body, encode
-
-Body = Callable[[], Awaitable[None]]
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Body], None]:
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.SelectorEventLoop
-
-    def run_body(body: Body) -> None:
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(asyncio.wait_for(body(), 20))
-
-    return run_body
-
-
-@contextlib.asynccontextmanager
-async def stream_and_socket(
-    limits: WireLimits = DEFAULT_LIMITS, budget: ReceiveBudget | None = None
-) -> AsyncIterator[tuple[FrameStream, socket.socket]]:
-    """A stream, and the bare socket at its other end."""
-    near, far = socket.socketpair()
-    far.setblocking(False)
-    _, writer = await asyncio.open_unix_connection(sock=near)
-    stream = FrameStream("peer-x", limits, budget or ReceiveBudget(limits.max_receiving_bytes))
-    stream.attach(writer, b"")
-    try:
-        yield stream, far
-    finally:
-        await stream.close()
-        far.close()
-        await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def two_streams(limits: WireLimits = DEFAULT_LIMITS) -> AsyncIterator[tuple[FrameStream, FrameStream]]:
-    near, far = socket.socketpair()
-    ends = []
-    for end in (near, far):
-        _, writer = await asyncio.open_unix_connection(sock=end)
-        stream = FrameStream("peer-x", limits, ReceiveBudget(limits.max_receiving_bytes))
-        stream.attach(writer, b"")
-        ends.append(stream)
-    try:
-        yield ends[0], ends[1]
-    finally:
-        for stream in ends:
-            await stream.close()
-        await asyncio.sleep(0.01)
-
-
-def message(num_elements: int) -> ForwardResponse:
-    return ForwardResponse(hidden=torch.arange(num_elements, dtype=torch.float32))
-
-
-def frame_bytes(num_elements: int) -> bytes:
-    return b"".join(encode(message(num_elements)))
-
-
-async def read_hidden(stream: FrameStream, timeout_s: float = 5.0) -> torch.Tensor:
-    frame = await stream.read(timeout_s)
-    assert frame is not None
-    received: Message = decode_body(frame.header, frame.body)
-    assert isinstance(received, ForwardResponse)
-    return received.hidden
-
-
-async def claims(budget: ReceiveBudget, num_bytes: int) -> None:
-    while budget.used_bytes < num_bytes:
-        await asyncio.sleep(0.01)
+from swarm_plugins.transport.stream import FrameStream, Parting
+from swarm_plugins.transport.wire import encode
 
 
 async def cut_off(far: socket.socket) -> None:
@@ -132,7 +62,7 @@ def test_bytes_read_before_the_takeover_are_not_lost(run: Callable[[Body], None]
         near, far = socket.socketpair()
         data = frame_bytes(20)
         _, writer = await asyncio.open_unix_connection(sock=near)
-        stream = FrameStream("peer-x", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
+        stream = FrameStream("peer-x", DEFAULT_LIMITS, Ledger(1 << 30))
         stream.attach(writer, data[:30])
         far.send(data[30:])
         assert (await read_hidden(stream)).numel() == 20
@@ -148,56 +78,13 @@ def test_garbage_read_before_the_takeover_breaks_the_stream(run: Callable[[Body]
         near, far = socket.socketpair()
         far.settimeout(5.0)
         _, writer = await asyncio.open_unix_connection(sock=near)
-        stream = FrameStream("peer-x", DEFAULT_LIMITS, ReceiveBudget(1 << 30))
+        stream = FrameStream("peer-x", DEFAULT_LIMITS, Ledger(1 << 30))
         stream.attach(writer, b"\xff" * 100)
         with pytest.raises(ProtocolError, match="not a frame"):
             await stream.read(5.0)
         await asyncio.sleep(0.01)
         assert far.recv(1) == b""
         far.close()
-
-    run(body)
-
-
-def test_a_declared_size_alone_claims_little_memory(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        limits = WireLimits(first_chunk_bytes=1 << 16)
-        budget = ReceiveBudget(1 << 30)
-        async with stream_and_socket(limits, budget) as (stream, far):
-            far.send(struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 400 << 20))
-            await claims(budget, 1)
-            assert budget.used_bytes == 1 << 16
-            far.send(bytes(150_000))
-            await claims(budget, 150_000)
-            # Never more than twice what has arrived.
-            assert budget.used_bytes <= 300_000 + (1 << 16)
-            far.close()
-            with pytest.raises(TransportError, match="peer-x broke"):
-                await stream.read(5.0)
-            assert budget.used_bytes == 0
-
-    run(body)
-
-
-def test_all_unfinished_messages_share_one_budget(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        budget = ReceiveBudget(100_000)
-        async with (
-            stream_and_socket(budget=budget) as (first, far_one),
-            stream_and_socket(budget=budget) as (
-                second,
-                far_two,
-            ),
-        ):
-            header = struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 64_000)
-            far_one.send(header)
-            await claims(budget, 1)
-            far_two.send(header)
-            with pytest.raises(ProtocolError, match="hold 64064 bytes, 64064 more exceed the limit of 100000"):
-                await second.read(5.0)
-            far_one.send(bytes(64_064))
-            assert await first.read(5.0) is not None
-            assert budget.used_bytes == 0
 
     run(body)
 
@@ -264,12 +151,12 @@ def test_a_peer_that_never_closes_is_cut_off(run: Callable[[Body], None], monkey
     monkeypatch.setattr(stream_module, "_PART_TIMEOUT_S", 0.1)
 
     async def body() -> None:
-        budget = ReceiveBudget(1 << 30)
-        async with stream_and_socket(budget=budget) as (stream, far):
+        parting = Parting()
+        async with stream_and_socket(parting=parting) as (stream, far):
             await stream.close()
-            assert budget.num_parting == 1
+            assert parting.num_streams == 1
             await cut_off(far)
-            assert budget.num_parting == 0
+            assert parting.num_streams == 0
 
     run(body)
 
@@ -279,11 +166,14 @@ def test_few_streams_linger_at_a_time(run: Callable[[Body], None], monkeypatch: 
     monkeypatch.setattr(stream_module, "_PART_TIMEOUT_S", 60.0)
 
     async def body() -> None:
-        budget = ReceiveBudget(1 << 30)
-        async with stream_and_socket(budget=budget) as (first, _), stream_and_socket(budget=budget) as (second, far):
+        parting = Parting()
+        async with (
+            stream_and_socket(parting=parting) as (first, _),
+            stream_and_socket(parting=parting) as (second, far),
+        ):
             await first.close()
             await second.close()
-            assert budget.num_parting == 1
+            assert parting.num_streams == 1
             await cut_off(far)
 
     run(body)
@@ -346,28 +236,6 @@ def test_a_reader_that_takes_a_little_now_and_then_is_given_up(run: Callable[[Bo
             await asyncio.gather(sipping, return_exceptions=True)
             # Of 64 MB: in the 0.4 s that such a message is given, such a reader takes 2 MB.
             assert taken < 32_000_000
-
-    run(body)
-
-
-def test_unread_messages_count_in_the_budget(run: Callable[[Body], None]) -> None:
-    async def body() -> None:
-        budget = ReceiveBudget(20_000)
-        data = frame_bytes(2000)
-        async with stream_and_socket(budget=budget) as (stream, far):
-            async with stream_and_socket(budget=budget) as (other, other_far):
-                for count in (1, 2):
-                    far.send(data)
-                    await claims(budget, count * (len(data) - 16))
-                assert budget.used_bytes == 2 * (len(data) - 16)
-                other_far.send(data)
-                with pytest.raises(ProtocolError, match="incoming messages hold"):
-                    await other.read(2.0)
-            await stream.wait(2.0)
-            assert budget.used_bytes == 2 * (len(data) - 16)
-            assert await stream.read(2.0) is not None
-            assert budget.used_bytes == len(data) - 16
-        assert budget.used_bytes == 0
 
     run(body)
 

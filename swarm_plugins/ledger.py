@@ -1,0 +1,134 @@
+"""What peers hold of a resource of this process: bytes of messages, streams, pages of a cache.
+
+Nothing in here knows what is counted. A peer may hold ``s / (1 - s)`` times what is free: the share ``s`` of the limit
+if it is alone, and less the more the others hold. So something always stays free for the next peer, however many fill
+their shares (Choudhury and Hahne 1998, "Dynamic queue length thresholds for shared-memory packet switches").
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+
+from swarm_plugins.errors import CapacityError, ConfigError
+
+
+class BusyError(CapacityError):
+    """No room for the moment; the same request fits when others, or earlier ones of the same peer, have ended."""
+
+
+class Ledger:
+    """Counts what each peer holds, before it is allocated. Used on one event loop.
+
+    Args:
+        limit: Most of all peers together.
+        max_peer_share: Share of the limit that one peer may hold when the others hold nothing; 1 is no bound.
+        noun: What is counted, for messages.
+    """
+
+    def __init__(self, limit: int, *, max_peer_share: float = 0.5, noun: str = "bytes") -> None:
+        if limit < 1:
+            raise ConfigError(f"the limit must be at least 1, got {limit}")
+        if not 0 < max_peer_share <= 1:
+            raise ConfigError(f"max_peer_share must be above 0 and at most 1, got {max_peer_share}")
+        self.limit = limit
+        self.max_peer_share = max_peer_share
+        self.noun = noun
+        self.used = 0
+        self._held: Counter[str] = Counter()
+
+    @property
+    def most_of_peer(self) -> int:
+        """Most that one peer can hold."""
+        return max(1, int(self.limit * self.max_peer_share))
+
+    def held(self, peer: str) -> int:
+        """Returns what a peer holds."""
+        return self._held[peer]
+
+    def room(self, peer: str) -> int:
+        """Returns how much more a peer may claim now."""
+        return room_of(self.limit - self.used, self._held[peer], self.max_peer_share)
+
+    def claim(self, peer: str, amount: int) -> None:
+        """Counts ``amount`` more for a peer.
+
+        Raises:
+            BusyError: If there is no room now; nothing is counted then.
+            CapacityError: If it is more than one peer can ever hold.
+        """
+        if amount > self.most_of_peer:
+            raise CapacityError(
+                f"{amount} {self.noun} are asked, one client can hold {self.most_of_peer} here: send less at once, "
+                "or use a server that allows more"
+            )
+        if amount > self.room(peer):
+            raise BusyError(
+                f"this client holds {self._held[peer]} {self.noun} here and all hold {self.used} of {self.limit}: "
+                f"there is no room for {amount} more now; wait for answers and read them, or use another server"
+            )
+        self.used += amount
+        self._held[peer] += amount
+
+    def release(self, peer: str, amount: int) -> None:
+        """Takes back a claim."""
+        self.used -= amount
+        self._held[peer] -= amount
+        if self._held[peer] <= 0:
+            del self._held[peer]
+
+    def charge(self, peer: str) -> Charge:
+        """Returns an account for one request of a peer."""
+        return Charge(self, peer)
+
+
+class Charge:
+    """What one request holds; the end of the ``with`` block releases all of it."""
+
+    def __init__(self, ledger: Ledger, peer: str) -> None:
+        self.num_held = 0
+        self._ledger = ledger
+        self._peer = peer
+
+    def claim(self, amount: int) -> None:
+        """Counts more for the request; raises like `Ledger.claim`."""
+        self._ledger.claim(self._peer, amount)
+        self.num_held += amount
+
+    def cover(self, amount: int) -> None:
+        """Claims what is missing to hold ``amount``."""
+        if amount > self.num_held:
+            self.claim(amount - self.num_held)
+
+    def adopt(self, amount: int) -> None:
+        """Takes over what another charge of the same peer has claimed and given up without a release."""
+        self.num_held += amount
+
+    def keep_only(self, amount: int) -> None:
+        """Releases all but ``amount``, which is held already."""
+        surplus, self.num_held = self.num_held - amount, amount
+        self._ledger.release(self._peer, surplus)
+
+    def release(self) -> None:
+        """Releases everything. Idempotent."""
+        amount, self.num_held = self.num_held, 0
+        if amount:
+            self._ledger.release(self._peer, amount)
+
+    def __enter__(self) -> Charge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def room_of(free: int, held: int, share: float) -> int:
+    """Returns how much more a holder of ``held`` may take while ``free`` is left; see the module."""
+    if share >= 1:
+        return max(0, free)
+    ratio = share / (1 - share)
+    # The most x with held + x <= ratio * (free - x); rounding must not take the last unit of a share, nor the first.
+    most = int((ratio * free - held) / (1 + ratio) + 1e-6)
+    return max(0, min(free, most if held else max(most, 1)))

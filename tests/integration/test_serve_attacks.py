@@ -1,0 +1,152 @@
+"""Hostile peers at a real ``swarm serve``: its memory stays within what it declares, and honest clients are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
+from swarm_plugins.client import connect
+from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import Failure, ForwardRequest, InfoRequest, Message, ServerInfo
+from swarm_plugins.transport.node import NodeConfig, SwarmNode
+
+pytestmark = pytest.mark.swarm
+
+PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
+MIB = 1 << 20
+REQUEST_MIB = 128
+ROUND_S = 20.0
+"""Far above what a round takes (0.1 s): other tests run meanwhile. Without bounds rounds fail or take a minute."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def swarm(model: Path) -> Iterator[LocalSwarm]:
+    options = {"kv_bytes": "64MiB", "activation_bytes": "32MiB", "adapter_bytes": "16MiB"}
+    with LocalSwarm(model, num_servers=1, request_bytes=f"{REQUEST_MIB}MiB", **options) as swarm:
+        yield swarm
+
+
+class Victim:
+    """A server under attack, and an honest client of it."""
+
+    def __init__(self, swarm: LocalSwarm, honest: PreTrainedModel) -> None:
+        self.peer = swarm.servers[0].peer_id
+        self.addresses = tuple(swarm.initial_peers)
+        self._process = psutil.Process(swarm.servers[0].pid)
+        self._honest = honest
+        self._expected = self._generate()
+        self._before = self._process.memory_info().rss
+        self.rounds: list[float] = []
+
+    def _generate(self) -> Tensor:
+        return self._honest.generate(PROMPT, max_new_tokens=6, do_sample=False)
+
+    def grown_mib(self) -> float:
+        return (self._process.memory_info().rss - self._before) / MIB
+
+    async def serve_honest(self) -> None:
+        """The honest client generates, in a thread of its own, while the attack goes on."""
+        started = time.monotonic()
+        found = await asyncio.wait_for(asyncio.to_thread(self._generate), ROUND_S)
+        self.rounds.append(time.monotonic() - started)
+        assert torch.equal(found, self._expected)
+
+
+@pytest.fixture
+def victim(model: Path, swarm: LocalSwarm) -> Iterator[Victim]:
+    with connect(swarm.initial_peers, SwarmConfig()) as connection:
+        yield Victim(swarm, AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection))
+
+
+Attack = Callable[[SwarmNode, Victim], Awaitable[None]]
+
+
+def play(victim: Victim, attack: Attack) -> None:
+    async def scene() -> None:
+        async with SwarmNode(NodeConfig(initial_peers=victim.addresses, client_mode=True)) as node:
+            await attack(node, victim)
+
+    asyncio.run(asyncio.wait_for(scene(), 240))
+
+
+async def info_of(node: SwarmNode, peer: str) -> ServerInfo:
+    channel = await node.open(peer, "rpc_info", timeout_s=20.0)
+    await channel.send(InfoRequest())
+    info = await channel.receive(timeout_s=20.0)
+    assert isinstance(info, ServerInfo)
+    return info
+
+
+async def half_messages(node: SwarmNode, victim: Victim) -> None:
+    channels = [await node.open(victim.peer, "rpc_forward", timeout_s=20.0) for _ in range(8)]
+    half = bytes(30 * MIB)
+    header = struct.pack("<2sBBIQ", b"SW", 1, 0, 64, 60 * MIB)
+    for channel in channels:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(channel.write([header, half]), 20.0)  # type: ignore[attr-defined]
+    for _ in range(3):
+        await victim.serve_honest()
+    assert victim.grown_mib() < REQUEST_MIB / 2 + 40
+
+
+async def unread_answers(node: SwarmNode, victim: Victim) -> None:
+    info = await info_of(node, victim.peer)
+    width = 32
+    hidden = torch.ones(8, 1024, width)
+    request = ForwardRequest(
+        version=info.version, start=info.start, end=info.end, hidden=hidden, collect_hidden=True, reply_codec="int8"
+    )
+    channels = [await node.open(victim.peer, "rpc_forward", timeout_s=20.0) for _ in range(16)]
+
+    async def flood(channel: Channel) -> None:
+        transport = channel._check_usable()  # type: ignore[attr-defined]
+        transport.pause_reading()
+        for _ in range(8):
+            await channel.send(request)
+
+    floods = [asyncio.create_task(flood(channel)) for channel in channels]
+    for _ in range(3):
+        await victim.serve_honest()
+    assert victim.grown_mib() < REQUEST_MIB / 2 + 100
+    for task in floods:
+        task.cancel()
+    await asyncio.gather(*floods, return_exceptions=True)
+
+
+async def packed_payloads(node: SwarmNode, victim: Victim) -> None:
+    info = await info_of(node, victim.peer)
+
+    def request(rows: int) -> Message:
+        hidden = torch.ones(rows, 1024, 32, dtype=torch.bfloat16)
+        return ForwardRequest(version=info.version, start=info.start, end=info.end, hidden=hidden)
+
+    channel = await node.open(victim.peer, "rpc_forward", timeout_s=20.0)
+    # 16 MiB on the wire, 96 MiB more when they are unpacked.
+    await channel.send(request(512), codec="int8")
+    answer = await channel.receive(timeout_s=60.0)
+    assert isinstance(answer, Failure)
+    assert answer.kind == "out_of_memory"
+    await victim.serve_honest()
+    assert victim.grown_mib() < REQUEST_MIB / 2 + 40
+
+
+@pytest.mark.parametrize("attack", [half_messages, unread_answers, packed_payloads], ids=lambda one: one.__name__)
+def test_memory_is_bounded_and_honest_clients_are_served(victim: Victim, attack: Attack) -> None:
+    play(victim, attack)
