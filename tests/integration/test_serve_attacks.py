@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
 from swarm_plugins.client import connect
+from swarm_plugins.errors import TransportError
 from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Failure, ForwardRequest, InfoRequest, Message, ServerInfo
@@ -81,7 +82,13 @@ Attack = Callable[[SwarmNode, Victim], Awaitable[None]]
 def play(victim: Victim, attack: Attack) -> None:
     async def scene() -> None:
         async with SwarmNode(NodeConfig(initial_peers=victim.addresses, client_mode=True)) as node:
-            await attack(node, victim)
+            try:
+                await attack(node, victim)
+            finally:
+                # Half-sent and unread streams do not end by themselves.
+                for channel in list(node._opened):
+                    channel.abort(TransportError("the attack is over"))
+                await asyncio.sleep(0.1)
 
     asyncio.run(asyncio.wait_for(scene(), 240))
 
