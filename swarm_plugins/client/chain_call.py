@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
@@ -35,11 +36,14 @@ class _SpanRun:
     peer: str
     inputs: SpanInputs
     part: AdapterPart
+    request: ForwardRequest
     response: ForwardResponse
+    has_ticket: bool
+    """Whether a backward may name the graph instead of sending the inputs along."""
 
     def without_ticket(self) -> _SpanRun:
         """Returns a run whose backward sends the inputs along."""
-        return replace(self, response=ForwardResponse(hidden=self.response.hidden))
+        return replace(self, has_ticket=False)
 
 
 class ChainCall:
@@ -92,7 +96,14 @@ class ChainCall:
             ForwardCall(peer=peer, info=info, request=request, adapters=adapters, response=response)
         )
         view.bans.forgive(peer)
-        return _SpanRun(peer=peer, inputs=inputs, part=part, response=response)
+        return _SpanRun(
+            peer=peer,
+            inputs=inputs,
+            part=part,
+            request=request,
+            response=response,
+            has_ticket=response.ticket is not None,
+        )
 
     def _request(self, inputs: SpanInputs, part: AdapterPart, *, keep: bool) -> ForwardRequest:
         return ForwardRequest(
@@ -110,6 +121,7 @@ class ChainCall:
             collect_router=inputs.collect_router,
             keep=keep,
             reply_codec=self.servers.peers.config.codec,
+            nonce=self.servers.view.observer.nonce(),
         )
 
     async def _ask(self, peer: str, part: AdapterPart, rpc: str, request: Message, kind: type[M]) -> M:
@@ -141,7 +153,7 @@ class ChainCall:
             try:
                 answer = await self._backward_span(run, grad, grads, collected, needs_input=blocks.start > lowest)
             except SwarmError as exc:
-                if isinstance(exc, TicketLostError) and run.response.ticket is not None:
+                if isinstance(exc, TicketLostError) and run.has_ticket:
                     # The server is fine, only the graph is gone: send the inputs again.
                     pending.append(run.without_ticket())
                 else:
@@ -176,13 +188,12 @@ class ChainCall:
     async def _backward_span(
         self, run: _SpanRun, grad: Tensor, grads: SpanOutputs, collected: _Collected, *, needs_input: bool
     ) -> BackwardResponse:
-        view, blocks, ticket = self.servers.view, run.inputs.blocks, run.response.ticket
+        view, blocks = self.servers.view, run.inputs.blocks
         first, last = self._index(blocks.start), self._index(blocks.stop)
         routers = zip(grads.router_blocks, grads.router_logits, strict=True)
-        forward = self._request(run.inputs, run.part, keep=False)
         request = BackwardRequest(
-            ticket=ticket,
-            forward=None if ticket else forward,
+            ticket=run.response.ticket if run.has_ticket else None,
+            forward=None if run.has_ticket else msgspec.structs.replace(run.request, keep=False),
             grad_hidden=grad.contiguous(),
             grad_hidden_states=grads.hidden_states[first : last - 1] if self.inputs.collect_hidden else (),
             grad_router_logits=tuple(gradient for block, gradient in routers if block in blocks),
@@ -190,6 +201,7 @@ class ChainCall:
             needs_adapters=collected.needs_adapters and bool(run.part.indices),
             needs_prefix=collected.needs_prefix,
             reply_codec=self.servers.peers.config.codec,
+            nonce=view.observer.nonce(),
         )
         answer = await self._ask(run.peer, run.part, "rpc_backward", request, BackwardResponse)
         _check_gradients(answer, request, run)
@@ -197,7 +209,8 @@ class ChainCall:
             BackwardCall(
                 peer=run.peer,
                 info=view.infos.get(run.peer),
-                forward=forward,
+                forward=run.request,
+                outputs=run.response,
                 adapters=run.part.shipped,
                 request=request,
                 response=answer,

@@ -45,6 +45,8 @@ class BackwardCall:
     """What the server says about itself."""
     forward: ForwardRequest
     """The forward that the gradients belong to."""
+    outputs: ForwardResponse
+    """The answer to it."""
     adapters: tuple[LoadedAdapter, ...]
     """As in `ForwardCall`."""
     request: BackwardRequest
@@ -56,6 +58,9 @@ class CallObserver(Protocol):
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a peer must not be asked at all."""
+
+    def nonce(self) -> bytes:
+        """Returns what to send as nonce of a request: random bytes, or none to get no receipt."""
 
     async def forward_done(self, call: ForwardCall) -> None:
         """Examines a forward; raises WrongAnswerError if its answer must not be used."""
@@ -73,6 +78,10 @@ class NoObserver:
     def is_excluded(self, peer: str) -> bool:
         """Excludes no peer."""
         return False
+
+    def nonce(self) -> bytes:
+        """Asks for no receipt."""
+        return b""
 
     async def forward_done(self, call: ForwardCall) -> None:
         """Accepts the answer."""

@@ -10,6 +10,7 @@ from swarm_plugins.errors import SwarmError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.node import SwarmNode
 
@@ -41,6 +42,11 @@ class Presence:
     def peer_id(self) -> str:
         """Base58 id of this peer."""
         return self._node.peer_id
+
+    @property
+    def identity(self) -> Identity:
+        """The key pair behind the peer id; a daemon that is started again keeps it."""
+        return self._node.identity
 
     async def addresses(self) -> tuple[str, ...]:
         """Returns the addresses by which others reach this peer."""

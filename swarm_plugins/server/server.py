@@ -295,6 +295,7 @@ class SwarmServer:
             adapters=AdapterStore(config.adapter_bytes),
             sessions=SessionTable(limits.max_sessions_per_peer),
             ledger=self._ledger,
+            identity=self._joined().identity,
         )
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))

@@ -19,6 +19,7 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.sessions import SessionTable
+from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.messages import ServerInfo
 
 AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...]], LoadedAdapter]
@@ -52,6 +53,8 @@ class Service:
     ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
     """What the requests of each peer hold."""
     draining: Draining = field(default_factory=Draining)
+    identity: Identity | None = None
+    """Signs receipts. None: there are none."""
 
     @property
     def spec(self) -> SpanSpec:

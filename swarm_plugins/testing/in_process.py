@@ -22,6 +22,7 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import ServerInfo
 
 _STORE_BYTES = 1 << 28
@@ -55,6 +56,8 @@ class InProcessSwarm:
         self.keep_bytes = keep_bytes
         self.config = config or SwarmConfig()
         self.liars = dict(liars or {})
+        self.peers: list[str] = []
+        """Ids of the servers: ``peer0`` and so on; those of keys, if answers are verified."""
         self.services: dict[str, Service] = {}
         self.transport = LocalTransport({})
         self.connection = SwarmConnection(self._open_network, self.config)
@@ -73,7 +76,12 @@ class InProcessSwarm:
                 self.liars[index].corrupt(span)
             # Liars are preferred: a lie that is never asked for shows nothing.
             speed = 2.0 if index in self.liars else 1.0
-            self.services[f"peer{index}"] = self._service(checkpoint, span, num_blocks, speed)
+            is_verified = self.config.verify != "off" and self.config.allowed_peers is None
+            identity = new_identity() if is_verified else None
+            self.peers.append(f"peer{index}" if identity is None else identity.peer_id)
+            service = self._service(checkpoint, span, num_blocks, speed)
+            service.identity = identity
+            self.services[self.peers[-1]] = service
         self.transport = LocalTransport({peer: service_handlers(service) for peer, service in self.services.items()})
         self.connection.start()
         return self

@@ -86,6 +86,12 @@ def create_identity_file(path: Path) -> None:
     _write_key(path, ed25519.Ed25519PrivateKey.generate())
 
 
+def new_identity() -> Identity:
+    """Returns a new Ed25519 identity that lies in no file."""
+    key = ed25519.Ed25519PrivateKey.generate()
+    return _identity(key, crypto_pb2.Ed25519, key.public_key().public_bytes_raw())
+
+
 def _write_key(path: Path, key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey) -> None:
     if isinstance(key, rsa.RSAPrivateKey):
         raise ConfigError(f"cannot write an RSA identity to {path}: expected an Ed25519 key")

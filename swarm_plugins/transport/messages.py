@@ -9,7 +9,7 @@ Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``D`` hidden w
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from torch import Tensor
@@ -18,6 +18,9 @@ from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
 
 Codec = Literal["none", "float16", "int8"]
 """Packing of floating tensors on the wire: none, half precision, or blockwise 8-bit."""
+
+Nonce = Annotated[bytes, msgspec.Meta(max_length=32)]
+"""Random bytes of the client; if there are any, the answer has a receipt."""
 
 FailureKind = Literal[
     "bad_request",  # the request is malformed or breaks a limit: do not repeat it
@@ -96,6 +99,20 @@ class ServerInfo(_Message, kw_only=True):
     """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
 
 
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A server's signature under a request and its answer; see `swarm_plugins.transport.receipts`."""
+
+    public_key: Annotated[bytes, msgspec.Meta(max_length=2048)]
+    """In libp2p's encoding; the peer id follows from it."""
+    signature: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    version: str
+    """Model version whose blocks the server says it computed with."""
+    dtype: str
+    """What it says it computed in."""
+    quantization: str
+    """How it says it keeps its weights."""
+
+
 class _BlockRequest(_Message, kw_only=True):
     """Runs blocks on hidden states."""
 
@@ -114,6 +131,7 @@ class _BlockRequest(_Message, kw_only=True):
     collect_router: bool = False
     """Also return the router logits of every mixture-of-experts block."""
     reply_codec: Codec = "none"
+    nonce: Nonce = b""
 
 
 class ForwardRequest(_BlockRequest, kw_only=True):
@@ -135,6 +153,7 @@ class ForwardResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_u
 
     ticket: str | None = None
     """Identifies the kept graph in a backward request."""
+    receipt: Receipt | None = None
 
 
 class BackwardRequest(_Message, kw_only=True):
@@ -149,6 +168,7 @@ class BackwardRequest(_Message, kw_only=True):
     needs_adapters: bool = False
     needs_prefix: bool = False
     reply_codec: Codec = "none"
+    nonce: Nonce = b""
 
 
 class BackwardResponse(_Message, kw_only=True):
@@ -158,6 +178,7 @@ class BackwardResponse(_Message, kw_only=True):
     grad_adapters: tuple[Tensor, ...] = ()
     """One for each tensor of each adapter in the request, in order."""
     grad_prefix: tuple[Tensor, ...] = ()
+    receipt: Receipt | None = None
 
 
 class SessionOpen(_Message, kw_only=True):
@@ -192,6 +213,8 @@ class SessionStep(_BlockRequest, kw_only=True):
 
 class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Answers a session step."""
+
+    receipt: Receipt | None = None
 
 
 class ExpertsRequest(_Message, kw_only=True):

@@ -16,7 +16,7 @@ from swarm_plugins.transport.config import NodeConfig, with_port
 from swarm_plugins.transport.daemon import Daemon, start_daemon
 from swarm_plugins.transport.dht import ModelInfo, SwarmDHT
 from swarm_plugins.transport.guards import install_guards
-from swarm_plugins.transport.identity import IdentityFile
+from swarm_plugins.transport.identity import Identity, IdentityFile
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, protocol_name
@@ -103,6 +103,15 @@ class SwarmNode:
         )
         node._identity = _started(self._identity).share()
         return node
+
+    @property
+    def identity(self) -> Identity:
+        """The key pair behind the peer id.
+
+        Raises:
+            TransportError: If this node has not been started, or is closed.
+        """
+        return _started(self._identity).identity
 
     async def close(self) -> None:
         """Ends all streams, leaves the DHT and stops the daemon. Idempotent."""

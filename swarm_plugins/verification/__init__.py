@@ -25,4 +25,10 @@ def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -
     if config.verify == "off" or config.allowed_peers is not None:
         return NoObserver()
     blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes)
-    return Verifier(blocks, Quarantine(default_cache() / "quarantine.json"), version=str(servers.view.version))
+    folder = default_cache()
+    return Verifier(
+        blocks,
+        Quarantine(folder / "quarantine.json"),
+        evidence=folder / "evidence",
+        version=str(servers.view.version),
+    )

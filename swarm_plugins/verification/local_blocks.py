@@ -65,8 +65,8 @@ class LocalBlocks:
         self._spans: OrderedDict[tuple[int, Kind], tuple[Span, int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    async def outputs(self, inputs: SpanInputs, kind: Kind) -> Tensor:
-        """Returns the output of ``inputs.blocks``, ``[B, S, D]``, in the kind's type.
+    async def outputs(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
+        """Returns the output of each of ``inputs.blocks``, ``[B, S, D]``, in the kind's type.
 
         Raises:
             SwarmError: If the blocks cannot be read or run here.
@@ -81,22 +81,23 @@ class LocalBlocks:
         """
         return await asyncio.to_thread(self._gradients, inputs, kind, grad, wanted)
 
-    def _outputs(self, inputs: SpanInputs, kind: Kind) -> Tensor:
+    def _outputs(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
         with self._lock, torch.no_grad():
             return self._forward(inputs, kind)
 
     def _gradients(self, inputs: SpanInputs, kind: Kind, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
         with self._lock, torch.enable_grad():
-            output = self._forward(inputs, kind)
+            output = self._forward(inputs, kind)[-1]
             found = torch.autograd.grad(output, wanted, grad.to(output.dtype), allow_unused=True)
         return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, found, strict=True)]
 
-    def _forward(self, inputs: SpanInputs, kind: Kind) -> Tensor:
-        hidden = inputs.hidden.to(kind.torch_dtype)
+    def _forward(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
+        hidden, outputs = inputs.hidden, []
         for block in inputs.blocks:
             one = inputs.take_blocks(range(block, block + 1), hidden)
             hidden = self._span(block, kind).forward(replace(one, collect_hidden=False, collect_router=False)).hidden
-        return hidden
+            outputs.append(hidden)
+        return outputs
 
     def _span(self, block: int, kind: Kind) -> Span:
         key = (block, kind)

@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from torch import Tensor
-
-from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
 from swarm_plugins.client.observer import BackwardCall, ForwardCall, WrongAnswerError
-from swarm_plugins.errors import SwarmError
-from swarm_plugins.transport.messages import ForwardRequest, ServerInfo
+from swarm_plugins.errors import ProtocolError, SwarmError, one_line
+from swarm_plugins.transport.messages import Codec, Message
+from swarm_plugins.transport.receipts import check_receipt
+from swarm_plugins.transport.wire import decode, encode
+from swarm_plugins.verification.evidence import evidence_of, save_evidence
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.quarantine import Quarantine
 from swarm_plugins.verification.rates import CheckRates
-from swarm_plugins.verification.scores import (
-    Verdict,
-    coarsest,
-    compare_gradients,
-    compare_outputs,
-    compare_parameters,
-)
+from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward
+from swarm_plugins.verification.scores import Verdict
 
 log = logging.getLogger(__name__)
 
-Recompute = Callable[[], Awaitable[list[Verdict]]]
-"""Computes again what a call asked for, and compares."""
+M = TypeVar("M", bound=Message)
+_NONCE_BYTES = 16
 _MAX_WAITING = 4
 """Checks in the background; a call that is to be checked beyond these waits for its check."""
 
@@ -44,14 +42,22 @@ class Verifier:
     Args:
         blocks: Computes what servers should have computed.
         quarantine: Where caught servers are listed.
-        version: Model version, for the list.
+        evidence: Folder for what they were caught with.
+        version: Model version, for both.
         rates: Which calls are checked.
     """
 
     def __init__(
-        self, blocks: LocalBlocks, quarantine: Quarantine, *, version: str, rates: CheckRates | None = None
+        self,
+        blocks: LocalBlocks,
+        quarantine: Quarantine,
+        *,
+        evidence: Path,
+        version: str,
+        rates: CheckRates | None = None,
     ) -> None:
         self.quarantine = quarantine
+        self.evidence = evidence
         self.version = version
         self.rates = rates or CheckRates()
         self.checked: Counter[str] = Counter()
@@ -63,13 +69,17 @@ class Verifier:
         """Returns whether a peer is in quarantine."""
         return peer in self.quarantine
 
+    def nonce(self) -> bytes:
+        """Returns random bytes: every answer needs a receipt, as servers must not know which ones are checked."""
+        return secrets.token_bytes(_NONCE_BYTES)
+
     async def forward_done(self, call: ForwardCall) -> None:
         """Checks a forward, or not; see `CallObserver`."""
-        await self._examine(call.peer, call.info, "forward", lambda: self._forward_check(call))
+        await self._examine(call, "forward")
 
     async def backward_done(self, call: BackwardCall) -> None:
         """Checks a backward, or not; see `CallObserver`."""
-        await self._examine(call.peer, call.info, "backward", lambda: self._backward_check(call))
+        await self._examine(call, "backward")
 
     async def close(self) -> None:
         """Ends the checks in the background. Idempotent."""
@@ -78,115 +88,102 @@ class Verifier:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    async def _examine(
-        self,
-        peer: str,
-        info: ServerInfo | None,
-        what: str,
-        prepare: Callable[[], Recompute],
-    ) -> None:
+    async def _examine(self, call: ForwardCall | BackwardCall, what: str) -> None:
+        info = call.info
         if info is None:
             return
-        server = (peer, what, info.start, info.end, info.dtype, info.quantization)
+        server = (call.peer, what, info.start, info.end, info.dtype, info.quantization)
         when = self.rates.when(server)
         if when == "never":
             return
-        # Prepared now: what trains is changed in place by the next optimizer step.
-        check = self._check(server, what, prepare())
+        # Copied now: what trains is changed in place by the next optimizer step.
+        call = _as_sent(call)
+        forward = call.request if isinstance(call, ForwardCall) else call.forward
+        asked = Asked(forward, call.adapters, Kind(info.dtype, info.quantization))
+        check = self._check(server, what, call, asked)
         if when == "before" or len(self._running) >= _MAX_WAITING:
             await check
-            return
-        task = asyncio.create_task(self._in_background(check), name=f"check {what} of {peer}")
+        else:
+            self._start(check, f"check {what} of {call.peer}")
+
+    def _start(self, check: Coroutine[Any, Any, None], name: str) -> None:
+        async def run() -> None:
+            try:
+                await check
+            except SwarmError as exc:
+                log.warning("an answer that has already been used was wrong: %s", exc)
+
+        task = asyncio.create_task(run(), name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _in_background(self, check: Awaitable[None]) -> None:
+    async def _check(
+        self, server: tuple[object, ...], what: str, call: ForwardCall | BackwardCall, asked: Asked
+    ) -> None:
         try:
-            await check
-        except WrongAnswerError as exc:
-            log.warning("an answer that has already been used was wrong: %s", exc)
-
-    async def _check(self, server: tuple[object, ...], what: str, run: Recompute) -> None:
-        peer = str(server[0])
+            _check_receipts(call, asked)
+        except ProtocolError:
+            self.rates.doubt(server)
+            raise
         try:
-            verdicts = await run()
+            verdicts = await self._recompute(call, asked)
         except SwarmError as exc:
-            log.warning("the %s of server %s could not be checked: %s", what, peer, exc)
+            log.warning("the %s of server %s could not be checked: %s", what, call.peer, exc)
             return
-        self.checked[peer] += 1
+        self.checked[call.peer] += 1
         wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
         if wrong is None:
             self.rates.passed(server)
             return
         self.rates.doubt(server)
-        reason = f"wrong {what} of blocks {server[2]}:{server[3]}: {wrong}"
-        self.quarantine.add(peer, model=self.version, reason=reason)
-        log.warning("server %s is quarantined for a day: %s", peer, reason)
-        raise WrongAnswerError(f"server {peer} gave a wrong answer and is quarantined: {reason}")
+        reason = f"wrong {what} of blocks {asked.request.start}:{asked.request.end}: {wrong}"
+        self._quarantine(call, asked, reason)
+        raise WrongAnswerError(f"server {call.peer} gave a wrong answer and is quarantined: {reason}")
 
-    def _forward_check(self, call: ForwardCall) -> Recompute:
-        inputs, kind, precision = _prepared(call.request, call.adapters, call.info)
-        output = call.response.hidden.clone()
+    async def _recompute(self, call: ForwardCall | BackwardCall, asked: Asked) -> list[Verdict]:
+        if isinstance(call, ForwardCall):
+            return await recompute_forward(asked, call.response, self._blocks)
+        return await recompute_backward(asked, call.request, call.response, self._blocks)
 
-        async def run() -> list[Verdict]:
-            expected = await self._blocks.outputs(inputs, kind)
-            is_mixture = self._blocks.has_experts(inputs.blocks, kind)
-            return [
-                compare_outputs(
-                    inputs.hidden, output, expected, precision, mask=inputs.attention_mask, is_mixture=is_mixture
-                )
-            ]
-
-        return run
-
-    def _backward_check(self, call: BackwardCall) -> Recompute:
-        inputs, kind, precision = _prepared(call.forward, call.adapters, call.info)
-        request, response = call.request, call.response
-        inputs = replace(
-            inputs,
-            hidden=inputs.hidden.to(kind.torch_dtype).requires_grad_(),
-            prefix=tuple(tensor.requires_grad_() for tensor in inputs.prefix),
-            adapters=inputs.adapters.map(Tensor.requires_grad_),
-        )
-        wanted = [
-            *([inputs.hidden] if request.needs_hidden else []),
-            *(inputs.adapters.tensors if request.needs_adapters else ()),
-            *(inputs.prefix if request.needs_prefix else ()),
-        ]
-
-        async def run() -> list[Verdict]:
-            if request.grad_hidden_states or request.grad_router_logits or not wanted:
-                return []
-            expected = await self._blocks.gradients(inputs, kind, request.grad_hidden, wanted)
-            is_mixture = self._blocks.has_experts(inputs.blocks, kind)
-            verdicts = []
-            if request.needs_hidden and response.grad_hidden is not None:
-                mask, here = inputs.attention_mask, expected.pop(0)
-                verdicts.append(
-                    compare_gradients(response.grad_hidden, here, precision, mask=mask, is_mixture=is_mixture)
-                )
-            if expected:
-                found = (*response.grad_adapters, *response.grad_prefix)
-                verdicts.append(compare_parameters(found, expected, precision))
-            return verdicts
-
-        return run
+    def _quarantine(self, call: ForwardCall | BackwardCall, asked: Asked, reason: str) -> None:
+        file = ""
+        try:
+            file = str(
+                save_evidence(self.evidence, evidence_of(call, asked, model=self.version, reason=reason)).resolve()
+            )
+        except OSError as exc:
+            log.warning("cannot save the evidence against %s to %s: %s", call.peer, self.evidence, one_line(exc))
+        self.quarantine.add(call.peer, model=self.version, reason=reason, evidence=file)
+        log.warning("server %s is quarantined for a day: %s", call.peer, reason)
 
 
-def _prepared(
-    request: ForwardRequest, adapters: Sequence[LoadedAdapter], info: ServerInfo | None
-) -> tuple[SpanInputs, Kind, str]:
-    """Returns a request's inputs with copies of the adapters, the server's kind, and the coarsest type on the way."""
-    kind = Kind(info.dtype, info.quantization) if info is not None else Kind("float32", "none")
-    copies = tuple(adapter.map(lambda tensor: tensor.detach().to("cpu", copy=True)) for adapter in adapters)
-    inputs = SpanInputs(
-        blocks=range(request.start, request.end),
-        # A copy, like the rest: the caller may change its tensors before a later check.
-        hidden=request.hidden.clone(),
-        position_ids=request.position_ids,
-        attention_mask=request.attention_mask,
-        adapters=AdapterUse(adapters=copies, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
-        prefix=tuple(tensor.to(kind.torch_dtype) for tensor in request.prefix),
+def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:
+    """Raises ProtocolError unless the server has signed its answer, and what it says about itself."""
+    if isinstance(call, ForwardCall):
+        receipt = check_receipt(call.peer, call.request, call.response)
+    else:
+        check_receipt(call.peer, call.forward, call.outputs)
+        receipt = check_receipt(call.peer, call.request, call.response)
+    signed = (receipt.version, receipt.dtype, receipt.quantization)
+    said = (asked.request.version, asked.kind.dtype, asked.kind.quantization)
+    if signed != said:
+        raise ProtocolError(f"server {call.peer} signed for {signed}, it is asked for and announces {said}")
+
+
+def _as_sent(call: ForwardCall | BackwardCall) -> ForwardCall | BackwardCall:
+    """Returns a call with copies of its messages, as they were on the other end of the wire."""
+    if isinstance(call, ForwardCall):
+        codec = call.request.reply_codec
+        return replace(call, request=_travelled(call.request, codec), response=_travelled(call.response, "none"))
+    codec = call.request.reply_codec
+    return replace(
+        call,
+        forward=_travelled(call.forward, codec),
+        outputs=_travelled(call.outputs, "none"),
+        request=_travelled(call.request, codec),
+        response=_travelled(call.response, "none"),
     )
-    wire = str(request.hidden.dtype).removeprefix("torch.")
-    return inputs, kind, coarsest([kind.dtype, wire, request.reply_codec])
+
+
+def _travelled(message: M, codec: Codec) -> M:
+    return cast(M, decode(b"".join(encode(message, codec=codec))))

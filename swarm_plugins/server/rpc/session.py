@@ -22,6 +22,7 @@ from swarm_plugins.server.rpc.checks import (
 )
 from swarm_plugins.server.rpc.costs import forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.rpc.proofs import signed
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.channel import Channel
@@ -151,7 +152,7 @@ class _Stream:
                 peer=self._peer,
             )
         checked = checked_outputs(outputs, request.hidden.dtype)
-        return SessionStepResponse(**msgspec.structs.asdict(checked))
+        return await signed(service, request, SessionStepResponse(**msgspec.structs.asdict(checked)))
 
 
 def _close_all(caches: list[SessionCache]) -> None:

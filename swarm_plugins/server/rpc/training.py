@@ -24,6 +24,7 @@ from swarm_plugins.server.rpc.checks import (
 )
 from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.rpc.proofs import signed
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, forward_keeping, forward_only, gradients
 from swarm_plugins.transport.channel import Channel
@@ -41,7 +42,8 @@ async def forward_handler(service: Service, channel: Channel) -> None:
                 lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s, peer=peer
             )
         checked = checked_outputs(outputs, request.hidden.dtype)
-        return ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked)), request.reply_codec
+        response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
+        return await signed(service, request, response), request.reply_codec
 
     await answer_requests(
         channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
@@ -69,7 +71,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
             adapters = (kept if isinstance(kept, SpanInputs) else kept.inputs).adapters.adapters
             charge.claim(backward_bytes(service, request, adapters))
             found = await _backward(service, peer, kept, request)
-        return _gradient_response(found, dtype), request.reply_codec
+        return await signed(service, request, _gradient_response(found, dtype)), request.reply_codec
 
     await answer_requests(
         channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger

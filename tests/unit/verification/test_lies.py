@@ -29,15 +29,15 @@ def test_a_lie_is_caught_at_once_and_leaves_no_trace(llama: Path, cache: Path, l
     liar = Liar(lie)
     with with_liar(llama, liar) as swarm:
         assert train(swarm) == clean_losses(llama)
-    # An adapter is stale from the second step on.
-    assert liar.calls == (2 if lie == "stale_adapter" else 1)
-    assert list(listed(cache)) == ["peer1"]
+        # An adapter is stale from the second step on.
+        assert liar.calls == (2 if lie == "stale_adapter" else 1)
+        assert list(listed(cache)) == [swarm.peers[1]]
 
 
 def test_a_mixture_is_checked_too(mixtral: Path, cache: Path) -> None:
     with with_liar(mixtral, Liar("scaled")) as swarm:
         assert train(swarm, steps=1) == clean_losses(mixtral)[:1]
-    assert "wrong forward of blocks 2:4" in listed(cache)["peer1"]
+        assert "wrong forward of blocks 2:4" in listed(cache)[swarm.peers[1]]
 
 
 def test_without_checks_a_lie_is_believed(llama: Path, cache: Path) -> None:
@@ -48,8 +48,8 @@ def test_without_checks_a_lie_is_believed(llama: Path, cache: Path) -> None:
 
 
 def test_a_caught_server_stays_excluded_for_later_clients(llama: Path, cache: Path) -> None:
-    Quarantine(cache / "quarantine.json").add("peer1", model="tiny", reason="a lie")
     liar = Liar("echo")
     with with_liar(llama, liar, config=CHECKED) as swarm:
+        Quarantine(cache / "quarantine.json").add(swarm.peers[1], model="tiny", reason="a lie")
         assert train(swarm, steps=1) == clean_losses(llama)[:1]
     assert liar.calls == 0

@@ -1,0 +1,50 @@
+"""Evidence can be replayed by a third party, and shows nothing if it has been changed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from lies_kit import train, with_liar
+
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import CheckpointError, ProtocolError
+from swarm_plugins.testing import Liar
+from swarm_plugins.testing.liars import Lie
+from swarm_plugins.transport.identity import new_identity
+from swarm_plugins.verification import Quarantine
+from swarm_plugins.verification.evidence import Evidence, read_evidence, replay
+from swarm_plugins.verification.local_blocks import LocalBlocks
+
+
+@pytest.mark.parametrize("lie", ["stale_adapter", "flipped_gradients"])
+def test_a_third_party_comes_to_the_same_verdict(llama: Path, cache: Path, lie: Lie) -> None:
+    with with_liar(llama, Liar(lie)) as swarm:
+        train(swarm, steps=2)
+    ((peer, caught),) = Quarantine(cache / "quarantine.json").peers().items()
+    found = read_evidence(Path(caught.evidence))
+    assert (found.peer, found.reason) == (peer, caught.reason)
+    blocks = LocalBlocks(lambda: Checkpoint.open(llama), limit_bytes=0)
+    verdicts = asyncio.run(replay(found, blocks))
+    assert any(verdict.is_wrong for verdict in verdicts)
+
+    def check(changed: Evidence, message: str) -> None:
+        with pytest.raises(ProtocolError, match=message):
+            asyncio.run(replay(changed, blocks))
+
+    check(msgspec.structs.replace(found, peer=new_identity().peer_id), "a key of another peer")
+    check(msgspec.structs.replace(found, answer=found.request), "holds a ForwardRequest")
+    check(msgspec.structs.replace(found, adapters=()), "other adapters")
+    changed = bytearray(found.answer)
+    changed[-100] ^= 1
+    check(msgspec.structs.replace(found, answer=bytes(changed)), "something other than its answer")
+
+
+def test_damaged_evidence_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.evidence"
+    for content in (b"", b"\x00" * 100, b"\x91" * 1000):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="not readable evidence"):
+            read_evidence(path)
