@@ -11,12 +11,13 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from swarm_plugins.client.observer import BackwardCall, ForwardCall, WrongAnswerError
+from swarm_plugins.checkpoint.range_cache import default_cache
+from swarm_plugins.client.observer import BackwardCall, CallObserver, ForwardCall, NoObserver, WrongAnswerError
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receipts import check_receipt
@@ -27,6 +28,10 @@ from swarm_plugins.verification.quarantine import Quarantine
 from swarm_plugins.verification.rates import CheckRates
 from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward
 from swarm_plugins.verification.scores import Verdict
+
+if TYPE_CHECKING:
+    from swarm_plugins.checkpoint import Checkpoint
+    from swarm_plugins.client.view import Servers
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +160,17 @@ class Verifier:
             log.warning("cannot save the evidence against %s to %s: %s", call.peer, self.evidence, one_line(exc))
         self.quarantine.add(call.peer, model=self.version, reason=reason, evidence=file)
         log.warning("server %s is quarantined for a day: %s", call.peer, reason)
+
+
+def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -> CallObserver:
+    """Returns the observer that a client's settings ask for."""
+    config = servers.view.config
+    if config.verify == "off" or config.allowed_peers is not None:
+        return NoObserver()
+    blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes)
+    folder = default_cache()
+    quarantine = Quarantine(folder / "quarantine.json")
+    return Verifier(blocks, quarantine, evidence=folder / "evidence", version=str(servers.view.version))
 
 
 def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:
