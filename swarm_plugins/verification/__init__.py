@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_plugins.verification.quarantine import Quarantine
+from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
 from swarm_plugins.verification.verifier import Verifier, make_observer
 
-__all__ = ["Quarantine", "Verifier", "make_observer"]
+__all__ = ["Quarantine", "Verifier", "make_observer", "user_quarantine"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,11 @@ class Caught(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int = 1
     peers: dict[str, Caught] = {}
+
+
+def user_quarantine() -> Quarantine:
+    """Returns the list that all clients of this user share."""
+    return Quarantine(default_cache() / "quarantine.json")
 
 
 class Quarantine:

@@ -24,7 +24,7 @@ from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.evidence import evidence_of, save_evidence
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
-from swarm_plugins.verification.quarantine import Quarantine
+from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
 from swarm_plugins.verification.rates import CheckRates
 from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward
 from swarm_plugins.verification.scores import Verdict
@@ -168,9 +168,8 @@ def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -
     if config.verify == "off" or config.allowed_peers is not None:
         return NoObserver()
     blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes)
-    folder = default_cache()
-    quarantine = Quarantine(folder / "quarantine.json")
-    return Verifier(blocks, quarantine, evidence=folder / "evidence", version=str(servers.view.version))
+    evidence = default_cache() / "evidence"
+    return Verifier(blocks, user_quarantine(), evidence=evidence, version=str(servers.view.version))
 
 
 def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from lies_kit import train, with_liar
+from typer.testing import CliRunner
 
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.cli import app
 from swarm_plugins.errors import CheckpointError, ProtocolError
 from swarm_plugins.testing import Liar
 from swarm_plugins.testing.liars import Lie
@@ -48,3 +50,24 @@ def test_damaged_evidence_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="not readable evidence"):
             read_evidence(path)
+
+
+def test_swarm_audit_lists_replays_and_forgives(llama: Path, mixtral: Path, cache: Path) -> None:
+    def audit(*arguments: str, code: int = 0) -> str:
+        result = CliRunner().invoke(app, ["audit", *arguments])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    assert "No server is in quarantine" in audit()
+    assert "is not in quarantine" in audit("QmNobody", code=1)
+    with with_liar(llama, Liar("echo")) as swarm:
+        train(swarm, steps=1)
+        peer = swarm.peers[1]
+    assert f"{peer} quarantined until" in audit()
+    assert "replay it with" in audit(peer)
+    assert "WRONG: error of the median token 1" in audit(peer, "--model", str(llama))
+    assert "the evidence is about" in audit(peer, "--model", str(mixtral), code=1)
+    (file,) = (cache / "evidence").iterdir()
+    assert f"signed by {peer}: yes" in audit(str(file), "--model", str(llama))
+    assert "may be used again" in audit(peer, "--forgive")
+    assert "No server is in quarantine" in audit()

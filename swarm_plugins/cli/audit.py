@@ -1,0 +1,85 @@
+"""``swarm audit``: servers caught with a wrong answer, and the replay of what they were caught with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarm_plugins.cli.support.output import one_sentence_errors
+from swarm_plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swarm_plugins.verification.evidence import Evidence
+
+
+def audit(
+    peer: Annotated[
+        str | None, typer.Argument(help="Peer id, or a file with evidence. Default: list all.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model: compute its blocks again and compare. Directory, or id on the Hub.")
+    ] = None,
+    forgive: Annotated[bool, typer.Option("--forgive", help="End the quarantine of the peer.")] = False,
+) -> None:
+    """Show the servers caught with a wrong answer; replay the evidence against one."""
+    with one_sentence_errors("audit"):
+        from swarm_plugins.verification import user_quarantine
+        from swarm_plugins.verification.evidence import read_evidence
+
+        quarantine = user_quarantine()
+        listed = quarantine.peers()
+        if peer is None:
+            if model is not None or forgive:
+                raise ConfigError("no peer is named: give its id, as `swarm audit` alone lists it")
+            for name, caught in listed.items():
+                typer.echo(f"{name} quarantined until {_date(caught.until)}: {caught.reason} ({caught.model})")
+            if not listed:
+                typer.echo("No server is in quarantine.")
+            return
+        is_file = Path(peer).is_file()
+        if not is_file and peer not in listed:
+            raise ConfigError(f"{peer} is not in quarantine, and there is no such file; `swarm audit` lists who is")
+        if forgive and not is_file:
+            quarantine.forgive(peer)
+            typer.echo(f"{peer} may be used again")
+            return
+        file = Path(peer) if is_file else Path(listed[peer].evidence)
+        if not is_file:
+            typer.echo(f"{peer} quarantined until {_date(listed[peer].until)}: {listed[peer].reason}")
+        evidence = read_evidence(file)
+        typer.echo(f"evidence: {file}\n{_described(evidence)}")
+        if model is None:
+            typer.echo(f"replay it with: swarm audit {peer} --model MODEL")
+        elif not _replay(evidence, model):
+            raise typer.Exit(1)
+
+
+def _described(evidence: Evidence) -> str:
+    what = "backward" if evidence.backward else "forward"
+    return f"peer {evidence.peer} answered a {what} of {evidence.model} at {_date(evidence.at)}: {evidence.reason}"
+
+
+def _replay(evidence: Evidence, model: str) -> bool:
+    """Prints what a replay shows; returns whether the answer was wrong."""
+    import asyncio
+
+    from swarm_plugins.checkpoint import Checkpoint
+    from swarm_plugins.verification.evidence import replay
+    from swarm_plugins.verification.local_blocks import LocalBlocks
+
+    checkpoint = Checkpoint.open(model)
+    if str(checkpoint.version.revision) not in evidence.model:
+        raise ConfigError(f"{model} is version {checkpoint.version}, the evidence is about {evidence.model}")
+    verdicts = asyncio.run(replay(evidence, LocalBlocks(lambda: checkpoint, limit_bytes=0)))
+    typer.echo(f"signed by {evidence.peer}: yes")
+    for verdict in verdicts:
+        typer.echo(f"{'WRONG' if verdict.is_wrong else 'right'}: {verdict}")
+    return any(verdict.is_wrong for verdict in verdicts)
+
+
+def _date(at: float) -> str:
+    from datetime import UTC, datetime
+
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
