@@ -83,6 +83,7 @@ class ChainCall:
                     queue = deque(await retries.chain(range(start, inputs.blocks.stop), demand))
                 continue
             hidden = runs[-1].response.hidden
+            retries.progressed()
         return runs
 
     async def _forward_span(self, peer: str, inputs: SpanInputs) -> _SpanRun:
@@ -160,6 +161,7 @@ class ChainCall:
                     retries.note(run.peer, exc)
                     pending.extend(await self._forward_blocks(run.inputs, retries))
                 continue
+            retries.progressed()
             grad = answer.grad_hidden
             before = self._index(blocks.start)
             if self.inputs.collect_hidden and before > 0 and grad is not None:

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
 SLACK_S = 2.5
 """Added to every deadline: a long request of another client may be running."""
+_FIRST_SLACK_S = 5.0
+"""The same for the first request of its kind: a server may be loading."""
+_FIRST_UNIT_S = 0.005
+"""A generous pace, for work not observed yet."""
+_FIRST_FACTOR = 4.0
+"""A server may be slower by this factor than it announces."""
+_MAX_ANNOUNCED_S = 30.0
+"""No server gets more time for what it announces: it may lie."""
+_PATIENCE = 3.0
+"""Factor of an unobserved server's deadline after each one that it has missed."""
 _FACTOR = 10.0
 """A server slower than this many times its own average counts as hung."""
 _SMOOTHING = 0.2
@@ -17,15 +33,28 @@ class Deadlines:
 
     def __init__(self, longest_s: float, *, slack_s: float = SLACK_S) -> None:
         self.longest_s = longest_s
-        """Deadline for work not observed yet, and upper bound of all others."""
+        """Upper bound of all deadlines."""
         self.slack_s = slack_s
-        """Added to every other deadline."""
-        self._token_s: dict[tuple[str, str], float] = {}
+        """Added to the deadlines of servers whose pace is known."""
+        self._token_s: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._missed: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._announced: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def timeout_s(self, peer: str, rpc: str, tokens: int) -> float:
         """Returns how long to wait for the answer to a request of ``tokens`` tokens (or other units)."""
         pace = self._token_s.get((peer, rpc))
-        return self.longest_s if pace is None else min(_FACTOR * pace * tokens + self.slack_s, self.longest_s)
+        if pace is not None:
+            return min(_FACTOR * pace * tokens + self.slack_s, self.longest_s)
+        step_s, token_s = self._announced.get(peer, (0.0, 0.0))
+        announced_s = min(_FIRST_FACTOR * max(step_s, token_s * tokens), _MAX_ANNOUNCED_S)
+        first_s = _FIRST_SLACK_S + max(announced_s, _FIRST_UNIT_S * tokens)
+        return min(first_s * _PATIENCE ** min(self._missed.get((peer, rpc), 0), 32), self.longest_s)
+
+    def announce(self, peer: str, *, step_s: float, token_s: float) -> None:
+        """Notes what a server says of its speed: seconds of the smallest request, and of each token of a large one."""
+        self._announced[peer] = (step_s, token_s)
+        self._announced.move_to_end(peer)
+        _forget_oldest(self._announced)
 
     def observe(self, peer: str, rpc: str, tokens: int, seconds: float) -> None:
         """Records how long an answer took."""
@@ -34,5 +63,15 @@ class Deadlines:
         # Tokens of a large request are cheaper: the pace rises at once and falls slowly, so that the single token
         # after a long prefill still gets a fitting deadline.
         self._token_s[peer, rpc] = token_s if token_s > known else known + _SMOOTHING * (token_s - known)
-        if len(self._token_s) > _MAX_PACES:
-            del self._token_s[next(iter(self._token_s))]
+        self._missed.pop((peer, rpc), None)
+        _forget_oldest(self._token_s)
+
+    def missed(self, peer: str, rpc: str) -> None:
+        """Records that no answer came in time: if the server proves to be alive, it gets more time."""
+        self._missed[peer, rpc] = self._missed.get((peer, rpc), 0) + 1
+        _forget_oldest(self._missed)
+
+
+def _forget_oldest(entries: OrderedDict[K, V]) -> None:
+    if len(entries) > _MAX_PACES:
+        entries.popitem(last=False)

@@ -15,7 +15,7 @@ from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
 
-_RENEWAL_PAUSE_S = 2.0
+_RENEWAL_PAUSE_S = 1.0
 """Between two attempts with a new node."""
 _MAX_RETIRED = 2
 """Replaced nodes that are kept while streams are open in them."""

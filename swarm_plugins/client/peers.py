@@ -43,6 +43,8 @@ _MAX_IDLE_CHANNELS = 4
 _MAX_IDLE_PEERS = 256
 """Pairs of peer and rpc with kept streams; those unused for longest are closed: each stream is an open file."""
 _MAX_UPLOADS_REMEMBERED = 4096
+_OPEN = "open"
+"""What opening a stream is called in observed paces."""
 _UPLOAD_UNIT_BYTES = 4096
 """Unit of work in the observed pace of uploads."""
 
@@ -59,7 +61,15 @@ class Peers:
 
     async def open(self, peer: str, rpc: str) -> Channel:
         """Opens a stream."""
-        return await self.transport.open(peer, rpc, timeout_s=self.config.connect_timeout_s)
+        timeout_s = min(self.deadlines.timeout_s(peer, _OPEN, 1), self.config.connect_timeout_s)
+        started = time.perf_counter()
+        try:
+            channel = await self.transport.open(peer, rpc, timeout_s=timeout_s)
+        except TimeoutError:
+            self.deadlines.missed(peer, _OPEN)
+            raise
+        self.deadlines.observe(peer, _OPEN, 1, time.perf_counter() - started)
+        return channel
 
     async def exchange(
         self,
@@ -89,6 +99,8 @@ class Peers:
             await channel.send(message, codec=codec)
             answer = await channel.receive(timeout_s=timeout_s)
         except TransportError as exc:
+            if isinstance(exc, TimeoutError):
+                self.deadlines.missed(peer, work)
             if isinstance(exc, TimeoutError | ProtocolError):
                 raise
             raise StreamLostError(f"server {peer} closed the stream before it answered: {exc}") from exc

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from swarm_plugins.client.answers import RefusedError, SpanMovedError
-from swarm_plugins.errors import CapacityError, MissingBlocksError, MissingExpertsError, SwarmError, TransportError
+from swarm_plugins.errors import (
+    CapacityError,
+    MissingBlocksError,
+    MissingExpertsError,
+    RequestTimeoutError,
+    SwarmError,
+    TransportError,
+)
 from swarm_plugins.routing import Demand, SpanChoice
 
 if TYPE_CHECKING:
@@ -19,7 +27,9 @@ log = logging.getLogger(__name__)
 Plan = TypeVar("Plan")
 
 _FIRST_PAUSE_S = 0.25
-_LONGEST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 1.0
+_PATIENCE_S = 4.5
+"""With the deadline of one request and the probes after it, missing blocks are reported within 8 s."""
 
 
 class Retries:
@@ -41,6 +51,7 @@ class Retries:
         """Servers without room for this call; not banned, as the next call may be smaller."""
         self.refusals: dict[str, RefusedError] = {}
         """Servers that refused the request itself, until another one has been asked."""
+        self._progress_at = time.monotonic()
         self._moved: set[str] = set()
         """Servers that serve other blocks than they were asked for."""
 
@@ -67,6 +78,13 @@ class Retries:
             self.view.outdate(peer, error)
         else:
             self.view.ban(peer, error)
+            if isinstance(error, RequestTimeoutError):
+                # What has stopped one server may have stopped others: ask them before they are tried in turn.
+                self.view.doubt()
+
+    def progressed(self) -> None:
+        """Notes that a part of the call is done: the time to wait for lost servers starts anew."""
+        self._progress_at = time.monotonic()
 
     def succeeded(self) -> None:
         """Bans the servers that refused a request others have now carried out."""
@@ -86,19 +104,24 @@ class Retries:
     async def plan(self, make: Callable[[set[str]], Awaitable[Plan]]) -> Plan:
         """Makes a plan without some servers; after a failure, waits briefly for servers to come back.
 
+        Waits until `_PATIENCE_S` after the last progress, what failed included: a call that only hangs has an end.
+
         Raises:
             MissingBlocksError: If no living server holds what is needed, also after the retries.
             CapacityError: If the only servers that hold it have no room.
             RefusedError: If the only servers that hold it refuse the request.
         """
         while True:
+            # At last also without those that failed, though nobody else has what they have: their blocks are missing.
+            failed = self.view.bans.banned() if self.failures >= self.limit else ()
             try:
-                return await make(self.excluded)
+                return await make({*self.excluded, *failed})
             except MissingBlocksError as exc:
                 if isinstance(self.last, CapacityError | RefusedError):
                     # No other server has the blocks: that these are full, or refuse, is the true reason.
                     raise self.last from None
-                if self.last is None or self.failures >= self.limit or not self.may_pause:
+                is_over = time.monotonic() - self._progress_at > _PATIENCE_S
+                if self.last is None or self.failures >= self.limit or not self.may_pause or is_over:
                     if isinstance(self.last, MissingExpertsError):
                         # It names what to serve; more servers of the blocks would miss the same experts.
                         raise self.last from None

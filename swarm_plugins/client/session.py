@@ -148,6 +148,7 @@ class ClientSession:
             hidden = answers[-1].hidden if answers else inputs.hidden
             try:
                 answers.append(await self._advance(current, replace(inputs, hidden=hidden)))
+                retries.progressed()
             except SwarmError as exc:
                 await current.close()
                 # Some chunks of a long input may have gone through.

@@ -6,12 +6,13 @@ import asyncio
 import logging
 import shlex
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.client.observer import CallObserver, NoObserver
+from swarm_plugins.client.probing import Probes
 from swarm_plugins.errors import (
     MissingBlocksError,
     ProtocolError,
@@ -35,6 +36,12 @@ log = logging.getLogger(__name__)
 
 _MAX_PROBES = 64
 """Servers asked for their state in one refresh; in a larger swarm, a sample that covers every block."""
+_LOOK_UP_S = 0.5
+"""Wait for the directory once an earlier answer is known."""
+_HURRY_S = 2.0
+"""Wait for servers once some have answered before."""
+_REMEMBERED_S = 600.0
+"""A server is asked for this long after its last answer, also if the directory does not name it."""
 _MAX_INFOS = 1024
 """Servers whose answers are remembered; above this, departed servers are forgotten."""
 
@@ -68,12 +75,16 @@ class SwarmView:
         self.infos: dict[str, ServerInfo] = {}
         """Each server's last answer about itself."""
         self._last_failure: BaseException | None = None
-        """Of the peer that was banned last."""
+        self._last_failed: str | None = None
+        """The peer that was banned last, and why."""
         self._announced: dict[str, ServerInfo] = {}
         self.entries: dict[str, ServerEntry] = {}
-        """Servers that answered the last refresh."""
+        """Servers that answered the last refresh, and have not failed since."""
+        self._answered_at: dict[str, float] = {}
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
+        self._looking_up: asyncio.Task[dict[str, ServerInfo]] | None = None
+        self._probes = Probes(self._probe)
 
     async def chain(
         self,
@@ -88,14 +99,20 @@ class SwarmView:
         Raises:
             MissingBlocksError: If some block has no living server.
         """
+        wanted_at = time.monotonic()
         await self.refresh(force=False)
         chain = self._plan(blocks, demand, without)
-        if chain is None:
+        if chain is None and self._refreshed_at < wanted_at:
             await self.refresh(force=True)
             chain = self._plan(blocks, demand, without)
         if chain is None:
             raise MissingBlocksError(self._missing_text(blocks, without, failure))
+        await self.pause_for(span.peer for span in chain)
         return chain
+
+    async def pause_for(self, peers: Iterable[str]) -> None:
+        """Waits a moment before banned servers are asked again, if others have not what they have."""
+        await asyncio.sleep(max((self.bans.pause_s(peer) for peer in peers if self.bans.is_banned(peer)), default=0.0))
 
     def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
         usable = self.usable(without)
@@ -122,17 +139,25 @@ class SwarmView:
         return min((limit for limit in limits if limit > 0), default=None)
 
     def ban(self, peer: str, error: BaseException) -> None:
-        """Excludes a peer from plans for a while."""
+        """Excludes a peer from plans for a while, and until it has said again what it serves."""
         seconds = self.bans.ban(peer)
-        self._last_failure = error
-        log.info("server %s is left out for %.0f s: %s", peer, seconds, error)
+        self._last_failure, self._last_failed = error, peer
+        self._remove(peer)
+        log.info("server %s is left out for %.0f s: %s", peer, seconds, one_line(error))
+
+    def doubt(self) -> None:
+        """Asks all servers again before the next plan."""
+        self._refreshed_at = float("-inf")
 
     def outdate(self, peer: str, error: BaseException) -> None:
         """Forgets what a peer serves, and asks all again before the next plan."""
         log.info("server %s is asked again what it serves: %s", peer, error)
+        self._remove(peer)
+        self.doubt()
+
+    def _remove(self, peer: str) -> None:
         # Replaced as a whole: other threads read the table.
         self.entries = {other: entry for other, entry in self.entries.items() if other != peer}
-        self._refreshed_at = float("-inf")
 
     @property
     def is_stale(self) -> bool:
@@ -140,25 +165,48 @@ class SwarmView:
         return time.monotonic() - self._refreshed_at >= self.config.refresh_s
 
     async def refresh(self, *, force: bool) -> None:
-        """Updates the view if it is old.
+        """Updates the view if it is old; ``force``: also if it is not, unless that is done meanwhile.
+
+        A directory and servers that hang are not waited for once others are known: their answers count when they come.
 
         Raises:
             TransportError: If the directory cannot be asked and no earlier answer is known.
         """
+        wanted_at = time.monotonic()
         async with self._lock:
-            if not force and not self.is_stale:
+            if self._refreshed_at > wanted_at or not (force or self.is_stale):
                 return
-            self._announced = await self._ask_directory()
-            # Banned servers must not crowd others out of the sample.
+            is_first = not self.infos
+            await self._look_up()
             online = {
                 peer: self.share_of(info)
                 for peer, info in self._announced.items()
-                if info.state == "online" and self.is_of_use(info) and not self._is_left_out(peer)
+                if info.state == "online" and self.is_of_use(info) and not self.observer.is_excluded(peer)
             }
-            probed = await asyncio.gather(*(self._probe(peer) for peer in self._sample(online)))
-            self.entries = {entry.peer: entry for entry in probed if entry is not None}
-            self._forget_departed()
+            # Banned servers must not crowd others out of the sample.
+            online = {peer: online[peer] for peer in self.bans.usable(online)}
+            limit_s = self.config.info_timeout_s if is_first else min(_HURRY_S, self.config.info_timeout_s)
+            asked = {peer: online[peer] for peer in self._sample(online)}
             self._refreshed_at = time.monotonic()
+            answered = await self._probes.ask(asked, longest_s=limit_s)
+            self.entries = {peer: entry for peer, entry in self.entries.items() if peer in answered}
+            self._forget_departed()
+
+    async def _look_up(self) -> None:
+        """Asks the directory; a late answer counts from the next refresh on, which is then due at once."""
+        if self._looking_up is None:
+            self._looking_up = asyncio.create_task(self._ask_directory(), name="look up servers")
+        looking = self._looking_up
+        await asyncio.wait({looking}, timeout=_LOOK_UP_S if self._announced else None)
+        if looking.done():
+            self._looking_up = None
+            self._announced = looking.result()
+        else:
+            looking.add_done_callback(self._outdate)
+
+    def _outdate(self, looking: asyncio.Task[dict[str, ServerInfo]]) -> None:
+        if not looking.cancelled() and looking.exception() is None:
+            self.doubt()
 
     def is_of_use(self, info: ServerInfo) -> bool:
         """Returns whether a server's announcement makes it worth asking: it serves whole blocks."""
@@ -176,10 +224,11 @@ class SwarmView:
         return [*again, *spread_sample(others, _MAX_PROBES - len(again))]
 
     def _forget_departed(self) -> None:
-        for peer in [peer for peer in self.infos if peer not in self._announced]:
+        for peer in [peer for peer in self.infos if peer not in self.entries]:
             if len(self.infos) <= _MAX_INFOS:
                 return
             del self.infos[peer]
+            self._answered_at.pop(peer, None)
 
     async def _ask_directory(self) -> dict[str, ServerInfo]:
         try:
@@ -195,9 +244,13 @@ class SwarmView:
             log.warning("the directory names no server of %s any more: asking those of the last answer", self.version)
             return self._announced
         allowed = self.config.allowed_peers
-        return {peer: info for peer, info in announced.items() if allowed is None or peer in allowed}
+        found = {peer: info for peer, info in announced.items() if allowed is None or peer in allowed}
+        # After an outage the directory may know some of the servers only: others announce themselves again later.
+        earliest = time.monotonic() - _REMEMBERED_S
+        known = {peer: self.infos[peer] for peer, at in self._answered_at.items() if at > earliest}
+        return {**{peer: info for peer, info in known.items() if info.state == "online"}, **found}
 
-    async def _probe(self, peer: str) -> ServerEntry | None:
+    async def _probe(self, peer: str) -> bool:
         """Asks a server what it serves, which overrides its announcement, and measures the round trip."""
         started = time.perf_counter()
         try:
@@ -205,11 +258,15 @@ class SwarmView:
             self._check(info)
         except SwarmError as exc:
             self.ban(peer, exc)
-            return None
+            return False
         self.infos[peer] = info
+        num_blocks = info.end - info.start
+        token_s = num_blocks / info.throughput if info.throughput > 0 else 0.0
+        self.peers.deadlines.announce(peer, step_s=info.decode_s * num_blocks, token_s=token_s)
+        self._answered_at[peer] = time.monotonic()
         if info.state != "online":
-            return None
-        return ServerEntry(
+            return False
+        entry = ServerEntry(
             peer=peer,
             start=info.start,
             end=info.end,
@@ -218,6 +275,9 @@ class SwarmView:
             throughput=max(info.throughput, 0.0),
             free_kv_tokens=info.free_kv_tokens,
         )
+        # Replaced as a whole: other threads read the table.
+        self.entries = {**self.entries, peer: entry}
+        return True
 
     async def _ask(self, peer: str) -> ServerInfo:
         # All wait for the slowest server, so the deadline includes connecting.
@@ -240,15 +300,20 @@ class SwarmView:
             raise ProtocolError(f"it announced another share of blocks {info.start}:{info.end} than it serves")
 
     def usable(self, without: Collection[str] = frozenset()) -> Sequence[ServerEntry]:
-        """Returns the servers that are neither banned nor among ``without``."""
-        entries = self.entries.values()
-        return [entry for entry in entries if entry.peer not in without and not self._is_left_out(entry.peer)]
-
-    def _is_left_out(self, peer: str) -> bool:
-        return self.bans.is_banned(peer) or self.observer.is_excluded(peer)
+        """Returns the servers to plan with: not banned, or the only holders of something, and not among ``without``."""
+        entries = [
+            entry
+            for entry in self.entries.values()
+            if entry.peer not in without and not self.observer.is_excluded(entry.peer)
+        ]
+        if not any(self.bans.is_banned(entry.peer) for entry in entries):
+            return entries
+        shares = {entry.peer: self.share_of(self.infos[entry.peer]) for entry in entries}
+        peers = set(self.bans.usable(shares))
+        return [entry for entry in entries if entry.peer in peers]
 
     def _missing_text(self, blocks: range, without: Collection[str], failure: SwarmError | None) -> str:
-        missing = missing_blocks(self.usable(without), blocks)
+        missing = missing_blocks(self.usable(without), blocks) or list(blocks)
         wanted = range(missing[0], missing[-1] + 1)
         return self.missing_text(f"blocks {ranges(missing)}", wanted, None, without, failure)
 
@@ -265,7 +330,8 @@ class SwarmView:
         reasons = [f"left out after failures: {', '.join(banned)}"] if banned else []
         excluded = sorted(peer for peer in self._announced if self.observer.is_excluded(peer))
         reasons += [f"quarantined for wrong answers: {', '.join(excluded)}"] if excluded else []
-        cause = failure or (self._last_failure if banned else None)
+        is_lost = self._last_failed is not None and self._last_failed not in self.entries
+        cause = failure or (self._last_failure if banned or is_lost else None)
         reasons += [f"the last failure: {one_line(cause, max_chars=1000)}"] if cause is not None else []
         command = serve_command(
             self.model, self.version.revision, blocks, self.initial_peers, without=banned, experts=experts

@@ -105,6 +105,7 @@ class HolderView(SwarmView):
             experts = range(missing[0], missing[-1] + 1)
             what = f"experts {ranges(missing)} of block {block}"
             raise MissingExpertsError(self.missing_text(what, range(block, block + 1), experts, without, failure))
+        await self.pause_for(share.holder.peer for share in found)
         return found
 
     def replicas(self, block: int, late: Share, loads: Mapping[int, int], without: Collection[str]) -> list[Share]:

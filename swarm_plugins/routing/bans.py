@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import NamedTuple
 
 _MAX_PEERS = 4096
 """Peers whose failures are remembered; above this, the one that failed first is forgotten."""
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 2.0
+"""Pauses before a banned peer is asked for what no other peer has."""
+
+
+class _Failure(NamedTuple):
+    strikes: int
+    at: float
 
 
 class BanList:
@@ -24,30 +33,58 @@ class BanList:
         self.base_s = base_s
         self.max_s = max_s
         self._clock = clock
-        self._strikes: dict[str, int] = {}
-        self._until: dict[str, float] = {}
+        self._failures: dict[str, _Failure] = {}
+        """In the order of the last failures."""
 
     def ban(self, peer: str) -> float:
         """Bans a peer and returns for how many seconds."""
-        strikes = self._strikes.get(peer, 0)
-        self._strikes[peer] = strikes + 1
-        # The exponent is bounded, so that a peer that fails for days cannot overflow the float.
-        seconds = min(self.base_s * 2.0 ** min(strikes, 32), self.max_s)
-        self._until.pop(peer, None)
-        self._until[peer] = self._clock() + seconds
-        if len(self._until) > _MAX_PEERS:
-            self.forgive(next(iter(self._until)))
-        return seconds
+        known = self._failures.pop(peer, None)
+        failure = _Failure(1 if known is None else known.strikes + 1, self._clock())
+        self._failures[peer] = failure
+        if len(self._failures) > _MAX_PEERS:
+            self.forgive(next(iter(self._failures)))
+        return self._length_s(failure)
 
     def forgive(self, peer: str) -> None:
         """Forgets the failures of a peer that has answered."""
-        self._strikes.pop(peer, None)
-        self._until.pop(peer, None)
+        self._failures.pop(peer, None)
 
     def banned(self) -> list[str]:
-        """Returns the peers that are banned now."""
-        return [peer for peer in self._until if self.is_banned(peer)]
+        """Returns the peers that are banned now, the one that failed longest ago first."""
+        return [peer for peer in self._failures if self.is_banned(peer)]
 
     def is_banned(self, peer: str) -> bool:
         """Returns whether the peer is banned now."""
-        return self._clock() < self._until.get(peer, float("-inf"))
+        failure = self._failures.get(peer)
+        return failure is not None and self._clock() < failure.at + self._length_s(failure)
+
+    def usable(self, shares: Mapping[str, Collection[Hashable]]) -> list[str]:
+        """Returns the peers that are not banned, and those banned that alone have something.
+
+        Of several banned ones that have the same, those that failed longest ago are taken.
+
+        Args:
+            shares: What each peer has, such as its blocks.
+        """
+        banned = [peer for peer in self.banned() if peer in shares]
+        excluded = set(banned)
+        peers = [peer for peer in shares if peer not in excluded]
+        if banned:
+            covered = {part for peer in peers for part in shares[peer]}
+            for peer in banned:
+                if not covered.issuperset(shares[peer]):
+                    peers.append(peer)
+                    covered.update(shares[peer])
+        return peers
+
+    def pause_s(self, peer: str) -> float:
+        """Returns how long to wait before a banned peer is asked for what no other has; 0 for other peers."""
+        failure = self._failures.get(peer)
+        if failure is None:
+            return 0.0
+        pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(failure.strikes - 1, 32), _LONGEST_PAUSE_S)
+        return max(0.0, failure.at + pause_s - self._clock())
+
+    def _length_s(self, failure: _Failure) -> float:
+        # The exponent is bounded, so that a peer that fails for days cannot overflow the float.
+        return min(self.base_s * 2.0 ** min(failure.strikes - 1, 32), self.max_s)

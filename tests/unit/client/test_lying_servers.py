@@ -13,6 +13,7 @@ import pytest
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.view import SwarmView
+from swarm_plugins.errors import TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Message, ServerInfo
@@ -63,6 +64,8 @@ class Swarm:
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         if peer in self.silent:
             await asyncio.sleep(timeout_s)
+        if peer not in self.infos:
+            raise TransportError(f"peer {peer} has left")
         NUM_OPEN[0] += 1
         return InfoChannel(peer, self.infos[peer])  # type: ignore[return-value]
 
@@ -167,6 +170,7 @@ def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: p
         for number in range(5):
             swarm.infos = {f"server{number}": INFO}
             await view.refresh(force=True)
+            await view.peers.close()  # its streams end with a server
         assert list(view.infos) == ["server3", "server4"]
 
     asyncio.run(body())

@@ -79,11 +79,10 @@ def test_changes_of_the_prefix_outlive_a_failed_first_step(run_in_swarm: Callabl
         await view.refresh(force=False)
         keys = torch.arange(5.0)[None, None, :, None]
         session = ClientSession(Servers(peers, view), blocks=range(1), prefix=(keys, keys))
-        view.bans.ban("a")
+        server.is_broken = True
         with pytest.raises(MissingBlocksError):
             await session.step(new_tokens(), [CacheOp(kind="crop", indices=(3,))])
-        view.bans.forgive("a")
-        await view.refresh(force=True)
+        server.is_broken = False
         await session.step(new_tokens())
         await session.close()
 

@@ -45,3 +45,32 @@ def test_failures_of_a_crowd_are_forgotten_oldest_first() -> None:
     assert len(bans.banned()) == 4096
     assert not bans.is_banned("p0")
     assert bans.is_banned("p4999")
+
+
+def test_the_only_holder_is_never_banned_out() -> None:
+    clock = Clock()
+    bans = BanList(clock=clock)
+    shares = {"a": range(2), "b": range(2, 4), "c": range(2, 4), "d": range(4)}
+    assert bans.usable(shares) == ["a", "b", "c", "d"]
+    for peer in ("b", "c", "d"):
+        clock.now += 0.1
+        bans.ban(peer)
+    # Of several, the one that failed longest ago.
+    assert bans.usable(shares) == ["a", "b"]
+    assert bans.usable({peer: shares[peer] for peer in ("a", "c")}) == ["a", "c"]
+    assert bans.usable({"d": range(4)}) == ["d"]
+
+
+def test_the_only_holder_is_asked_again_after_a_short_pause() -> None:
+    clock = Clock()
+    bans = BanList(clock=clock)
+    assert bans.pause_s("a") == 0
+    pauses = []
+    for _ in range(6):
+        bans.ban("a")
+        pauses.append(bans.pause_s("a"))
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 2.0, 2.0]
+    clock.now += 1.5
+    assert bans.pause_s("a") == 0.5
+    clock.now += 1.0
+    assert bans.pause_s("a") == 0.0

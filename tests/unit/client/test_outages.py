@@ -1,0 +1,241 @@
+"""What a client does while servers and directory are gone, and how soon it goes on after that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.client.chain_call import ChainCall
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.view import Servers, SwarmView
+from swarm_plugins.errors import MissingBlocksError, RequestTimeoutError, TransportError
+from swarm_plugins.routing import Demand
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.messages import Failure, ForwardRequest, ForwardResponse, Message, ServerInfo
+from swarm_plugins.versions import ModelVersion
+
+VERSION = ModelVersion("tiny", "a" * 40)
+
+
+class Machine:
+    """A server that can be frozen: then it answers nothing."""
+
+    def __init__(self, start: int, end: int, num_blocks: int) -> None:
+        self.info = ServerInfo(
+            version=VERSION.key,
+            model=VERSION.name,
+            num_blocks=num_blocks,
+            start=start,
+            end=end,
+            dtype="float32",
+            quantization="none",
+            throughput=1e6,
+        )
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.is_broken = False
+        self.asked = 0
+
+    def handlers(self) -> dict[str, Handler]:
+        async def handle(channel: Channel) -> None:
+            while (message := await channel.receive(timeout_s=60.0)) is not None:
+                await self.thawed.wait()
+                await channel.send(self.answer(message))
+
+        return dict.fromkeys(("rpc_info", "rpc_forward"), handle)
+
+    def answer(self, message: Message) -> Message:
+        if not isinstance(message, ForwardRequest):
+            return self.info
+        self.asked += 1
+        if self.is_broken:
+            return Failure(kind="internal", message="broken")
+        return ForwardResponse(hidden=message.hidden + 1)
+
+
+class Swarm(LocalTransport):
+    """Machines and a directory that may hang, or name some of them only."""
+
+    def __init__(self, machines: dict[str, Machine]) -> None:
+        super().__init__({peer: machine.handlers() for peer, machine in machines.items()})
+        self.machines = machines
+        self.named = set(machines)
+        self.late_s = 0.0
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        await asyncio.sleep(self.late_s)
+        return {peer: self.machines[peer].info for peer in self.named}
+
+    def freeze(self, *peers: str) -> None:
+        for peer in peers:
+            self.machines[peer].thawed.clear()
+
+    def thaw(self) -> None:
+        for machine in self.machines.values():
+            machine.thawed.set()
+
+
+def run(spans: dict[str, tuple[int, int]], use: Callable[[Swarm, Servers], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        num_blocks = max(end for _, end in spans.values())
+        swarm = Swarm({peer: Machine(*span, num_blocks) for peer, span in spans.items()})
+        config = SwarmConfig(**settings)
+        peers = Peers(swarm, config)
+        peers.deadlines.slack_s = 0.3
+        view = SwarmView(swarm, peers, config, version=VERSION, num_blocks=num_blocks)
+        try:
+            await use(swarm, Servers(peers, view))
+        finally:
+            swarm.thaw()
+            await peers.close()
+            await swarm.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def forward(servers: Servers) -> None:
+    inputs = SpanInputs(blocks=range(servers.view.num_blocks), hidden=torch.zeros(1, 2, 4))
+    await ChainCall(servers, inputs, keep=False).forward()
+
+
+@pytest.mark.parametrize("directory_hangs", [False, True], ids=["servers", "servers-and-directory"])
+def test_all_servers_frozen_is_an_error_in_seconds_and_over_at_once(directory_hangs: bool) -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        swarm.freeze("a", "b")
+        swarm.late_s = 60.0 if directory_hangs else 0.0
+        for _ in range(2):
+            started = time.monotonic()
+            with pytest.raises(MissingBlocksError, match="no living server holds blocks"):
+                await forward(servers)
+            assert time.monotonic() - started < 8
+        swarm.thaw()
+        # The directory stays silent: those that are known are asked all the same.
+        started = time.monotonic()
+        await forward(servers)
+        assert time.monotonic() - started < 5
+
+    run({"a": (0, 2), "b": (2, 4)}, use)
+
+
+def test_a_call_that_a_short_outage_hits_goes_on_after_it() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        swarm.freeze("a")
+        asyncio.get_running_loop().call_later(1.5, swarm.thaw)
+        await forward(servers)
+
+    run({"a": (0, 2), "b": (2, 4)}, use)
+
+
+def test_the_only_holder_of_a_block_is_asked_again_soon_though_it_has_failed_often() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        for _ in range(9):
+            servers.view.ban("a", TransportError("gone"))
+        assert servers.view.bans.is_banned("a")
+        started = time.monotonic()
+        await forward(servers)
+        assert time.monotonic() - started < 5
+        assert not servers.view.bans.is_banned("a")
+        # With a replica, a banned one is left alone.
+        await servers.view.refresh(force=True)
+        servers.view.ban("b", TransportError("gone"))
+        await servers.view.refresh(force=True)
+        assert "b" not in servers.view.entries
+
+    run({"a": (0, 2), "b": (2, 4), "c": (2, 4)}, use)
+
+
+def test_the_only_holder_that_always_fails_ends_in_missing_blocks() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        swarm.machines["a"].is_broken = True
+        with pytest.raises(MissingBlocksError, match=r"left out after failures: a; the last failure: .*broken"):
+            await forward(servers)
+        assert swarm.machines["a"].asked == 3
+
+    run({"a": (0, 2)}, use, max_retries=3)
+
+
+def test_a_directory_that_has_lost_some_servers_hides_none_that_answers() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        # As a first server that was started again: it knows itself.
+        swarm.named = {"a"}
+        for _ in range(2):
+            await servers.view.refresh(force=True)
+        assert set(servers.view.entries) == {"a", "b"}
+        await swarm.kill("b")
+        for _ in range(2):
+            await servers.view.refresh(force=True)
+        assert set(servers.view.entries) == {"a"}
+
+    run({"a": (0, 2), "b": (2, 4)}, use)
+
+
+def test_a_late_answer_of_the_directory_counts_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.view._LOOK_UP_S", 0.01)
+
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        swarm.named = {"a"}
+        await servers.view.refresh(force=False)
+        swarm.named, swarm.late_s = {"a", "b"}, 0.1
+        await servers.view.refresh(force=True)
+        assert set(servers.view.entries) == {"a"}
+        while not servers.view.is_stale:
+            await asyncio.sleep(0.01)
+        await servers.view.refresh(force=False)
+        assert set(servers.view.entries) == {"a", "b"}
+
+    run({"a": (0, 2), "b": (2, 4)}, use)
+
+
+def test_one_frozen_server_beside_an_idle_replica_costs_its_first_deadline_at_most() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await servers.view.refresh(force=False)
+        (first,) = await servers.view.chain(range(4), Demand())
+        swarm.freeze(first.peer)
+        started = time.monotonic()
+        await forward(servers)
+        assert time.monotonic() - started < 12  # 5 s; it was request_timeout_s, 120 s
+
+    run({"a": (0, 4), "b": (0, 4)}, use)
+
+
+def test_replicas_that_hang_too_are_not_tried_one_after_the_other() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        swarm.freeze(*"abcd")
+        started = time.monotonic()
+        with pytest.raises(MissingBlocksError):
+            await forward(servers)
+        assert time.monotonic() - started < 8
+
+    run(dict.fromkeys("abcd", (0, 4)), use)
+
+
+def test_deadlines_of_streams_that_do_not_open_are_learnt_too() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        timeouts: list[float] = []
+
+        async def hang(peer: str, rpc: str, *, timeout_s: float) -> Channel:
+            timeouts.append(timeout_s)
+            raise RequestTimeoutError("no stream")
+
+        await (await servers.peers.open("a", "rpc_forward")).close()
+        swarm.open = hang  # type: ignore[method-assign]
+        for peer in ("a", "b"):
+            with pytest.raises(RequestTimeoutError):
+                await servers.peers.open(peer, "rpc_forward")
+        assert timeouts[0] < 1.0
+        assert 5.0 <= timeouts[1] < 6.0
+
+    run({"a": (0, 4), "b": (0, 4)}, use)
