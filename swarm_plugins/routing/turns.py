@@ -1,0 +1,85 @@
+"""Whose turn it is to move: one server at a time, by a rule that all compute alike, without waiting for a dead one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from swarm_plugins.routing.placement import Move, Placed, best_span, next_move, rank
+
+_MAX_REMEMBERED = 1024
+
+
+class Snapshot:
+    """The servers of a model version at one moment, and the move that follows from them."""
+
+    def __init__(self, num_blocks: int, servers: Sequence[Placed]) -> None:
+        self.num_blocks = num_blocks
+        self.servers = tuple(servers)
+
+    @cached_property
+    def movers(self) -> tuple[Placed, ...]:
+        """The servers that are moving."""
+        return tuple(one for one in self.servers if one.target is not None)
+
+    @cached_property
+    def move(self) -> Move | None:
+        """The move that helps most; see `next_move`."""
+        return next_move(self.num_blocks, self.servers)
+
+    def span_of_new(self, peer: str, length: int, rate: float) -> range:
+        """Returns the span of a server that joins; see `best_span`.
+
+        Of those that join at the same time, each considers only the ones before it in an order that all know.
+        """
+        before = [one for one in self.servers if one.peer != peer and (one.is_online or rank(one.peer) < rank(peer))]
+        return best_span(self.num_blocks, before, length, rate)
+
+    def staying(self, peers: set[str]) -> Snapshot:
+        """Returns the snapshot as if some servers could not move."""
+        servers = [replace(one, mobility="pinned", target=None) if one.peer in peers else one for one in self.servers]
+        return Snapshot(self.num_blocks, servers)
+
+
+class Turns:
+    """Decides when a server moves: if the snapshot says so, and no other server is moving.
+
+    A mover that never arrives, and a server that should move and does not, hold up the others for a while only.
+
+    Args:
+        peer: The server itself.
+        patience_s: Seconds after which a mover is not waited for any more.
+        turn_s: Seconds after which a server that should move loses its turn.
+    """
+
+    def __init__(self, peer: str, *, patience_s: float = 900.0, turn_s: float = 120.0) -> None:
+        self.peer = peer
+        self.patience_s = patience_s
+        self.turn_s = turn_s
+        self._moving_since: dict[tuple[str, range], float] = {}
+        self._due: tuple[Move, float] | None = None
+        self._late: dict[str, None] = {}
+
+    def mine(self, snapshot: Snapshot, now: float) -> Move | None:
+        """Returns the move that this server should make at a monotonic time, or None."""
+        stuck = self._stuck(snapshot.movers, now)
+        if len(stuck) < len(snapshot.movers):
+            return None
+        staying = stuck | self._late.keys()
+        move = (snapshot.staying(staying) if staying else snapshot).move
+        if move is None or move.peer == self.peer:
+            self._due = None
+            return move
+        if self._due is None or self._due[0] != move:
+            self._due = (move, now)
+        elif now - self._due[1] > self.turn_s:
+            self._late[move.peer] = None
+            if len(self._late) > _MAX_REMEMBERED:
+                del self._late[next(iter(self._late))]
+        return None
+
+    def _stuck(self, movers: Sequence[Placed], now: float) -> set[str]:
+        keys = {(one.peer, one.target): one.peer for one in movers if one.target is not None}
+        self._moving_since = {key: self._moving_since.get(key, now) for key in keys}
+        return {peer for key, peer in keys.items() if now - self._moving_since[key] > self.patience_s}
