@@ -12,9 +12,9 @@ import msgspec
 from swarm_plugins.errors import TransportError
 from swarm_plugins.routing import expert_gaps
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.messages import InfoRequest, ServerInfo
+from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.node import SwarmNode
-from swarm_plugins.transport.records import check_server_info
+from swarm_plugins.transport.reach.static import ask_info
 
 _MAX_AT_ONCE = 16
 
@@ -90,18 +90,18 @@ class ModelStatus:
         }
 
 
-async def survey(initial_peers: tuple[str, ...], wanted: str | None, *, timeout_s: float) -> list[ModelStatus]:
+async def survey(config: NodeConfig, wanted: str | None, *, timeout_s: float) -> list[ModelStatus]:
     """Returns all model versions whose version or name contains ``wanted``, with their servers.
 
     Args:
-        initial_peers: Addresses to join the swarm by.
+        config: How to reach the swarm, as a client.
         wanted: Part of a version or of a model's name. None: all versions.
         timeout_s: Longest wait for one server.
 
     Raises:
         TransportError: If the swarm cannot be reached.
     """
-    async with SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True)) as node:
+    async with SwarmNode(config) as node:
         found = []
         gate = asyncio.Semaphore(_MAX_AT_ONCE)
         for version, model in sorted((await node.models()).items()):
@@ -122,17 +122,11 @@ async def _ask(
     unreachable = ServerStatus(peer, announced, is_reachable=False)
     try:
         async with gate:
-            channel = await node.open(peer, "rpc_info", timeout_s=timeout_s)
-            try:
-                await channel.send(InfoRequest())
-                answer = await channel.receive(timeout_s=timeout_s)
-            finally:
-                await channel.close()
-        # A server that still loads announces itself but serves nothing yet, which is not a fault.
-        if not isinstance(answer, ServerInfo) or answer.num_blocks != announced.num_blocks:
-            return unreachable
-        check_server_info(answer)
+            answer = await ask_info(node.open, peer, timeout_s=timeout_s)
     except TransportError:
+        return unreachable
+    # A server that still loads announces itself but serves nothing yet, which is not a fault.
+    if answer.num_blocks != announced.num_blocks:
         return unreachable
     return ServerStatus(peer, answer, is_reachable=True)
 

@@ -8,10 +8,13 @@ import typer
 
 from swarm_plugins.cli.support.arguments import (
     Adapter,
+    Discovery,
+    Identity,
     Model,
     NewTokens,
     Peers,
     Revision,
+    Secret,
     System,
     Temperature,
     require_addresses,
@@ -23,6 +26,9 @@ from swarm_plugins.noise import quiet_command
 def chat(
     model: Model,
     initial_peers: Peers = None,
+    discovery: Discovery = "dht",
+    secret_file: Secret = None,
+    identity: Identity = None,
     adapter: Adapter = None,
     revision: Revision = None,
     system: System = None,
@@ -34,11 +40,18 @@ def chat(
     quiet_command()
     with one_sentence_errors("chat"):
         peers = require_addresses(initial_peers)
+        from swarm_plugins.client.config import SwarmConfig
+
+        config = SwarmConfig(
+            discovery=discovery,  # type: ignore[arg-type]  # checked there
+            secret_file=secret_file,
+            identity=identity,
+        )
         from swarm_plugins.talk.loading import load_for_chat
         from swarm_plugins.talk.loop import talk
         from swarm_plugins.talk.turns import Conversation
 
-        loaded = load_for_chat(model, peers, adapter=adapter, revision=revision, endpoint=endpoint)
+        loaded = load_for_chat(model, peers, config, adapter=adapter, revision=revision, endpoint=endpoint)
         talk(Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.arguments import split_addresses
+from swarm_plugins.cli.support.arguments import Secret, split_addresses
 from swarm_plugins.cli.support.output import SERVE_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.sizes import parse_bytes
@@ -48,6 +48,14 @@ def serve(
             envvar="SWARM_INITIAL_PEERS",
         ),
     ] = None,
+    discovery: Annotated[
+        str,
+        typer.Option(metavar="dht|static", help="static: announce nothing; clients are given this server's address."),
+    ] = "dht",
+    secret_file: Secret = None,
+    allowed_peers: Annotated[
+        list[str] | None, typer.Option(help="Id of a peer to serve and to call; repeatable.  [default: any peer]")
+    ] = None,
     identity: Annotated[
         Path | None, typer.Option(help="Key file of the peer id, made if it does not exist.", dir_okay=False)
     ] = None,
@@ -58,6 +66,14 @@ def serve(
     announce_maddrs: Annotated[
         list[str] | None, typer.Option(help="Address to tell others, if it is not one listened on.")
     ] = None,
+    relay: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of a relay (any server that others can reach) to be reached through; repeatable."),
+    ] = None,
+    auto_relay: Annotated[
+        bool, typer.Option("--auto-relay", help="Look for a relay if this machine turns out to be unreachable.")
+    ] = False,
+    nat_port_map: Annotated[bool, typer.Option(help="Ask the router (UPnP) to forward the port.")] = True,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:INDEX.")] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the checkpoint's]")
@@ -126,6 +142,12 @@ def serve(
             remote_experts=is_remote,
             # An embedded server joins its parent's swarm, whatever the environment says.
             initial_peers=tuple(split_addresses(initial_peers)) if embedding is None else (),
+            discovery=discovery,  # type: ignore[arg-type]  # checked there
+            secret_file=secret_file,
+            allowed_peers=tuple(split_addresses(allowed_peers)) or None,
+            relays=tuple(split_addresses(relay)),
+            auto_relay=auto_relay,
+            nat_port_map=nat_port_map,
             identity=identity,
             announce_maddrs=tuple(announce_maddrs or ()),
             device=device,
@@ -140,7 +162,8 @@ def serve(
             adapters=tuple(adapter or ()),
             limits=ServiceLimits(max_batch_tokens=max_batch_tokens, max_session_tokens=max_session_tokens),
             show_progress=sys.stderr.isatty(),
-            host_maddrs=tuple(host_maddrs or DEFAULT_HOST_MADDRS),
+            # Behind a relay nobody calls a port of this machine.
+            host_maddrs=tuple(host_maddrs or (() if relay else DEFAULT_HOST_MADDRS)),
         )
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.server.process import prepare_process, run_server

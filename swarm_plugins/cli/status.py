@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.arguments import Peers, require_addresses
+from swarm_plugins.cli.support.arguments import Discovery, Identity, Peers, Secret, require_addresses
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import MissingBlocksError
 
@@ -19,6 +19,9 @@ def status(
         str | None, typer.Argument(help="A version, or part of its name. Default: all that the swarm serves.")
     ] = None,
     initial_peers: Peers = None,
+    discovery: Discovery = "dht",
+    secret_file: Secret = None,
+    identity: Identity = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")] = 5.0,
 ) -> None:
@@ -29,8 +32,16 @@ def status(
 
         from swarm_plugins.cli.support.status_table import print_tables
         from swarm_plugins.survey import survey
+        from swarm_plugins.transport.config import NodeConfig
 
-        found = asyncio.run(survey(tuple(peers), model, timeout_s=timeout))
+        config = NodeConfig(
+            initial_peers=tuple(peers),
+            discovery=discovery,  # type: ignore[arg-type]  # checked there
+            secret_file=secret_file,
+            identity_path=identity,
+            client_mode=True,
+        )
+        found = asyncio.run(survey(config, model, timeout_s=timeout))
         if json:
             typer.echo(json_format.dumps([one.as_dict() for one in found], indent=2))
         elif found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from swarm_plugins.errors import ConfigError
@@ -36,6 +37,16 @@ class SwarmConfig:
     allowed_peers: tuple[str, ...] | None = None
     """Ids of the only servers to use. None: any server that announces the model's version."""
 
+    discovery: Literal["dht", "static"] = "dht"
+    """How servers are found: in the DHT that the initial peers belong to, or ``static``: they are the servers."""
+
+    identity: Path | None = None
+    """Key file of this client's peer id, made if it does not exist, for servers that allow some peers only. None: a new
+    id each time."""
+
+    secret_file: Path | None = None
+    """File with the secret of a private swarm: only servers that know it are used. None: no secret."""
+
     local_blocks: tuple[int, int] = (0, 0)
     """How many blocks at the start and at the end of the model run here with their own weights, for privacy: servers
     see only hidden states from the middle of the model."""
@@ -61,6 +72,8 @@ class SwarmConfig:
         if self.codec not in ("none", "float16", "int8"):
             raise ConfigError(f"unknown codec {self.codec!r}; known: none, float16, int8")
         object.__setattr__(self, "local_blocks", _checked_local_blocks(self.local_blocks))
+        if self.discovery not in ("dht", "static"):
+            raise ConfigError(f"unknown discovery {self.discovery!r}; known: dht, static")
         if self.allowed_peers is not None and not self.allowed_peers:
             raise ConfigError("allowed_peers is empty, so no server could be used; pass None to allow any")
 

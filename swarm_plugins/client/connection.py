@@ -228,14 +228,22 @@ def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnectio
     with _connections_lock:
         known = _connections.get((addresses, config))
         if known is None:
-            known = SwarmConnection(lambda: _open_lasting(addresses), config, initial_peers=addresses)
+            known = SwarmConnection(lambda: _open_lasting(addresses, config), config, initial_peers=addresses)
             _connections[addresses, config] = known
         return known
 
 
-async def _open_lasting(initial_peers: tuple[str, ...]) -> Network:
+async def _open_lasting(initial_peers: tuple[str, ...], config: SwarmConfig) -> Network:
     async def start_node() -> SwarmNode:
-        node = SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True))
+        node = SwarmNode(
+            NodeConfig(
+                initial_peers=initial_peers,
+                discovery=config.discovery,
+                identity_path=config.identity,
+                secret_file=config.secret_file,
+                client_mode=True,
+            )
+        )
         await node.start()
         return node
 

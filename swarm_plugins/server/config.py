@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
@@ -95,6 +96,24 @@ class ServeConfig:
 
     announce_maddrs: tuple[str, ...] = ()
     """Addresses announced to others, if not those listened on."""
+
+    discovery: Literal["dht", "static"] = "dht"
+    """How servers find each other and are found. ``static``: nothing is announced; the initial peers are all others."""
+
+    secret_file: Path | None = None
+    """File with the secret of a private swarm: only peers that know it are served. None: any."""
+
+    allowed_peers: tuple[str, ...] | None = None
+    """Ids of the only peers to serve and to call. None: any."""
+
+    relays: tuple[str, ...] = ()
+    """Addresses of relays to be reached through."""
+
+    auto_relay: bool = False
+    """Look for relays if others cannot reach this machine."""
+
+    nat_port_map: bool = True
+    """Ask the router to forward the port."""
 
     identity: Path | None = None
     """File of the private key that the peer id is derived from. None: a new id each time."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.stats import OffloadStats
@@ -26,14 +27,20 @@ class LoadedModel(NamedTuple):
 
 
 def load_for_chat(
-    name: str, peers: list[str], *, adapter: str | None, revision: str | None, endpoint: str | None
+    name: str,
+    peers: list[str],
+    config: SwarmConfig,
+    *,
+    adapter: str | None,
+    revision: str | None,
+    endpoint: str | None,
 ) -> LoadedModel:
     """Loads a model whose blocks run on the swarm, with tokenizer and, from ``DIR|REPO[@TAG]``, an adapter.
 
     Raises:
         ConfigError: If model, tokenizer or adapter do not exist.
     """
-    model: Any = AutoSwarmModelForCausalLM.from_pretrained(name, revision=revision, initial_peers=peers)
+    model: Any = AutoSwarmModelForCausalLM.from_pretrained(name, revision=revision, initial_peers=peers, swarm=config)
     tokenizer = load_tokenizer(name, revision)
     return LoadedModel(_with_adapter(model, adapter, endpoint), tokenizer)
 

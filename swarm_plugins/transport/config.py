@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ConfigError
+
+DISCOVERIES = ("dht", "static")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,21 @@ class NodeConfig:
     identity_path: Path | None = None
     """File with the private key that makes the peer id, created if missing. None: a new id each time."""
 
+    discovery: Literal["dht", "static"] = "dht"
+    """How servers are found. ``static``: the initial peers are the servers; nothing is announced or looked up."""
+
+    secret_file: Path | None = None
+    """File with the secret of a private swarm: this node talks only with peers that know it too. None: with any."""
+
+    allowed_peers: tuple[str, ...] | None = None
+    """Ids of the only peers to talk with, in either direction. None: any."""
+
     client_mode: bool = False
     """Only send requests: no listening socket, no entry in the DHT's routing tables."""
+
+    relays: tuple[str, ...] = ()
+    """Addresses of relays, each with ``/p2p/`` and the relay's id, to be reached through. ``host_maddrs`` may then be
+    empty, so that the node listens nowhere."""
 
     use_relay: bool = True
     """Reach peers behind firewalls through relays."""
@@ -49,7 +65,10 @@ class NodeConfig:
     """Longest look-up or announcement."""
 
     def __post_init__(self) -> None:
-        for name in ("initial_peers", "known_peers", "host_maddrs", "announce_maddrs"):
+        if self.discovery not in DISCOVERIES:
+            raise ConfigError(f"unknown discovery {self.discovery!r}; known: {', '.join(DISCOVERIES)}")
+        check_peer_ids(self.allowed_peers)
+        for name in ("initial_peers", "known_peers", "host_maddrs", "announce_maddrs", "relays"):
             if isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be a sequence of addresses, got one string: put it in a list")
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -58,9 +77,9 @@ class NodeConfig:
         for address in self.announce_maddrs:
             if "/tcp/0" in f"{address}/" or "/udp/0/" in f"{address}/":
                 raise ConfigError(f"cannot announce {address!r}: port 0 means any; give the real port")
-        for address in (*self.initial_peers, *self.known_peers):
+        for address in (*self.initial_peers, *self.known_peers, *self.relays):
             peer_id_in(address)
-        if not self.client_mode and not self.host_maddrs:
+        if not self.client_mode and not self.host_maddrs and not self.relays:
             raise ConfigError(
                 "host_maddrs is empty: a server needs an address to listen on, such as /ip4/0.0.0.0/tcp/0"
             )
@@ -68,6 +87,11 @@ class NodeConfig:
             raise ConfigError(
                 f"timeouts must be positive, got start {self.start_timeout_s} s and DHT {self.dht_timeout_s} s"
             )
+
+    @property
+    def announced(self) -> tuple[str, ...]:
+        """Addresses to announce instead of those listened on."""
+        return (*self.announce_maddrs, *(f"{relay}/p2p-circuit" for relay in self.relays))
 
     @property
     def is_loopback_only(self) -> bool:
@@ -102,6 +126,26 @@ def with_port(host: str, listening: Sequence[str]) -> str:
             if name in parsed and address.startswith(f"/{family}/") and "p2p-circuit" not in parsed:
                 return f"{host}/".replace(f"/{name}/0/", f"/{name}/{parsed[name]}/").rstrip("/")
     return host
+
+
+def check_peer_ids(peers: Iterable[str] | None) -> None:
+    """Raises ConfigError if one of some peers is not a peer id, or if there are none."""
+    if peers is None:
+        return
+    if isinstance(peers, str) or not list(peers):
+        raise ConfigError(f"allowed_peers is {peers!r}: expected peer ids, or None to allow any peer")
+    for peer in peers:
+        try:
+            _parse(f"/p2p/{peer}")
+        except ConfigError as exc:
+            raise ConfigError(
+                f"{peer!r} is not a peer id: expected 12D3Koo... or Qm..., as `swarm status` shows"
+            ) from exc
+
+
+def place_in(address: str) -> str:
+    """Returns an address without the id of the peer there."""
+    return str(_parse(address)).rpartition("/p2p/")[0]
 
 
 def _parse(address: str) -> Multiaddr:

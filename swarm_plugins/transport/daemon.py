@@ -117,7 +117,7 @@ async def start_daemon(config: NodeConfig, identity: IdentityFile) -> Daemon:
             _check_port_free(address)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            if identity.existed and config.initial_peers and not config.client_mode:
+            if identity.existed and config.initial_peers and not config.client_mode and config.discovery == "dht":
                 await _check_identity_free(config, identity)
             return Daemon(await _create(_arguments(config, identity.path)))
         except P2PDaemonError as exc:
@@ -208,16 +208,17 @@ async def _stop(p2p: P2P) -> None:
 
 
 def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
+    is_static = config.discovery == "static"
     reaches_outside = not config.client_mode and not config.is_loopback_only
     return {
-        "initial_peers": list(config.initial_peers),
-        "announce_maddrs": list(config.announce_maddrs) or None,
+        "initial_peers": [] if is_static else list(config.initial_peers),
+        "announce_maddrs": list(config.announced) or None,
         "host_maddrs": list(config.host_maddrs),
         "identity_path": str(identity_path),
         # See `_check_identity_free`.
         "check_if_identity_free": False,
-        "dht_mode": "client" if config.client_mode else "server",
-        "no_listen": config.client_mode and not config.use_auto_relay,
+        "dht_mode": "client" if config.client_mode or is_static else "server",
+        "no_listen": not config.host_maddrs or (config.client_mode and not config.use_auto_relay),
         "auto_nat": reaches_outside,
         "nat_port_map": reaches_outside and config.nat_port_map,
         "use_relay": config.use_relay,

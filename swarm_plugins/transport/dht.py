@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Coroutine, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from hivemind.dht.node import DHTNode
 
 from swarm_plugins.errors import ConfigError, ProtocolError, TransportError
 from swarm_plugins.transport.admission.calls import Admission, node_id_of
 from swarm_plugins.transport.admission.connection import DHTConnection
+from swarm_plugins.transport.admission.gate import Gate
 from swarm_plugins.transport.admission.serializer import TypedSerializer
 from swarm_plugins.transport.admission.storage import BoundedStorage
 from swarm_plugins.transport.config import NodeConfig, peer_id_in
@@ -25,11 +25,13 @@ from swarm_plugins.transport.neighbors import Neighbors
 from swarm_plugins.transport.records import (
     MAX_TTL_S,
     GoneRecord,
+    ModelInfo,
     ModelRecord,
     Record,
     ServerRecord,
     check_server_info,
     key_id,
+    majority,
     model_keys,
     open_record,
     own_model_key,
@@ -49,43 +51,17 @@ _TOMBSTONE_S = 60.0
 _LATER_S = 0.001
 
 
-class ModelInfo(NamedTuple):
-    """An announced model version."""
-
-    model: str
-    """Display name."""
-    num_blocks: int
-    """Blocks of the whole model."""
-    num_servers: int
-    """Peers that announce parts of it, with this number of blocks."""
-
-
-def majority(records: Iterable[ModelRecord]) -> dict[str, ModelInfo]:
-    """Returns the majority's claims about each model version, from one record per peer; a liar cannot hide the rest.
-
-    That is, by version: the number of blocks most peers agree on, these peers' most common name, and their number.
-    """
-    names: dict[tuple[str, int], Counter[str]] = {}
-    for record in records:
-        if record.version:
-            names.setdefault((record.version, record.num_blocks), Counter())[record.model] += 1
-    found: dict[str, ModelInfo] = {}
-    for (version, num_blocks), models in names.items():
-        if version not in found or models.total() > found[version].num_servers:
-            found[version] = ModelInfo(models.most_common(1)[0][0], num_blocks, models.total())
-    return found
-
-
 class SwarmDHT:
     """A node's membership of the DHT; ``identity`` signs its announcements.
 
     The DHT runs in a thread of its own: what strangers make it do delays no request of the node's event loop.
     """
 
-    def __init__(self, daemon: Daemon, identity: Identity, config: NodeConfig) -> None:
+    def __init__(self, daemon: Daemon, identity: Identity, config: NodeConfig, gate: Gate) -> None:
         self._daemon = daemon
         self._identity = identity
         self._config = config
+        self._gate = gate
         self._loop = LoopThread("swarm-dht")
         self._connection: DHTConnection | None = None
         self._dht: DHTNode | None = None
@@ -102,10 +78,15 @@ class SwarmDHT:
             raise TransportError(
                 f"initial peers {', '.join(self._config.initial_peers)} do not answer as members of a swarm: "
                 "give the address of a running server, with its current peer id"
+                + (
+                    "; all peers need the same --secret-file"
+                    if self._gate.is_secret
+                    else ", and --secret-file if the swarm is private"
+                )
             ) from exc
 
     async def _join(self) -> None:
-        connection = self._connection = await DHTConnection.open(self._daemon.socket_path)
+        connection = self._connection = await DHTConnection.open(self._daemon.socket_path, self._gate)
         dht = await DHTNode.create(
             p2p=connection,
             initial_peers=[f"/p2p/{peer_id_in(address)}" for address in self._config.initial_peers] or None,

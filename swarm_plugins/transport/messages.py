@@ -34,6 +34,7 @@ FailureKind = Literal[
     "out_of_memory",  # a budget is full: try another server, or later
     "not_finite",  # NaN or infinity in the inputs: another server would refuse them too
     "not_finite_output",  # NaN or infinity in the outputs: a server with another dtype, or a healthy one, may do better
+    "refused",  # this server talks only with peers of a list, or with those that know a secret
     "overloaded",  # too many streams or requests of this peer
     "internal",  # the server's own fault
 ]

@@ -16,7 +16,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_plugins.transport.config import peer_id_in
+from swarm_plugins.transport.config import peer_id_in, place_in
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Neighbors:
     def __init__(self, p2p: P2P, dht: DHTNode, addresses: Sequence[str]) -> None:
         self._p2p = p2p
         self._dht = dht
-        self._initial = {PeerID.from_base58(peer_id_in(address)): _place(address) for address in addresses}
+        self._initial = {PeerID.from_base58(peer_id_in(address)): Multiaddr(place_in(address)) for address in addresses}
         self._addresses: dict[PeerID, str] = {}
         self._seen_at: OrderedDict[PeerID, float] = OrderedDict()
         self._lock = asyncio.Lock()
@@ -114,8 +114,3 @@ class Neighbors:
 
     def _table(self) -> set[PeerID]:
         return set(self._dht.protocol.routing_table.peer_id_to_uid)
-
-
-def _place(address: str) -> Multiaddr:
-    """Returns an address without the id of the peer there."""
-    return Multiaddr(str(Multiaddr(address)).rpartition("/p2p/")[0])

@@ -5,26 +5,31 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL, Gate, load_secret
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig, with_port
 from swarm_plugins.transport.daemon import Daemon, start_daemon
-from swarm_plugins.transport.dht import ModelInfo, SwarmDHT
+from swarm_plugins.transport.dht import SwarmDHT
 from swarm_plugins.transport.guards import install_guards
 from swarm_plugins.transport.identity import Identity, IdentityFile
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ServerInfo
-from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, protocol_name
+from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, open_stream, protocol_name
+from swarm_plugins.transport.reach.relays import Relays
+from swarm_plugins.transport.reach.static import StaticPeers
+from swarm_plugins.transport.records import ModelInfo
 from swarm_plugins.transport.stream import FrameStream, Parting
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_NOT_RUNNING = "this node is not running: call start() first, and nothing after close()"
 
 
 class SwarmNode:
@@ -48,11 +53,13 @@ class SwarmNode:
         # A client chooses whom it asks: answers of one server may fill all of it.
         self._answers = Ledger(limits.max_receiving_bytes, max_peer_share=1.0)
         self._ledger = ledger or Ledger(limits.max_receiving_bytes)
-        self._acceptor = Acceptor(limits, self._ledger, self._parting)
+        self._gate: Gate | None = None
+        self._acceptor = Acceptor(limits, self._ledger, self._parting, lambda peer: _started(self._gate).refusal(peer))
         self._identity: IdentityFile | None = None
         self._listens: tuple[str, ...] = ()
         self._daemon: Daemon | None = None
-        self._dht: SwarmDHT | None = None
+        self._dht: SwarmDHT | StaticPeers | None = None
+        self._relays: Relays | None = None
         self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
 
     async def start(self) -> None:
@@ -65,13 +72,23 @@ class SwarmNode:
         if self._daemon is not None:
             raise ConfigError("this node has been started already")
         install_guards()
+        config = self._config
+        secret = None if config.secret_file is None else load_secret(config.secret_file)
         try:
             if self._identity is None:
                 self._identity = IdentityFile.take(self._config.identity_path)
             self._daemon = await start_daemon(self._config, self._identity)
             self._identity.delete_if_temporary()  # the daemon has read it
-            self._dht = SwarmDHT(self._daemon, self._identity.identity, self._config)
+            self._gate = Gate(self._daemon.peer_id, allowed=config.allowed_peers, secret=secret)
+            if secret is not None and not config.client_mode:
+                await self._register(PROOF_PROTOCOL, self._gate.answer)
+            if config.discovery == "static":
+                self._dht = StaticPeers(self._daemon, self.open, config)
+            else:
+                self._dht = SwarmDHT(self._daemon, self._identity.identity, config, self._gate)
             await self._dht.start()
+            self._relays = Relays(self._daemon, config.relays)
+            await self._relays.start()
             self._listens = await self.addresses()
         except BaseException:
             await self.close()
@@ -118,6 +135,9 @@ class SwarmNode:
         await self._acceptor.close()
         for channel in list(self._opened):
             await channel.close()
+        relays, self._relays = self._relays, None
+        if relays is not None:
+            await relays.close()
         dht, self._dht = self._dht, None
         daemon, self._daemon = self._daemon, None
         identity, self._identity = self._identity, None
@@ -182,18 +202,17 @@ class SwarmNode:
         Raises:
             ConfigError: If an rpc is unknown, or the node is in client mode.
         """
-        daemon = _started(self._daemon)
         if self._config.client_mode:
             raise ConfigError("a node in client mode cannot serve: start it with client_mode=False")
         for rpc, handler in handlers.items():
             accept = functools.partial(self._acceptor.accept, handler)
-            register = daemon.p2p.add_binary_stream_handler(protocol_name(rpc), accept)
-            await daemon.race(register, timeout_s=10.0, what=f"registering {rpc}")
+            await self._register(protocol_name(rpc), accept)
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel; see [`Transport`][swarm_plugins.transport.channel.Transport]."""
         daemon = _started(self._daemon)
         daemon.check_alive()
+        await self._enter(peer, timeout_s)
         channel = await open_channel(
             daemon.socket_path,
             peer,
@@ -206,13 +225,28 @@ class SwarmNode:
         self._opened.add(channel)
         return channel
 
+    @property
+    def _member(self) -> SwarmDHT | StaticPeers:
+        if self._dht is None:
+            raise TransportError(_NOT_RUNNING)
+        return self._dht
+
+    async def _enter(self, peer: str, timeout_s: float) -> None:
+        daemon = _started(self._daemon)
+        await _started(self._gate).enter(peer, functools.partial(open_stream, daemon.socket_path), timeout_s)
+
+    async def _register(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
+        daemon = _started(self._daemon)
+        register = daemon.p2p.add_binary_stream_handler(protocol, handler)
+        await daemon.race(register, timeout_s=10.0, what=f"registering {protocol}")
+
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version; see [`Directory`][swarm_plugins.transport.channel.Directory]."""
-        return await _started(self._dht).servers(version, num_blocks)
+        return await self._member.servers(version, num_blocks)
 
     async def models(self) -> dict[str, ModelInfo]:
         """Returns all announced model versions, by version."""
-        return await _started(self._dht).models()
+        return await self._member.models()
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
         """Announces in the DHT for ``ttl_s`` seconds that this node serves ``info``; repeat it in time.
@@ -221,14 +255,14 @@ class SwarmNode:
             ConfigError: If ``info`` or ``ttl_s`` is out of range, or the node is in client mode.
             TransportError: If no node of the DHT accepts it.
         """
-        await _started(self._dht).announce(info, ttl_s)
+        await self._member.announce(info, ttl_s)
 
     async def retract(self) -> None:
         """Withdraws the announcement. Idempotent."""
-        await _started(self._dht).retract()
+        await self._member.retract()
 
 
 def _started(part: _T | None) -> _T:
     if part is None:
-        raise TransportError("this node is not running: call start() first, and nothing after close()")
+        raise TransportError(_NOT_RUNNING)
     return part

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import cast
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
@@ -52,9 +53,8 @@ async def open_channel(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_unix_connection(socket_path)
+            reader, writer = await open_stream(socket_path, peer, protocol)
             try:
-                await _request_stream(reader, writer, peer, protocol)
                 return await _take_over(FrameStream(peer, limits, ledger, parting), reader, writer)
             except BaseException:
                 writer.transport.abort()
@@ -71,6 +71,22 @@ async def open_channel(
             f"no stream to peer {peer}: this machine's own libp2p daemon does not answer ({exc}); "
             "it has died or is shutting down"
         ) from exc
+
+
+async def open_stream(socket_path: str, peer: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Opens a bare stream to a peer through the daemon that listens on ``socket_path``.
+
+    Raises:
+        TransportError: If the peer cannot be reached or does not speak the protocol.
+        OSError: If the daemon does not answer.
+    """
+    reader, writer = await asyncio.open_unix_connection(socket_path)
+    try:
+        await _request_stream(reader, writer, peer, protocol)
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return reader, writer
 
 
 async def _request_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, protocol: str) -> None:
@@ -95,9 +111,23 @@ async def _take_over(stream: FrameStream, reader: asyncio.StreamReader, writer: 
 
 
 class Acceptor:
-    """Turns incoming streams into calls of handlers, within limits per peer."""
+    """Turns incoming streams into calls of handlers, within limits per peer.
 
-    def __init__(self, limits: WireLimits, ledger: Ledger, parting: Parting | None = None) -> None:
+    Args:
+        limits: Of streams and messages.
+        ledger: For messages that are not read yet.
+        parting: Counts streams that linger.
+        refusal: Returns why a peer may not call at all, or None.
+    """
+
+    def __init__(
+        self,
+        limits: WireLimits,
+        ledger: Ledger,
+        parting: Parting | None = None,
+        refusal: Callable[[str], str | None] = lambda _: None,
+    ) -> None:
+        self._refusal = refusal
         self._limits = limits
         self._ledger = ledger
         self._parting = parting or Parting()
@@ -142,6 +172,10 @@ class Acceptor:
                 log.warning("a handler does not end: %s", task.get_name())
 
     async def _serve(self, handler: Handler, channel: FrameStream) -> None:
+        refusal = self._refusal(channel.remote_peer)
+        if refusal is not None:
+            await channel.send(Failure(kind="refused", message=refusal))
+            return
         peer = channel.remote_peer
         try:
             self._streams.claim(peer, 1)

@@ -19,7 +19,9 @@ import hashlib
 import math
 import struct
 import time
-from typing import cast
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, cast
 
 import msgspec
 from hivemind.dht.routing import DHTID
@@ -84,6 +86,33 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 _record_decoder = msgspec.msgpack.Decoder(Record)
 _envelope_decoder = msgspec.msgpack.Decoder(_Envelope)
 _bytes_decoder = msgspec.msgpack.Decoder(bytes)
+
+
+class ModelInfo(NamedTuple):
+    """An announced model version."""
+
+    model: str
+    """Display name."""
+    num_blocks: int
+    """Blocks of the whole model."""
+    num_servers: int
+    """Peers that announce parts of it, with this number of blocks."""
+
+
+def majority(records: Iterable[ModelRecord]) -> dict[str, ModelInfo]:
+    """Returns the majority's claims about each model version, from one record per peer; a liar cannot hide the rest.
+
+    That is, by version: the number of blocks most peers agree on, these peers' most common name, and their number.
+    """
+    names: dict[tuple[str, int], Counter[str]] = {}
+    for record in records:
+        if record.version:
+            names.setdefault((record.version, record.num_blocks), Counter())[record.model] += 1
+    found: dict[str, ModelInfo] = {}
+    for (version, num_blocks), models in names.items():
+        if version not in found or models.total() > found[version].num_servers:
+            found[version] = ModelInfo(models.most_common(1)[0][0], num_blocks, models.total())
+    return found
 
 
 def server_keys(version: str) -> list[str]:

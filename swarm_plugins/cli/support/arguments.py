@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,17 @@ Model = Annotated[str, typer.Argument(help="Model: a directory, or its id on the
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")]
 Peers = Annotated[
     list[str] | None, typer.Option(help="Address to reach the swarm by; repeatable.", envvar="SWARM_INITIAL_PEERS")
+]
+Discovery = Annotated[
+    str,
+    typer.Option(metavar="dht|static", help="static: the servers are those at --initial-peers; no DHT is asked."),
+]
+Secret = Annotated[
+    Path | None,
+    typer.Option("--secret-file", help="Secret of a private swarm, the same for all its peers.", dir_okay=False),
+]
+Identity = Annotated[
+    Path | None, typer.Option(help="Key file of the peer id, made if it does not exist.", dir_okay=False)
 ]
 Adapter = Annotated[
     str | None, typer.Option(metavar="DIR|REPO[@TAG]", help="Adapter to talk with, from a folder or the Hub.")

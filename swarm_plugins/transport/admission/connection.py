@@ -6,23 +6,27 @@ hivemind reads as fast as the daemon delivers, and decodes up to 4 MiB before it
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Callable
 from typing import Any
 
-from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import DEFAULT_MAX_MSG_SIZE, ControlClient, DaemonConnector
 from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ProtocolError
+from swarm_plugins.transport.admission.gate import REFUSED, Gate
 from swarm_plugins.transport.admission.origins import Origins, list_connections
 from swarm_plugins.transport.admission.paces import Paces
+from swarm_plugins.transport.p2p_channel import open_stream
 
 MAX_CALL_BYTES = 128 << 10
 """Largest call of the DHT; 16 records of 4 KiB take half of it."""
 
+_ENTER_TIMEOUT_S = 3.0
 _READ_BURST_BYTES = 16 << 20
 _READ_BYTES_PER_S = 8 << 20
 _READ_MESSAGES_PER_S = 500
@@ -62,13 +66,16 @@ class _PacedConnector(DaemonConnector):  # type: ignore[misc]  # hivemind has no
 class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
     """A second connection to a running daemon, for calls of the DHT only."""
 
+    gate: Gate
+    socket_path: str
     origins: Origins
     paces: Paces
 
     @classmethod
-    async def open(cls, socket_path: str) -> DHTConnection:
-        """Connects to the daemon that listens on ``socket_path``."""
+    async def open(cls, socket_path: str, gate: Gate) -> DHTConnection:
+        """Connects to the daemon that listens on ``socket_path``; ``gate`` admits callers and called ones."""
         self = cls()
+        self.gate, self.socket_path = gate, socket_path
         self._alive = True
         self._daemon_listen_maddr = Multiaddr(f"/unix{socket_path}")
         # Never listened on: calls of the DHT are no streams.
@@ -101,8 +108,23 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
 
         await self._client.add_unary_handler(handle_name, answer, balanced=balanced)
 
+    async def _call_unary_protobuf_handler(
+        self, peer_id: PeerID, handle_name: str, input: Any, output_protobuf_type: Any
+    ) -> Any:
+        peer = peer_id.to_base58()
+        call = super()._call_unary_protobuf_handler
+        for is_last in (False, True):
+            await self.gate.enter(peer, functools.partial(open_stream, self.socket_path), _ENTER_TIMEOUT_S)
+            try:
+                return await call(peer_id, handle_name, input, output_protobuf_type)
+            except P2PHandlerError as exc:
+                if is_last or not self.gate.is_secret or REFUSED not in str(exc):
+                    raise
+                self.gate.forget(peer)  # it has been restarted
+        return None
+
     async def _check(self, num_bytes: int, peer: str) -> None:
-        refusal = self.paces.refusal(peer, await self.origins.of(peer))
+        refusal = self.gate.refusal(peer) or self.paces.refusal(peer, await self.origins.of(peer))
         if refusal is not None:
             raise ProtocolError(refusal)
         if num_bytes > MAX_CALL_BYTES:

@@ -16,7 +16,6 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils import MSGPackSerializer
 
 from swarm_plugins.errors import ConfigError, ProtocolError
-from swarm_plugins.transport.dht import ModelInfo, majority
 from swarm_plugins.transport.identity import (
     Identity,
     IdentityFile,
@@ -27,12 +26,14 @@ from swarm_plugins.transport.identity import (
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import (
     GoneRecord,
+    ModelInfo,
     ModelRecord,
     OwnedRecordValidator,
     Record,
     ServerRecord,
     check_server_info,
     key_id,
+    majority,
     open_record,
     own_model_key,
     own_server_key,

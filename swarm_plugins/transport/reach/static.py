@@ -1,0 +1,126 @@
+"""Finds servers without a DHT: the addresses that a node is given are the servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm_plugins.errors import ProtocolError, TransportError
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.config import NodeConfig, peer_id_in, place_in
+from swarm_plugins.transport.daemon import Daemon
+from swarm_plugins.transport.messages import InfoRequest, ServerInfo
+from swarm_plugins.transport.records import ModelInfo, ModelRecord, check_server_info, majority
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+
+Open = Callable[..., Awaitable[Channel]]
+"""A transport's ``open``."""
+
+
+async def ask_info(open_channel: Open, peer: str, *, timeout_s: float) -> ServerInfo:
+    """Asks a server what it serves.
+
+    Raises:
+        TransportError: If it does not answer, or not with possible numbers and names.
+    """
+    channel = await open_channel(peer, "rpc_info", timeout_s=timeout_s)
+    try:
+        await channel.send(InfoRequest())
+        answer = await channel.receive(timeout_s=timeout_s)
+    finally:
+        await channel.close()
+    if not isinstance(answer, ServerInfo):
+        raise ProtocolError(f"peer {peer} answered with {type(answer).__name__}, expected ServerInfo")
+    check_server_info(answer)
+    return answer
+
+
+class StaticPeers:
+    """A node's view of a swarm without a DHT: it asks each of its initial peers, and announces nothing.
+
+    Args:
+        daemon: The node's daemon.
+        open_channel: The node's ``open``.
+        config: Names the peers.
+    """
+
+    def __init__(self, daemon: Daemon, open_channel: Open, config: NodeConfig) -> None:
+        self._daemon = daemon
+        self._open = open_channel
+        self._places = {peer_id_in(one): place_in(one) for one in (*config.initial_peers, *config.known_peers)}
+        self._must_answer = config.initial_peers
+        self._reached: set[str] = set()
+
+    async def start(self) -> None:
+        """Connects to the peers; raises TransportError if there are some and none can be reached."""
+        await asyncio.gather(*(self._connect(peer) for peer in self._places))
+        if self._must_answer and not self._reached:
+            raise TransportError(
+                f"none of the initial peers can be reached: {', '.join(self._must_answer)}; check that a server runs "
+                "there, and its address, port and firewall"
+            )
+
+    async def close(self) -> None:
+        """Does nothing: there is nobody to take leave of."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether none of the peers could be reached the last time."""
+        return bool(self._places) and not self._reached
+
+    @property
+    def known_peers(self) -> tuple[str, ...]:
+        """Addresses of all peers."""
+        return tuple(f"{place}/p2p/{peer}" for peer, place in self._places.items())
+
+    async def announce(self, info: ServerInfo, ttl_s: float) -> None:
+        """Does nothing: clients have this node's address and ask it."""
+
+    async def retract(self) -> None:
+        """Does nothing."""
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        """Returns the servers of a model version that answer, by peer id; see `Directory`."""
+        infos = await self._infos()
+        return {peer: info for peer, info in infos.items() if (info.version, info.num_blocks) == (version, num_blocks)}
+
+    async def models(self) -> dict[str, ModelInfo]:
+        """Returns the model versions of the servers that answer; see `majority`."""
+        return majority(
+            ModelRecord(version=info.version, model=info.model, num_blocks=info.num_blocks)
+            for info in (await self._infos()).values()
+        )
+
+    async def _infos(self) -> dict[str, ServerInfo]:
+        peers = list(self._places)
+        answers = await asyncio.gather(*(self._info(peer) for peer in peers))
+        return {peer: info for peer, info in zip(peers, answers, strict=True) if info is not None}
+
+    async def _info(self, peer: str) -> ServerInfo | None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await self._connect(peer)
+                return await ask_info(self._open, peer, timeout_s=_ANSWER_S)
+        except (TransportError, TimeoutError) as exc:
+            log.info("server %s does not answer: %s", peer, exc or f"within {_ANSWER_S:g} s")
+            return None
+
+    async def _connect(self, peer: str) -> None:
+        work: Coroutine[Any, Any, None] = self._daemon.p2p._client.connect(
+            PeerID.from_base58(peer), [Multiaddr(self._places[peer])]
+        )
+        try:
+            await self._daemon.race(work, timeout_s=_ANSWER_S, what=f"connecting to {peer}")
+        except (P2PDaemonError, OSError, asyncio.IncompleteReadError, TransportError) as exc:
+            log.debug("cannot connect to %s: %s", peer, exc)
+            self._reached.discard(peer)
+        else:
+            self._reached.add(peer)
