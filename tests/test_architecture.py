@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone", "distill"}),
     "local_swarm": frozenset({"transport"}),
-    "talk": frozenset({"backbone", "callbacks", "checkpoint", "offload"}),
+    "talk": frozenset({"backbone", "client", "callbacks", "checkpoint", "offload"}),
     "local_hub": frozenset(),
     "bench": EVERYTHING,
     "demo": EVERYTHING,

@@ -79,7 +79,8 @@ class SwarmNode:
                 self._identity = IdentityFile.take(self._config.identity_path)
             self._daemon = await start_daemon(self._config, self._identity)
             self._identity.delete_if_temporary()  # the daemon has read it
-            self._gate = Gate(self._daemon.peer_id, allowed=config.allowed_peers, secret=secret)
+            opening = functools.partial(open_stream, self._daemon.socket_path)
+            self._gate = Gate(self._daemon.peer_id, opening, allowed=config.allowed_peers, secret=secret)
             if secret is not None and not config.client_mode:
                 await self._register(PROOF_PROTOCOL, self._gate.answer)
             if config.discovery == "static":
@@ -87,7 +88,7 @@ class SwarmNode:
             else:
                 self._dht = SwarmDHT(self._daemon, self._identity.identity, config, self._gate)
             await self._dht.start()
-            self._relays = Relays(self._daemon, config.relays)
+            self._relays = Relays(self._daemon, config.relays, opening)
             await self._relays.start()
             self._listens = await self.addresses()
         except BaseException:
@@ -212,7 +213,7 @@ class SwarmNode:
         """Opens a channel; see [`Transport`][swarm_plugins.transport.channel.Transport]."""
         daemon = _started(self._daemon)
         daemon.check_alive()
-        await self._enter(peer, timeout_s)
+        await _started(self._gate).enter(peer, timeout_s)
         channel = await open_channel(
             daemon.socket_path,
             peer,
@@ -230,10 +231,6 @@ class SwarmNode:
         if self._dht is None:
             raise TransportError(_NOT_RUNNING)
         return self._dht
-
-    async def _enter(self, peer: str, timeout_s: float) -> None:
-        daemon = _started(self._daemon)
-        await _started(self._gate).enter(peer, functools.partial(open_stream, daemon.socket_path), timeout_s)
 
     async def _register(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
         daemon = _started(self._daemon)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ServerInfo
@@ -23,13 +24,13 @@ async def echo(channel: Channel) -> None:
 
 
 @asynccontextmanager
-async def server(*initial_peers: str) -> AsyncIterator[SwarmNode]:
-    async with SwarmNode(NodeConfig(initial_peers=initial_peers)) as node:
+async def server(*initial_peers: str, **settings: Any) -> AsyncIterator[SwarmNode]:
+    async with SwarmNode(NodeConfig(initial_peers=initial_peers, **settings)) as node:
         await node.serve({"rpc_forward": echo})
         yield node
 
 
 @asynccontextmanager
-async def client(*initial_peers: str) -> AsyncIterator[SwarmNode]:
-    async with SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True)) as node:
+async def client(*initial_peers: str, **settings: Any) -> AsyncIterator[SwarmNode]:
+    async with SwarmNode(NodeConfig(initial_peers=initial_peers, client_mode=True, **settings)) as node:
         yield node

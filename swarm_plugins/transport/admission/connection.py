@@ -6,7 +6,6 @@ hivemind reads as fast as the daemon delivers, and decodes up to 4 MiB before it
 from __future__ import annotations
 
 import asyncio
-import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.admission.gate import REFUSED, Gate
 from swarm_plugins.transport.admission.origins import Origins, list_connections
 from swarm_plugins.transport.admission.paces import Paces
-from swarm_plugins.transport.p2p_channel import open_stream
 
 MAX_CALL_BYTES = 128 << 10
 """Largest call of the DHT; 16 records of 4 KiB take half of it."""
@@ -67,7 +65,6 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
     """A second connection to a running daemon, for calls of the DHT only."""
 
     gate: Gate
-    socket_path: str
     origins: Origins
     paces: Paces
 
@@ -75,7 +72,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
     async def open(cls, socket_path: str, gate: Gate) -> DHTConnection:
         """Connects to the daemon that listens on ``socket_path``; ``gate`` admits callers and called ones."""
         self = cls()
-        self.gate, self.socket_path = gate, socket_path
+        self.gate = gate
         self._alive = True
         self._daemon_listen_maddr = Multiaddr(f"/unix{socket_path}")
         # Never listened on: calls of the DHT are no streams.
@@ -114,7 +111,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
         peer = peer_id.to_base58()
         call = super()._call_unary_protobuf_handler
         for is_last in (False, True):
-            await self.gate.enter(peer, functools.partial(open_stream, self.socket_path), _ENTER_TIMEOUT_S)
+            await self.gate.enter(peer, _ENTER_TIMEOUT_S)
             try:
                 return await call(peer_id, handle_name, input, output_protobuf_type)
             except P2PHandlerError as exc:

@@ -49,7 +49,7 @@ _FRESH_S = 10.0
 _MAX_PROVEN = 4096
 _MAX_AT_ONCE = 64
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Open = Callable[[str, str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
 def load_secret(path: Path) -> bytes:
@@ -88,12 +88,16 @@ class Gate:
 
     Args:
         own: This node's peer id.
+        open_stream: Opens a stream of a protocol to a peer.
         allowed: The only peers to talk with. None: any.
         secret: What peers must know. None: nothing.
     """
 
-    def __init__(self, own: str, *, allowed: Collection[str] | None = None, secret: bytes | None = None) -> None:
+    def __init__(
+        self, own: str, open_stream: Open, *, allowed: Collection[str] | None = None, secret: bytes | None = None
+    ) -> None:
         self._own = own
+        self._open = open_stream
         self._allowed = None if allowed is None else frozenset(allowed)
         self._key = None if secret is None else Scrypt(salt=_DOMAIN, length=32, n=2**14, r=8, p=1).derive(secret)
         self._proven: OrderedDict[str, float] = OrderedDict()
@@ -113,12 +117,11 @@ class Gate:
             return f"{REFUSED}peer {peer} has not proved that it knows this swarm's secret"
         return None
 
-    async def enter(self, peer: str, open_stream: Callable[[str, str], Awaitable[Streams]], timeout_s: float) -> None:
+    async def enter(self, peer: str, timeout_s: float) -> None:
         """Makes sure, before a peer is called, that it belongs to the same swarm, and proves the same to it.
 
         Args:
             peer: Whom to call.
-            open_stream: Opens a stream of a protocol to a peer.
             timeout_s: Longest wait.
 
         Raises:
@@ -130,7 +133,7 @@ class Gate:
             return
         try:
             async with asyncio.timeout(min(timeout_s, _PROOF_TIMEOUT_S)):
-                reader, writer = await open_stream(peer, PROOF_PROTOCOL)
+                reader, writer = await self._open(peer, PROOF_PROTOCOL)
                 try:
                     is_proven = await self._call(peer, reader, writer)
                 finally:

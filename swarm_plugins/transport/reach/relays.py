@@ -16,9 +16,9 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ProtocolError, TransportError
+from swarm_plugins.transport.admission.gate import Open
 from swarm_plugins.transport.config import peer_id_in, place_in
 from swarm_plugins.transport.daemon import Daemon
-from swarm_plugins.transport.p2p_channel import open_stream
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,12 @@ class Relays:
     Args:
         daemon: The node's daemon.
         addresses: Addresses of the relays, with their peer ids.
+        open_stream: Opens a stream of a protocol to a peer.
     """
 
-    def __init__(self, daemon: Daemon, addresses: Sequence[str]) -> None:
+    def __init__(self, daemon: Daemon, addresses: Sequence[str], open_stream: Open) -> None:
         self._daemon = daemon
+        self._open = open_stream
         self._addresses = tuple(addresses)
         self._lost: set[str] = set()
         self._keeper: asyncio.Task[None] | None = None
@@ -98,7 +100,7 @@ class Relays:
         relay = peer_id_in(address)
         await self._daemon.p2p._client.connect(PeerID.from_base58(relay), [Multiaddr(place_in(address))])
         try:
-            reader, writer = await open_stream(self._daemon.socket_path, relay, _HOP)
+            reader, writer = await self._open(relay, _HOP)
         except TransportError as exc:
             raise TransportError(
                 f"{address} is not a relay: the peer there passes no streams on; give the address of a server that "
@@ -152,6 +154,7 @@ def _numbers(message: bytes) -> Iterator[tuple[int, int]]:
         if tag & 7 == 0:
             yield tag >> 3, varint()
         elif tag & 7 == 2:
-            at += varint()
+            length = varint()
+            at += length
         else:
             raise ProtocolError(f"relay's answer with a field of wire type {tag & 7}")
