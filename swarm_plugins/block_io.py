@@ -48,7 +48,9 @@ class AdapterUse:
     rows: tuple[int, ...] | None = None
     """For each row the index of its one adapter, -1 for none. None: all adapters on all rows."""
     dropout_seed: int | None = None
-    """Seed of the dropout; None: no dropout (evaluation)."""
+    """Seed of the dropout of the first row, one more for each row; None: no dropout (evaluation)."""
+    first_token: int = 0
+    """Where the tokens begin in their rows, for the dropout of a part of a row."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -68,7 +70,7 @@ class AdapterUse:
         return replace(self, adapters=tuple(adapter.map(change) for adapter in self.adapters))
 
     def take_rows(self, rows: slice | Tensor) -> AdapterUse:
-        """Returns the use on some rows; a slice changes the dropout seed: parts of a batch must not share masks."""
+        """Returns the use on some rows, with the dropout that they have in the batch if ``rows`` is a slice."""
         kept, seed = self.rows, self.dropout_seed
         if isinstance(rows, Tensor):
             return replace(self, rows=None if kept is None else tuple(kept[row] for row in rows.tolist()))
@@ -137,12 +139,13 @@ class SpanInputs:
 
     def take_tokens(self: Inputs, start: int, end: int) -> Inputs:
         """Returns some of the new tokens; the mask ends with them, as later ones are not cached yet."""
-        mask = self.attention_mask
+        mask, use = self.attention_mask, self.adapters
         end = min(end, self.hidden.shape[1])
         return replace(
             self,
             hidden=self.hidden[:, start:end],
             position_ids=None if self.position_ids is None else self.position_ids[:, start:end],
+            adapters=use if use.dropout_seed is None else replace(use, first_token=use.first_token + start),
             # [B, P + S] -> [B, P + end]
             attention_mask=None if mask is None else mask[:, : mask.shape[1] - self.hidden.shape[1] + end],
         )

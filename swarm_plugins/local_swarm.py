@@ -35,6 +35,7 @@ _OPTIONS = (
     "quantization",
     "request_bytes",
     "revision",
+    "run_bytes",
     "threads",
 )
 """Options of ``swarm serve`` that make sense for a local swarm."""

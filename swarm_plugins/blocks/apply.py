@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,8 +39,20 @@ class TokenRows:
 
     def __init__(self, new: Sequence[int], total: Sequence[int], device: torch.device) -> None:
         self._starts = {sum(counts): (list(counts), [0, *accumulate(counts)]) for counts in (total, new)}
+        self._num_new = sum(new)
         self._device = device
         self._indices: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+    def of_rows(self, num_tokens: int, first_new: int) -> list[tuple[int, int]]:
+        """Returns first and last token of each row, as a module sees that runs over ``num_tokens``.
+
+        ``first_new`` is the first of the new tokens in its row.
+        """
+        if num_tokens not in self._starts:
+            return [(0, num_tokens)]
+        counts, _ = self._starts[num_tokens]
+        first = first_new if num_tokens == self._num_new else 0
+        return [(first, first + count) for count in counts]
 
     def index(self, rows: tuple[int, ...], num_tokens: int) -> Tensor:
         """Returns the indices of some rows' tokens among the ``num_tokens`` that a module sees.
@@ -69,8 +82,8 @@ class _Applied:
     rows: tuple[int, ...] | None
     """Rows of the call it applies to. None: all."""
     tokens: TokenRows
-    dropout: tuple[int, int] | None
-    """Seed and index of the adapter. None: no dropout."""
+    dropout: tuple[int, int, int] | None
+    """Seed, index of the adapter, and first token of the rows. None: no dropout."""
 
     def index(self, num_tokens: int) -> Tensor | None:
         """Returns the indices of the tokens it applies to; None for all."""
@@ -98,10 +111,10 @@ def adapter_patches(
 
 def _by_adapter(
     uses: Sequence[tuple[AdapterUse, int]],
-) -> Iterable[tuple[LoadedAdapter, tuple[int, ...] | None, tuple[int, int] | None]]:
+) -> Iterable[tuple[LoadedAdapter, tuple[int, ...] | None, tuple[int, int, int] | None]]:
     """Joins the rows of all sessions that use the same adapter, so its products run once."""
     rows_of: dict[tuple[int, int], list[int]] = {}
-    found: dict[tuple[int, int], tuple[LoadedAdapter, tuple[int, int] | None]] = {}
+    found: dict[tuple[int, int], tuple[LoadedAdapter, tuple[int, int, int] | None]] = {}
     first = 0
     for use, num_rows in uses:
         for index, adapter in enumerate(use.adapters):
@@ -109,7 +122,7 @@ def _by_adapter(
             # Equal adapters of a client are held once: an adapter counts as often as a session names it.
             key = (id(adapter), use.adapters[:index].count(adapter))
             rows_of.setdefault(key, []).extend(first + row for row in rows)
-            dropout = None if use.dropout_seed is None else (use.dropout_seed, index)
+            dropout = None if use.dropout_seed is None else (use.dropout_seed, index, use.first_token)
             found.setdefault(key, (adapter, dropout))
         first += num_rows
     for key, (adapter, dropout) in found.items():
@@ -161,20 +174,43 @@ def _add_low_rank(layer: _Applied, hidden: Tensor, result: Tensor) -> Tensor:
     return flat.index_add(0, index, delta.to(result.dtype)).reshape(result.shape)
 
 
-def adapter_dropout_mask(seed: int, block: int, module: str, adapter_index: int, shape: Sequence[int]) -> Tensor:
+def adapter_dropout_mask(
+    seed: int,
+    block: int,
+    module: str,
+    adapter_index: int,
+    shape: Sequence[int],
+    rows: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
     """Returns uniform numbers in [0, 1) that decide which input elements an adapter's dropout keeps.
 
     An element is kept where its number is at least the dropout's probability. The same arguments give the same
-    numbers on every machine, so a recomputation sees the same mask.
+    numbers on every machine, so a recomputation sees the same mask. Each row has a seed of its own, one more than the
+    row before: parts of a batch, and of a row, draw what the whole would.
+
+    Args:
+        seed: Seed of the first row.
+        block: Block of the adapted module.
+        module: Its path in the block.
+        adapter_index: Which of a request's adapters.
+        shape: ``[rows, ..., width]``, or ``[tokens, width]`` with ``rows``.
+        rows: First token and one past the last of each row, where the tokens of all rows follow one another.
     """
-    name = hashlib.blake2b(f"{seed}/{block}/{module}/{adapter_index}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(name, "big") >> 1)
-    return torch.rand(tuple(shape), generator=generator)
+    width = shape[-1]
+    spans = [(0, math.prod(shape[1:-1]))] * shape[0] if rows is None else rows
+    numbers = []
+    for row, (first, end) in enumerate(spans):
+        text = f"{seed + row}/{block}/{module}/{adapter_index}"
+        name = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(name, "big") >> 1)
+        numbers.append(torch.rand(end, width, generator=generator)[first:])
+    return torch.cat(numbers).reshape(tuple(shape))
 
 
-def _dropped(layer: _Applied, dropout: tuple[int, int], hidden: Tensor) -> Tensor:
-    seed, adapter_index = dropout
-    numbers = adapter_dropout_mask(seed, layer.entry.block, layer.entry.module, adapter_index, hidden.shape)
+def _dropped(layer: _Applied, dropout: tuple[int, int, int], hidden: Tensor) -> Tensor:
+    seed, adapter_index, first = dropout
+    rows = layer.tokens.of_rows(hidden.numel() // hidden.shape[-1], first)
+    numbers = adapter_dropout_mask(seed, layer.entry.block, layer.entry.module, adapter_index, hidden.shape, rows)
     kept = (numbers >= layer.entry.dropout).to(hidden.device, hidden.dtype)
     return hidden * (kept / (1.0 - layer.entry.dropout))
 

@@ -77,9 +77,14 @@ class CutModel:
             found = self._modules[block, path] = self.layers[block].get_submodule(path)
         return found
 
-    def forward(self, inputs: SpanInputs, on_boundary: Callable[[], None] | None = None) -> SpanOutputs:
-        """Runs blocks without a session; calls ``on_boundary`` between them, in forward and backward."""
-        past = PrefixPast(inputs.prefix, inputs.blocks) if inputs.prefix else None
+    def forward(
+        self, inputs: SpanInputs, on_boundary: Callable[[], None] | None = None, made: list[Tensor] | None = None
+    ) -> SpanOutputs:
+        """Runs blocks without a session; calls ``on_boundary`` between them, in forward and backward.
+
+        With a prefix, ``made`` gets the keys and values of the new tokens, K then V for each block.
+        """
+        past = PrefixPast(inputs.prefix, inputs.blocks, made) if inputs.prefix else None
         batch_size, num_new = inputs.hidden.shape[:2]
         before = 0 if past is None else past.length
         call = self._call(inputs.blocks, [_Use(inputs.adapters, batch_size, num_new, before)], [inputs])

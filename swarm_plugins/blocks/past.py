@@ -77,16 +77,22 @@ class SessionPast(Past):
 
 
 class PrefixPast(Past):
-    """Keys and values before the sequence, K then V for each block, ``[B, H, P, W]``; differentiable."""
+    """Keys and values before the sequence, K then V for each block, ``[B, H, P, W]``; differentiable.
 
-    def __init__(self, prefix: Sequence[Tensor], blocks: range) -> None:
+    ``made`` gets the keys and values of the new tokens, if it is given.
+    """
+
+    def __init__(self, prefix: Sequence[Tensor], blocks: range, made: list[Tensor] | None = None) -> None:
         super().__init__(prefix[0].shape[2])
         self._prefix = dict(zip(blocks, zip(prefix[::2], prefix[1::2], strict=True), strict=True))
+        self._made = made
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Returns prefix and new tokens; keeps nothing."""
+        """Returns prefix and new tokens."""
+        if self._made is not None:
+            self._made.extend((key_states, value_states))
         keys, values = self._prefix[layer_idx]
         return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
 

@@ -69,7 +69,7 @@ def _passes_tuples(cut: CutModel, hidden: Tensor) -> bool:
 
 def _is_packable(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) -> bool:
     """Compares two sessions that run apart with the same two packed."""
-    if not cut.model._supports_attention_backend or not _has_fixed_positions(cut.config):
+    if not cut.model._supports_attention_backend or not has_fixed_positions(cut.config):
         return False
     caches = [KVCache(KVPool(1 << 62), layouts, cut.blocks, 1, cut.device) for _ in range(2)]
     steps = [
@@ -91,7 +91,8 @@ def _distance(one: Tensor, two: Tensor) -> float:
     return float((one - two).float().norm() / one.float().norm().clamp(min=1e-6))
 
 
-def _has_fixed_positions(config: Any) -> bool:
+def has_fixed_positions(config: Any) -> bool:
+    """Returns whether a token's position alone decides how it is encoded, not the tokens that come with it."""
     # Other kinds recompute frequencies from the longest position of a call, which would mix sessions.
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]

@@ -56,6 +56,10 @@ class SpanSpec:
     """Longest sequence of the model."""
     kv_layouts: Mapping[int, BlockKV]
     """What each block caches, and what its prefix must look like."""
+    has_fixed_positions: bool = True
+    """Whether rows may be run in parts: no part changes how the others are encoded."""
+    makes_masks: bool = False
+    """Whether attention gets a mask also where nothing is padded, as sliding windows need."""
 
     @property
     def kv_token_bytes(self) -> int:
@@ -86,6 +90,14 @@ class SpanRunner(Protocol):
 
     def forward(self, inputs: SpanInputs) -> SpanOutputs:
         """Runs ``inputs.blocks``; differentiable where gradients are enabled."""
+
+    def forward_part(self, inputs: SpanInputs) -> tuple[SpanOutputs, tuple[Tensor, ...]]:
+        """Runs some tokens of rows; those before are given as keys and values, the prefix.
+
+        Returns:
+            The outputs; and the keys and values of the tokens that ran, K then V for each block. Differentiable in
+            both, and in the prefix.
+        """
 
     def step(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
         """Runs the new tokens of several sessions as one packed forward and appends to their caches.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVCache, KVPool
-from swarm_plugins.blocks.probe import Traits
+from swarm_plugins.blocks.probe import Traits, has_fixed_positions
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.interfaces import ExpertCache
@@ -38,6 +38,8 @@ class Span:
             device=cut.device,
             max_positions=int(getattr(cut.config, "max_position_embeddings", 0) or 1 << 20),
             kv_layouts=traits.kv_layouts,
+            has_fixed_positions=has_fixed_positions(cut.config),
+            makes_masks=getattr(cut.config, "sliding_window", None) is not None,
         )
         self.model = cut.model
         self.pool = pool
@@ -87,6 +89,13 @@ class Span:
         """Runs blocks without a session; differentiable where gradients are enabled. See `SpanRunner`."""
         self._check_shapes(inputs, inputs.prefix[0].shape[2] if inputs.prefix else 0)
         return self._cut.forward(inputs, self.on_block_boundary)
+
+    def forward_part(self, inputs: SpanInputs) -> tuple[SpanOutputs, tuple[Tensor, ...]]:
+        """Runs some tokens of rows behind the ones before them; see `SpanRunner`."""
+        self._check_shapes(inputs, inputs.prefix[0].shape[2])
+        made: list[Tensor] = []
+        outputs = self._cut.forward(inputs, self.on_block_boundary, made)
+        return outputs, tuple(made)
 
     def step(self, steps: Sequence[StepInputs]) -> list[SpanOutputs]:
         """Runs new tokens of sessions and appends to their caches; see `SpanRunner`."""
@@ -139,7 +148,7 @@ class Span:
             )
         if hidden.dtype != spec.dtype:
             raise ConfigError(f"hidden states are {hidden.dtype}, the span computes in {spec.dtype}: cast them")
-        if inputs.position_ids is None and before + hidden.shape[1] > spec.max_positions:
+        if before + hidden.shape[1] > spec.max_positions:
             # Some families recompute frequencies, for all sessions, from a longer sequence.
             raise ConfigError(
                 f"the sequence would have {before + hidden.shape[1]} tokens ({before} before, {hidden.shape[1]} new), "

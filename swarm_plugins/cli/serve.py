@@ -100,6 +100,13 @@ def serve(
             help="Memory for requests and answers on their way.  [default: a quarter of what is free, 4GiB at most]",
         ),
     ] = None,
+    run_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of one running forward or backward; larger ones are cut.  [default: like --request-bytes]",
+        ),
+    ] = None,
     max_peer_share: Annotated[
         float, typer.Option(help="Share of --request-bytes that one client may take; less when others take theirs.")
     ] = 0.5,
@@ -158,6 +165,7 @@ def serve(
             activation_bytes=parse_bytes(activation_bytes),
             adapter_bytes=parse_bytes(adapter_bytes),
             request_bytes=None if request_bytes is None else parse_bytes(request_bytes),
+            run_bytes=None if run_bytes is None else parse_bytes(run_bytes),
             max_peer_share=max_peer_share,
             adapters=tuple(adapter or ()),
             limits=ServiceLimits(max_batch_tokens=max_batch_tokens, max_session_tokens=max_session_tokens),

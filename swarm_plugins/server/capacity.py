@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.cache.budget import free_host_bytes
 from swarm_plugins.server.config import MIN_REQUEST_BYTES, ServeConfig
 from swarm_plugins.server.service import MAX_REQUEST_BYTES
+from swarm_plugins.server.state.activations import GraphMeter
 
 _MEASURE_S = 1.0
 _MAX_ROUNDS = 5
@@ -73,15 +74,14 @@ def _free_bytes(device: torch.device) -> int:
     return free_host_bytes()
 
 
-def request_bytes(config: ServeConfig, *, free_bytes: int | None = None) -> int:
-    """Returns the budget for requests: as configured, or a quarter of what loading and the other budgets leave."""
-    if config.request_bytes is not None:
-        return config.request_bytes
+def work_bytes(config: ServeConfig, *, free_bytes: int | None = None) -> tuple[int, int]:
+    """Returns the budgets for requests and for a run: as configured, or each a quarter of what loading has left."""
     free = free_host_bytes() if free_bytes is None else free_bytes
     if torch.device(config.device).type == "cpu":
         free -= config.kv_bytes + config.activation_bytes
     free -= config.adapter_bytes
-    return min(max(free // 4, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES)
+    share = min(max(free // 4, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES)
+    return config.request_bytes or share, config.run_bytes or share
 
 
 class Speed(NamedTuple):
@@ -91,9 +91,11 @@ class Speed(NamedTuple):
     """Tokens per second through one block in a batched forward."""
     decode_s: float
     """Seconds of one single-token step through one block."""
+    token_bytes: int = 0
+    """What autograd saves for one token in one block."""
 
 
-def measure(runner: SpanRunner, *, max_tokens: int) -> Speed:
+def measure(runner: SpanRunner, *, max_tokens: int, weights: Collection[int] = ()) -> Speed:
     """Measures a span on random hidden states; runs on the compute thread, or before it starts."""
     blocks, device = runner.spec.blocks, runner.spec.device
     generator = torch.Generator().manual_seed(0)
@@ -107,7 +109,18 @@ def measure(runner: SpanRunner, *, max_tokens: int) -> Speed:
         finally:
             cache.close()
         forward_s = _median_s(lambda: runner.forward(SpanInputs(blocks=blocks, hidden=hidden)), device)
-    return Speed(throughput=num_tokens * len(blocks) / forward_s, decode_s=decode_s / len(blocks))
+    token_bytes = _graph_bytes(runner, hidden, weights) // num_tokens
+    return Speed(num_tokens * len(blocks) / forward_s, decode_s / len(blocks), token_bytes)
+
+
+def _graph_bytes(runner: SpanRunner, hidden: torch.Tensor, weights: Collection[int]) -> int:
+    """Returns what autograd saves in the first block."""
+    block = runner.spec.blocks.start
+    leaf = hidden.detach().clone().requires_grad_()
+    meter = GraphMeter(1 << 62, weights)
+    with torch.enable_grad(), meter.recording():
+        runner.forward(SpanInputs(blocks=range(block, block + 1), hidden=leaf))
+    return meter.num_bytes
 
 
 def _median_s(run: Callable[[], object], device: torch.device) -> float:

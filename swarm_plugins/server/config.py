@@ -26,10 +26,6 @@ class ServiceLimits:
     max_batch_tokens: int = 16_384
     """Largest ``B * S`` of one request."""
 
-    max_backward_bytes: int = 4 << 30
-    """Largest graph of a backward whose forward was not kept. A larger one is made block by block; the graph of one
-    block must fit."""
-
     max_answer_bytes: int = DEFAULT_LIMITS.max_message_bytes
     """Largest size of the tensors in one answer; clients refuse larger messages."""
 
@@ -146,6 +142,10 @@ class ServeConfig:
     max_peer_share: float = 0.5
     """Share of ``request_bytes`` that one client may take; less when others take theirs."""
 
+    run_bytes: int | None = None
+    """Memory of one running forward or backward besides its inputs and outputs; larger ones are cut. None: like
+    ``request_bytes``."""
+
     adapters: tuple[str, ...] = ()
     """Published adapters to keep loaded: directories, or ``REPO`` or ``REPO@TAG`` on the Hub."""
 
@@ -232,10 +232,12 @@ class ServeConfig:
             yield f"num_blocks {self.num_blocks}"
 
     def _check_numbers(self) -> None:
-        if self.request_bytes is not None and self.request_bytes < MIN_REQUEST_BYTES:
-            raise ConfigError(
-                f"request_bytes is {self.request_bytes}, expected at least {MIN_REQUEST_BYTES}: requests would not fit"
-            )
+        for name in ("request_bytes", "run_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < MIN_REQUEST_BYTES:
+                raise ConfigError(
+                    f"{name} is {value}, expected at least {MIN_REQUEST_BYTES}: hardly any request would fit"
+                )
         if not 0 < self.max_peer_share <= 1:
             raise ConfigError(f"max_peer_share must be above 0 and at most 1, got {self.max_peer_share!r}")
         for name in ("kv_bytes", "max_pack_tokens", "announce_every_s", "announce_ttl_s"):

@@ -26,7 +26,7 @@ from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.routing.coverage import block_coverage, choose_span
 from swarm_plugins.server.background import drain, in_thread, sweep
-from swarm_plugins.server.capacity import Speed, blocks_that_fit, measure, request_bytes
+from swarm_plugins.server.capacity import Speed, blocks_that_fit, measure, work_bytes
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
@@ -43,6 +43,7 @@ from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Serv
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.sessions import SessionTable
+from swarm_plugins.server.state.slices import RunLimits
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
@@ -61,6 +62,8 @@ _EXPERTS_HANDLERS = {"rpc_info": info_handler, "rpc_experts": experts_handler}
 _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
 _MIN_PACK_TOKENS = 64
+_SLICE_S = 0.25
+"""Batches of training are cut so that a forward through one block takes about this time, a backward a few times it."""
 
 
 def service_handlers(service: Service | ExpertsService) -> dict[str, Handler]:
@@ -235,7 +238,9 @@ class SwarmServer:
 
     async def _go_online(self, service: Service | ExpertsService) -> None:
         presence = self._joined()
-        self._ledger.limit = request_bytes(self.config)
+        self._ledger.limit, run_bytes = work_bytes(self.config)
+        if isinstance(service, Service):
+            service.run_limits = dataclasses.replace(service.run_limits, run_bytes=run_bytes)
         service.scheduler.start()
         self._sweeper = asyncio.create_task(sweep(service), name="drop expired graphs")
         await presence.serve(service_handlers(service))
@@ -245,13 +250,13 @@ class SwarmServer:
         """Measures a span; without its remote experts if these have no holders yet."""
         tokens = self.config.limits.max_batch_tokens
         try:
-            return await in_thread(lambda: measure(span, max_tokens=tokens))
+            return await in_thread(lambda: measure(span, max_tokens=tokens, weights=_storages(span.model)))
         except MissingExpertsError as error:
             if self._share is None:
                 raise
             log.warning("%s", error)
             with self._share.experts.rehearsing():
-                return await in_thread(lambda: measure(span, max_tokens=tokens))
+                return await in_thread(lambda: measure(span, max_tokens=tokens, weights=_storages(span.model)))
 
     async def _choose_blocks(self, checkpoint: Checkpoint, version: str, num_blocks: int) -> range:
         config = self.config
@@ -295,6 +300,9 @@ class SwarmServer:
             info=lambda: self.info,
             check_adapter=lambda digest, spec, tensors: check_adapter(spec, tensors, span, digest=digest),
             limits=dataclasses.replace(limits, max_session_tokens=self._info.max_session_tokens),
+            run_limits=RunLimits(
+                slice_tokens=max(_MIN_PACK_TOKENS, int(speed.throughput * _SLICE_S)), token_bytes=speed.token_bytes
+            ),
             kv_tokens=kv_tokens,
             weights=_storages(span.model),
             activations=ActivationStore(config.activation_bytes),

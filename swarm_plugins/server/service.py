@@ -19,6 +19,7 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.sessions import SessionTable
+from swarm_plugins.server.state.slices import RunLimits
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.messages import ServerInfo
 
@@ -43,11 +44,13 @@ class Service:
     """Returns what the server announces now."""
     check_adapter: AdapterCheck
     limits: ServiceLimits = field(default_factory=ServiceLimits)
+    run_limits: RunLimits = field(default_factory=RunLimits)
+    """Memory of a running forward or backward, and how many tokens run at a time."""
     kv_tokens: int | None = None
     """Tokens that the whole KV budget holds, for the whole span. None: unknown."""
     weights: Collection[int] = ()
     """Addresses of the span's own storages."""
-    activations: ActivationStore[KeptForward] = field(default_factory=lambda: ActivationStore(0))
+    activations: ActivationStore[tuple[KeptForward, ...]] = field(default_factory=lambda: ActivationStore(0))
     adapters: AdapterStore = field(default_factory=lambda: AdapterStore(0))
     sessions: SessionTable = field(default_factory=lambda: SessionTable(ServiceLimits().max_sessions_per_peer))
     ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))

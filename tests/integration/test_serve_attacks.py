@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,7 +21,15 @@ from swarm_plugins.client import connect
 from swarm_plugins.errors import TransportError
 from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import Failure, ForwardRequest, InfoRequest, Message, ServerInfo
+from swarm_plugins.transport.messages import (
+    BackwardRequest,
+    BackwardResponse,
+    Failure,
+    ForwardRequest,
+    InfoRequest,
+    Message,
+    ServerInfo,
+)
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 
 pytestmark = pytest.mark.swarm
@@ -28,19 +37,26 @@ pytestmark = pytest.mark.swarm
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
 MIB = 1 << 20
 REQUEST_MIB = 128
+RUN_MIB = 128
+LONG = 8192
 ROUND_S = 20.0
 """Far above what a round takes (0.1 s): other tests run meanwhile. Without bounds rounds fail or take a minute."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+    path = save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG}))
+    return path
 
 
 @pytest.fixture(scope="module")
 def swarm(model: Path) -> Iterator[LocalSwarm]:
     options = {"kv_bytes": "64MiB", "activation_bytes": "32MiB", "adapter_bytes": "16MiB"}
-    with LocalSwarm(model, num_servers=1, request_bytes=f"{REQUEST_MIB}MiB", **options) as swarm:
+    with LocalSwarm(
+        model, num_servers=1, request_bytes=f"{REQUEST_MIB}MiB", run_bytes=f"{RUN_MIB}MiB", **options
+    ) as swarm:
         yield swarm
 
 
@@ -154,6 +170,35 @@ async def packed_payloads(node: SwarmNode, victim: Victim) -> None:
     assert victim.grown_mib() < REQUEST_MIB / 2 + 40
 
 
-@pytest.mark.parametrize("attack", [half_messages, unread_answers, packed_payloads], ids=lambda one: one.__name__)
+async def one_long_row(node: SwarmNode, victim: Victim) -> None:
+    info = await info_of(node, victim.peer)
+    hidden = torch.ones(1, LONG, 32)
+    positions = torch.arange(LONG)[None]
+    channel = await node.open(victim.peer, "rpc_backward", timeout_s=20.0)
+
+    def request(positions: Tensor) -> Message:
+        fields = {"version": info.version, "start": info.start, "end": info.end}
+        forward = ForwardRequest(hidden=hidden, position_ids=positions, **fields)  # type: ignore[arg-type]
+        return BackwardRequest(forward=forward, grad_hidden=hidden)
+
+    # Positions of as many sequences as tokens: their mask has the square of the tokens.
+    await channel.send(request(torch.zeros_like(positions)))
+    answer = await channel.receive(timeout_s=20.0)
+    assert isinstance(answer, Failure)
+    assert answer.kind == "out_of_memory"
+    assert "one row of 8192 tokens takes about" in answer.message
+    await channel.send(request(positions))
+    answering = asyncio.create_task(channel.receive(timeout_s=200.0))
+    grown = 0.0
+    while not answering.done():
+        await victim.serve_honest()
+        grown = max(grown, victim.grown_mib())
+    assert isinstance(await answering, BackwardResponse)
+    assert grown < RUN_MIB + 40
+
+
+@pytest.mark.parametrize(
+    "attack", [one_long_row, half_messages, unread_answers, packed_payloads], ids=lambda one: one.__name__
+)
 def test_memory_is_bounded_and_honest_clients_are_served(victim: Victim, attack: Attack) -> None:
     play(victim, attack)

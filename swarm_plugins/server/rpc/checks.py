@@ -104,12 +104,12 @@ def check_tensors(service: Service, request: ForwardRequest | SessionStep, block
 
 
 def _check_positions(positions: Tensor | None, batch_size: int, num_new: int, before: int, limit: int) -> None:
+    if before + num_new > limit:
+        raise BadRequestError(
+            f"the sequence would have {before + num_new} tokens ({before} before, {num_new} new), the model has "
+            f"{limit} positions: shorten it"
+        )
     if positions is None:
-        if before + num_new > limit:
-            raise BadRequestError(
-                f"the sequence would have {before + num_new} tokens ({before} before, {num_new} new), the model has "
-                f"{limit} positions: shorten it"
-            )
         return
     if positions.dtype not in (torch.int64, torch.int32):
         raise BadRequestError(f"position_ids have dtype {_name(positions.dtype)}, expected int64")

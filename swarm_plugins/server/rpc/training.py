@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
-from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
@@ -26,7 +25,9 @@ from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import signed
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.gradients import Gradients, KeptForward, forward_keeping, forward_only, gradients
+from swarm_plugins.server.state.gradients import Gradients, KeptForward
+from swarm_plugins.server.state.runs import run_backward, run_forward
+from swarm_plugins.server.state.slices import Slice, cut_batch
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
 
@@ -38,8 +39,9 @@ async def forward_handler(service: Service, channel: Channel) -> None:
     async def answer(request: ForwardRequest, charge: Charge) -> Answer:
         timeout_s = service.limits.request_timeout_s
         with _checked_inputs(service, peer, request, charge) as inputs:
+            slices = cut_batch(inputs, service.spec, service.run_limits)
             outputs, ticket = await service.scheduler.train(
-                lambda: _forward(service, peer, inputs, keep=request.keep), timeout_s=timeout_s, peer=peer
+                lambda: _forward(service, peer, slices, keep=request.keep), timeout_s=timeout_s, peer=peer
             )
         checked = checked_outputs(outputs, request.hidden.dtype)
         response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
@@ -57,20 +59,20 @@ async def backward_handler(service: Service, channel: Channel) -> None:
     async def answer(request: BackwardRequest, charge: Charge) -> Answer:
         _check_gradients(service, request)
         dtype = request.grad_hidden.dtype
-        kept: KeptForward | SpanInputs | None = None
+        parts: Sequence[KeptForward | Slice] | None = None
         if request.ticket is not None:
-            kept = service.activations.take(peer, request.ticket)
+            parts = service.activations.take(peer, request.ticket)
         with contextlib.ExitStack() as stack:
-            if kept is None:
+            if parts is None:
                 if request.forward is None:
                     raise RequestError(
                         "unknown_ticket",
                         "the graph of this forward is not kept here any more: send the forward request along",
                     )
-                kept = stack.enter_context(_checked_inputs(service, peer, request.forward, charge))
-            adapters = (kept if isinstance(kept, SpanInputs) else kept.inputs).adapters.adapters
-            charge.claim(backward_bytes(service, request, adapters))
-            found = await _backward(service, peer, kept, request)
+                inputs = stack.enter_context(_checked_inputs(service, peer, request.forward, charge))
+                parts = cut_batch(inputs, service.spec, service.run_limits)
+            charge.claim(backward_bytes(service, request, parts[0].inputs.adapters.adapters))
+            found = await _backward(service, peer, parts, request)
         return await signed(service, request, _gradient_response(found, dtype)), request.reply_codec
 
     await answer_requests(
@@ -100,14 +102,16 @@ def _checked_inputs(service: Service, peer: str, request: ForwardRequest, charge
         )
 
 
-def _forward(service: Service, peer: str, inputs: SpanInputs, *, keep: bool) -> tuple[SpanOutputs, str | None]:
+def _forward(service: Service, peer: str, slices: Sequence[Slice], *, keep: bool) -> tuple[SpanOutputs, str | None]:
     """Runs a forward on the compute thread; returns its outputs and the ticket of its graph."""
-    inputs = inputs.map(lambda tensor: tensor.to(service.spec.device))
-    budget = service.activations.budget_bytes
-    if not keep or not budget:
-        return forward_only(service.runner, inputs).map(Tensor.cpu), None
-    outputs, kept, num_bytes = forward_keeping(service.runner, inputs, limit_bytes=budget, weights=service.weights)
-    return outputs.map(Tensor.cpu), None if kept is None else service.activations.put(peer, kept, num_bytes)
+    outputs, kept, num_bytes = run_forward(
+        service.runner,
+        slices,
+        keep_bytes=service.activations.budget_bytes if keep else 0,
+        weights=service.weights,
+        between=service.runner.on_block_boundary or (lambda: None),
+    )
+    return outputs, None if kept is None else service.activations.put(peer, kept, num_bytes)
 
 
 def _check_gradients(service: Service, request: BackwardRequest) -> None:
@@ -116,9 +120,9 @@ def _check_gradients(service: Service, request: BackwardRequest) -> None:
         check_finite(tensor, "a gradient")
 
 
-async def _backward(service: Service, peer: str, kept: KeptForward | SpanInputs, request: BackwardRequest) -> Gradients:
-    device = service.spec.device
-
+async def _backward(
+    service: Service, peer: str, parts: Sequence[KeptForward | Slice], request: BackwardRequest
+) -> Gradients:
     grads = SpanOutputs(
         hidden=request.grad_hidden,
         hidden_states=request.grad_hidden_states,
@@ -126,14 +130,14 @@ async def _backward(service: Service, peer: str, kept: KeptForward | SpanInputs,
     )
 
     def run() -> Gradients:
-        found = gradients(
+        found = run_backward(
             service.runner,
-            kept.map(lambda tensor: tensor.to(device)) if isinstance(kept, SpanInputs) else kept,
-            grads.map(lambda tensor: tensor.to(device)),
+            parts,
+            grads,
             needs_hidden=request.needs_hidden,
             needs_adapters=request.needs_adapters,
             needs_prefix=request.needs_prefix,
-            limit_bytes=service.limits.max_backward_bytes,
+            limit_bytes=service.run_limits.run_bytes,
             weights=service.weights,
             between=service.runner.on_block_boundary or (lambda: None),
         )

@@ -53,7 +53,7 @@ def forward_keeping(
 ) -> tuple[SpanOutputs, KeptForward | None, int]:
     """Returns outputs without graph, the forward with its graph (None if too large) and the bytes it holds."""
     meter = GraphMeter(limit_bytes, weights)
-    leaves = _as_leaves(inputs, hidden=True, adapters=True, prefix=True)
+    leaves = as_leaves(inputs, hidden=True, adapters=True, prefix=True)
     with torch.enable_grad(), meter.recording():
         outputs = runner.forward(leaves)
     meter.count((leaves.hidden, *leaves.prefix, *outputs.tensors))
@@ -84,7 +84,7 @@ def gradients(
         CapacityError: If the graph of a single block is larger than ``limit_bytes``.
     """
     if isinstance(kept, SpanInputs):
-        inputs = _as_leaves(kept, hidden=needs_hidden, adapters=needs_adapters, prefix=needs_prefix)
+        inputs = as_leaves(kept, hidden=needs_hidden, adapters=needs_adapters, prefix=needs_prefix)
         meter = GraphMeter(limit_bytes, weights)
         with torch.enable_grad(), meter.recording():
             # With the states between the blocks, where a pass block by block starts.
@@ -151,7 +151,7 @@ def _wanted(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -
     return wanted
 
 
-def _as_leaves(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> SpanInputs:
+def as_leaves(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> SpanInputs:
     """Returns the inputs with fresh leaves of a graph where requested."""
     return dataclasses.replace(
         inputs,

@@ -1,0 +1,117 @@
+"""Batches cut along rows, rows cut along tokens: the outputs and gradients of the whole, in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from gradients_kit import SHAPE, flat, inputs_of, random
+
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.blocks import Span
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.server.failures import BadRequestError
+from swarm_plugins.server.state.gradients import Gradients, KeptForward
+from swarm_plugins.server.state.runs import run_backward, run_forward
+from swarm_plugins.server.state.slices import RunLimits, Slice, cut_batch
+
+ROWS, LENGTH, WIDTH = SHAPE
+NUM_BLOCKS = 4
+# The same operations, but sums over tokens are taken in another order.
+TOLERANCE = 5e-5
+
+
+def error_of(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp(min=1e-9))
+
+
+def varied(span: Span, kind: str) -> SpanInputs:
+    """Inputs with all that can be in them, or with less."""
+    inputs = inputs_of(span)
+    if kind == "padded":
+        mask = torch.ones(ROWS, 3 + LENGTH, dtype=torch.bool)
+        mask[0, 3:7] = False
+        return dataclasses.replace(inputs, attention_mask=mask)
+    if kind == "plain":
+        return dataclasses.replace(inputs, prefix=(), collect_hidden=False, collect_router=False)
+    return inputs
+
+
+def both_ways(span: Span, inputs: SpanInputs, parts: list[Slice]) -> tuple[SpanOutputs, Gradients]:
+    outputs, _, _ = run_forward(span, parts)
+    tensors = [random(*SHAPE), *(random(*tensor.shape) for tensor in outputs.tensors[1:])]
+    grads = outputs.with_tensors(tensors)
+    needs = {"needs_adapters": True, "needs_prefix": bool(inputs.prefix)}
+    return outputs, run_backward(span, parts, grads, **needs)
+
+
+@pytest.mark.parametrize("kind", ["everything", "padded", "plain"])
+@pytest.mark.parametrize(("tokens", "num_slices", "part"), [(18, 2, None), (8, 2, 7), (2, 2, 1)], ids=str)
+def test_slices_are_equal_to_the_whole(span: Span, kind: str, tokens: int, num_slices: int, part: int | None) -> None:
+    inputs = varied(span, kind)
+    parts = cut_batch(inputs, span.spec, RunLimits(slice_tokens=tokens))
+    assert len(parts) == num_slices
+    assert (parts[0].part_tokens is None) == (part is None)
+    outputs, found = both_ways(span, inputs, parts)
+    expected, wanted = both_ways(span, inputs, [Slice(inputs=inputs)])
+    assert outputs.router_blocks == expected.router_blocks
+    for one, other in zip(outputs.tensors, expected.tensors, strict=True):
+        assert error_of(one, other) < TOLERANCE
+    for one, other in zip(flat(found), flat(wanted), strict=True):
+        assert error_of(one, other) < TOLERANCE
+
+
+def test_graphs_of_slices_are_kept_together_or_not_at_all(span: Span) -> None:
+    inputs = varied(span, "plain")
+    parts = cut_batch(inputs, span.spec, RunLimits(slice_tokens=18))
+    outputs, kept, held = run_forward(span, parts, keep_bytes=1 << 30)
+    assert kept is not None
+    assert [type(one) for one in kept] == [KeptForward] * 2
+    grads = outputs.with_tensors([random(*SHAPE)])
+    again = run_backward(span, parts, grads, needs_adapters=True)
+    for one, other in zip(flat(run_backward(span, kept, grads, needs_adapters=True)), flat(again), strict=True):
+        assert torch.equal(one, other)
+    assert run_forward(span, parts, keep_bytes=held - 1)[1:] == (None, 0)
+
+
+def test_work_may_run_between_slices_and_parts(span: Span) -> None:
+    inputs = varied(span, "plain")
+    for tokens, expected in ((18, 1), (8, 2 * NUM_BLOCKS * 2 + 1)):
+        calls: list[int] = []
+        parts = cut_batch(inputs, span.spec, RunLimits(slice_tokens=tokens))
+        run_forward(span, parts, between=lambda calls=calls: calls.append(1))
+        assert len(calls) == expected
+
+
+def test_what_a_row_takes_is_bounded_before_it_runs(span: Span) -> None:
+    long = SpanInputs(blocks=range(4), hidden=torch.zeros(1, 64, WIDTH))
+    limits = RunLimits(run_bytes=300_000, token_bytes=2_000)
+    (part,) = cut_batch(long, span.spec, limits)
+    assert part.part_tokens is not None
+    assert 16 <= part.part_tokens < 64
+    # Positions that do not follow one another are those of several sequences: only as a whole.
+    packed = dataclasses.replace(long, position_ids=torch.zeros(1, 64, dtype=torch.int64))
+    with pytest.raises(
+        CapacityError, match=r"one row of 64 tokens takes about \d+ bytes while it runs, the limit is 300000"
+    ):
+        cut_batch(packed, span.spec, limits)
+    assert len(cut_batch(packed, span.spec, RunLimits())) == 1
+    with pytest.raises(CapacityError, match="the limit is 20000: send shorter rows"):
+        cut_batch(long, span.spec, RunLimits(run_bytes=20_000, token_bytes=2_000))
+
+
+@pytest.mark.parametrize("tokens", [18, 8], ids=["rows", "parts"])
+def test_gradients_of_wrong_shapes_are_refused(span: Span, tokens: int) -> None:
+    inputs = varied(span, "plain")
+    parts = cut_batch(inputs, span.spec, RunLimits(slice_tokens=tokens))
+    hidden = random(*SHAPE)
+    for grads in (
+        SpanOutputs(hidden=random(1, LENGTH, WIDTH)),
+        SpanOutputs(hidden=random(ROWS, LENGTH + 1, WIDTH)),
+        SpanOutputs(hidden=hidden, hidden_states=(random(ROWS, 1, WIDTH),)),
+        SpanOutputs(hidden=hidden, hidden_states=(hidden,)),
+        SpanOutputs(hidden=hidden, router_logits=(random(3, 4),)),
+    ):
+        with pytest.raises(BadRequestError, match=r"gradient|grad_"):
+            run_backward(span, parts, grads)
