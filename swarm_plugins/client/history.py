@@ -86,16 +86,16 @@ class History:
                 self.length = length
         self.length = min(self.length, length)
 
-    def merged(self) -> list[SpanInputs]:
-        """Joins steps wherever possible, so that many decode steps replay as one prefill."""
+    def merged(self, first: int = 0) -> list[SpanInputs]:
+        """Joins steps, from the ``first`` on, wherever possible: many decode steps replay as one prefill."""
         groups: list[list[SpanInputs]] = []
-        for step in self.steps:
+        for step in self.steps[first:]:
             if groups and groups[-1][-1].adapters.is_same(step.adapters):
                 groups[-1].append(step)
             else:
                 groups.append([step])
         joined: list[SpanInputs] = []
-        cached = self._prefix_length
+        cached = self._prefix_length + sum(step.hidden.shape[1] for step in self.steps[:first])
         for group in groups:
             joined.append(_joined(group, cached))
             cached += joined[-1].hidden.shape[1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.client.history import History
 from swarm_plugins.errors import RemoteError
 from swarm_plugins.transport.messages import (
     BackwardRequest,
@@ -16,6 +17,8 @@ from swarm_plugins.transport.messages import (
     ForwardRequest,
     ForwardResponse,
     ServerInfo,
+    SessionStep,
+    SessionStepResponse,
 )
 
 
@@ -53,6 +56,21 @@ class BackwardCall:
     response: BackwardResponse
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """A step of a session that a server has answered."""
+
+    peer: str
+    info: ServerInfo | None
+    """What the server says about itself."""
+    history: History
+    """All steps that the session on this server holds; the last one is this step."""
+    adapters: tuple[LoadedAdapter, ...]
+    """As in `ForwardCall`."""
+    request: SessionStep
+    response: SessionStepResponse
+
+
 class CallObserver(Protocol):
     """Examines answers. All methods are called on the client's event loop, after shapes and finiteness were checked."""
 
@@ -67,6 +85,9 @@ class CallObserver(Protocol):
 
     async def backward_done(self, call: BackwardCall) -> None:
         """Examines a backward; raises WrongAnswerError if its answer must not be used."""
+
+    async def step_done(self, call: StepCall) -> None:
+        """Examines a step of a session; raises WrongAnswerError if its answer must not be used."""
 
     async def close(self) -> None:
         """Ends examinations under way. Idempotent."""
@@ -87,6 +108,9 @@ class NoObserver:
         """Accepts the answer."""
 
     async def backward_done(self, call: BackwardCall) -> None:
+        """Accepts the answer."""
+
+    async def step_done(self, call: StepCall) -> None:
         """Accepts the answer."""
 
     async def close(self) -> None:

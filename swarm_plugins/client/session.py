@@ -16,6 +16,7 @@ from torch import Tensor
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.history import History
+from swarm_plugins.client.observer import StepCall
 from swarm_plugins.client.retries import Retries
 from swarm_plugins.client.splitting import tokens_per_message
 from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
@@ -252,6 +253,17 @@ class ClientSession:
         check_outputs(response, inputs, current.peer)
         current.unsent_ops = []
         history.append(inputs)
+        view = self.servers.view
+        await view.observer.step_done(
+            StepCall(
+                peer=current.peer,
+                info=view.infos.get(current.peer),
+                history=history,
+                adapters=part.shipped,
+                request=request,
+                response=response,
+            )
+        )
         return response
 
     async def fork(self) -> ClientSession:

@@ -22,10 +22,12 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import is_fused_experts
 
 if TYPE_CHECKING:
-    from swarm_plugins.blocks import Span
+    from swarm_plugins.blocks import SessionCache, Span
     from swarm_plugins.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
+
+_BLOCKS = "swarm_plugins.blocks"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,26 @@ class Kind:
                 f"blocks of {self.dtype!r}, quantized {self.quantization!r}, cannot be computed here"
             )
         return found
+
+
+class SessionCaches:
+    """The caches of one session, a cache for each block; freed with the object.
+
+    Args:
+        blocks: The blocks.
+        kind: How they compute.
+        prefix: Keys and values the caches start with, K then V for each block.
+    """
+
+    def __init__(self, blocks: range, kind: Kind, prefix: Sequence[Tensor] = ()) -> None:
+        self.blocks = blocks
+        self.kind = kind
+        self.prefix = tuple(prefix)
+        self.by_block: dict[int, SessionCache] = {}
+
+    def __del__(self) -> None:
+        for cache in self.by_block.values():
+            cache.close()
 
 
 class LocalBlocks:
@@ -81,6 +103,36 @@ class LocalBlocks:
         """
         return await asyncio.to_thread(self._gradients, inputs, kind, grad, wanted)
 
+    async def extend(self, caches: SessionCaches, steps: Sequence[SpanInputs]) -> Tensor:
+        """Runs further steps of a session; returns the outputs of the last block for all of them, ``[B, S, D]``.
+
+        Raises:
+            SwarmError: If the blocks cannot be read or run here.
+        """
+        return await asyncio.to_thread(self._extend, caches, steps)
+
+    def _extend(self, caches: SessionCaches, steps: Sequence[SpanInputs]) -> Tensor:
+        kind = caches.kind
+        inputs_class = importlib.import_module(_BLOCKS).StepInputs
+        with self._lock:
+            hidden = [step.hidden.to(kind.torch_dtype) for step in steps]
+            for index, block in enumerate(caches.blocks):
+                span, one = self._span(block, kind), range(block, block + 1)
+                if block not in caches.by_block:
+                    prefix = [part.to(kind.torch_dtype) for part in caches.prefix[2 * index : 2 * index + 2]]
+                    caches.by_block[block] = span.new_cache(hidden[0].shape[0], one, prefix)
+                for number, step in enumerate(steps):
+                    inputs = inputs_class(
+                        cache=caches.by_block[block],
+                        blocks=one,
+                        hidden=hidden[number],
+                        position_ids=step.position_ids,
+                        attention_mask=step.attention_mask,
+                        adapters=step.adapters,
+                    )
+                    hidden[number] = span.step([inputs])[0].hidden
+        return torch.cat(hidden, dim=1)
+
     def _outputs(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
         with self._lock, torch.no_grad():
             return self._forward(inputs, kind)
@@ -103,7 +155,7 @@ class LocalBlocks:
         key = (block, kind)
         if key not in self._spans:
             # By name: a client that checks nothing does not load what runs blocks.
-            load_span = importlib.import_module("swarm_plugins.blocks").load_span
+            load_span = importlib.import_module(_BLOCKS).load_span
             if self._checkpoint is None:
                 self._checkpoint = self._open()
             span: Span = load_span(

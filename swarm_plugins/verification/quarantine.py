@@ -8,7 +8,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -68,15 +69,13 @@ class Quarantine:
 
     def __contains__(self, peer: str) -> bool:
         """Returns whether a peer is excluded now."""
-        return peer in self.peers()
+        caught = self._all().get(peer)
+        return caught is not None and self._clock() < caught.until
 
     def peers(self) -> dict[str, Caught]:
         """Returns the peers that are excluded now; looks every second for what other processes have added."""
         now = self._clock()
-        if now - self._looked_at >= _LOOK_S:
-            self._looked_at = now
-            self._refresh()
-        return {peer: caught for peer, caught in {**self._saved, **self._unsaved}.items() if now < caught.until}
+        return {peer: caught for peer, caught in self._all().items() if now < caught.until}
 
     def add(self, peer: str, *, model: str, reason: str, evidence: str = "") -> Caught:
         """Excludes a peer for a day."""
@@ -107,6 +106,13 @@ class Quarantine:
                 self._write(_File(peers=kept))
         self._saved = kept
         return found is not None
+
+    def _all(self) -> Mapping[str, Caught]:
+        now = self._clock()
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self._refresh()
+        return ChainMap(self._unsaved, self._saved)
 
     def _refresh(self) -> None:
         try:

@@ -10,14 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.client.observer import BackwardCall, CallObserver, ForwardCall, NoObserver, WrongAnswerError
+from swarm_plugins.client.history import History
+from swarm_plugins.client.observer import (
+    BackwardCall,
+    CallObserver,
+    ForwardCall,
+    NoObserver,
+    StepCall,
+    WrongAnswerError,
+)
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receipts import check_receipt
@@ -25,9 +34,10 @@ from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.evidence import evidence_of, save_evidence
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
-from swarm_plugins.verification.rates import CheckRates
+from swarm_plugins.verification.rates import CheckRates, When
 from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward
 from swarm_plugins.verification.scores import Verdict
+from swarm_plugins.verification.shadow import Shadow
 
 if TYPE_CHECKING:
     from swarm_plugins.checkpoint import Checkpoint
@@ -39,6 +49,23 @@ M = TypeVar("M", bound=Message)
 _NONCE_BYTES = 16
 _MAX_WAITING = 4
 """Checks in the background; a call that is to be checked beyond these waits for its check."""
+_MAX_SHADOWS = 8
+"""Sessions followed at a time."""
+_FIRST_STEPS = 4
+"""Steps of a new server's sessions that are checked before they are used."""
+_STEPS_AT_ONCE = 8
+"""Later steps of a session that are checked together."""
+
+
+class Server(NamedTuple):
+    """What is checked for itself: a server that moves or loads other weights is new, and so is each kind of call."""
+
+    peer: str
+    what: str
+    start: int
+    end: int
+    dtype: str
+    quantization: str
 
 
 class Verifier:
@@ -69,6 +96,9 @@ class Verifier:
         """Checks that came to a result, by peer."""
         self._blocks = blocks
         self._running: set[asyncio.Task[None]] = set()
+        self._shadows: weakref.WeakKeyDictionary[History, tuple[Shadow, When]] = weakref.WeakKeyDictionary()
+        self._unchecked: set[Server] = set()
+        """Servers whose answers cannot be checked here; said once."""
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a peer is in quarantine."""
@@ -86,6 +116,32 @@ class Verifier:
         """Checks a backward, or not; see `CallObserver`."""
         await self._examine(call, "backward")
 
+    async def step_done(self, call: StepCall) -> None:
+        """Checks a step of a session whose steps are all checked, or not; see `CallObserver`."""
+        info, history = call.info, call.history
+        self._check_not_excluded(call.peer)
+        if info is None:
+            return
+        server = Server(call.peer, "session step", info.start, info.end, info.dtype, info.quantization)
+        if len(history.steps) == 1 and len(self._shadows) < _MAX_SHADOWS:
+            when = self.rates.when(server)
+            if when != "never":
+                shadow = Shadow(history, history.steps[0].blocks, Kind(info.dtype, info.quantization))
+                self._shadows[history] = (shadow, when)
+        if history not in self._shadows:
+            return
+        shadow, when = self._shadows[history]
+        if not shadow.follows(history):
+            # Its cache was cropped or reordered: what has been followed is no part of it any more.
+            del self._shadows[history]
+            return
+        shadow.add(call)
+        if when == "before" and len(history.steps) <= _FIRST_STEPS:
+            await self._settle(server, shadow.blocks, shadow.compare(self._blocks), lambda _: "")
+        elif shadow.num_waiting >= _STEPS_AT_ONCE and len(self._running) < _MAX_WAITING:
+            verdicts = shadow.compare(self._blocks)
+            self._start(self._settle(server, shadow.blocks, verdicts, lambda _: ""), f"check a session of {call.peer}")
+
     async def close(self) -> None:
         """Ends the checks in the background. Idempotent."""
         running = list(self._running)
@@ -95,9 +151,10 @@ class Verifier:
 
     async def _examine(self, call: ForwardCall | BackwardCall, what: str) -> None:
         info = call.info
+        self._check_not_excluded(call.peer)
         if info is None:
             return
-        server = (call.peer, what, info.start, info.end, info.dtype, info.quantization)
+        server = Server(call.peer, what, info.start, info.end, info.dtype, info.quantization)
         when = self.rates.when(server)
         if when == "never":
             return
@@ -105,11 +162,16 @@ class Verifier:
         call = _as_sent(call)
         forward = call.request if isinstance(call, ForwardCall) else call.forward
         asked = Asked(forward, call.adapters, Kind(info.dtype, info.quantization))
-        check = self._check(server, what, call, asked)
+        check = self._check(server, call, asked)
         if when == "before" or len(self._running) >= _MAX_WAITING:
             await check
         else:
             self._start(check, f"check {what} of {call.peer}")
+
+    def _check_not_excluded(self, peer: str) -> None:
+        """Refuses answers of a server that was caught meanwhile: by a check in the background, or another client."""
+        if peer in self.quarantine:
+            raise WrongAnswerError(f"server {peer} is in quarantine")
 
     def _start(self, check: Coroutine[Any, Any, None], name: str) -> None:
         async def run() -> None:
@@ -122,44 +184,50 @@ class Verifier:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _check(
-        self, server: tuple[object, ...], what: str, call: ForwardCall | BackwardCall, asked: Asked
-    ) -> None:
+    async def _check(self, server: Server, call: ForwardCall | BackwardCall, asked: Asked) -> None:
         try:
             _check_receipts(call, asked)
         except ProtocolError:
             self.rates.doubt(server)
             raise
+        if isinstance(call, ForwardCall):
+            verdicts = recompute_forward(asked, call.response, self._blocks)
+        else:
+            verdicts = recompute_backward(asked, call.request, call.response, self._blocks)
+        blocks = range(asked.request.start, asked.request.end)
+        await self._settle(server, blocks, verdicts, lambda reason: self._saved(call, asked, reason))
+
+    async def _settle(
+        self, server: Server, blocks: range, verdicts: Awaitable[list[Verdict]], save: Callable[[str], str]
+    ) -> None:
+        """Waits for the verdicts on a server's answer, and draws the consequences."""
+        peer, what = server.peer, server.what
         try:
-            verdicts = await self._recompute(call, asked)
+            found = await verdicts
         except SwarmError as exc:
-            log.warning("the %s of server %s could not be checked: %s", what, call.peer, exc)
+            if server not in self._unchecked:
+                log.warning("answers (%s) of server %s cannot be checked here: %s", what, peer, exc)
+            self._unchecked.add(server)
             return
-        self.checked[call.peer] += 1
-        wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
+        self.checked[peer] += 1
+        wrong = next((verdict for verdict in found if verdict.is_wrong), None)
         if wrong is None:
             self.rates.passed(server)
             return
         self.rates.doubt(server)
-        reason = f"wrong {what} of blocks {asked.request.start}:{asked.request.end}: {wrong}"
-        self._quarantine(call, asked, reason)
-        raise WrongAnswerError(f"server {call.peer} gave a wrong answer and is quarantined: {reason}")
+        reason = f"wrong {what} of blocks {blocks.start}:{blocks.stop}: {wrong}"
+        self.quarantine.add(peer, model=self.version, reason=reason, evidence=save(reason))
+        log.warning("server %s is quarantined for a day: %s", peer, reason)
+        raise WrongAnswerError(f"server {peer} gave a wrong answer and is quarantined: {reason}")
 
-    async def _recompute(self, call: ForwardCall | BackwardCall, asked: Asked) -> list[Verdict]:
-        if isinstance(call, ForwardCall):
-            return await recompute_forward(asked, call.response, self._blocks)
-        return await recompute_backward(asked, call.request, call.response, self._blocks)
-
-    def _quarantine(self, call: ForwardCall | BackwardCall, asked: Asked, reason: str) -> None:
-        file = ""
+    def _saved(self, call: ForwardCall | BackwardCall, asked: Asked, reason: str) -> str:
+        """Saves the evidence of a wrong answer; returns its file, or nothing if it cannot be written."""
+        evidence = evidence_of(call, asked, model=self.version, reason=reason)
         try:
-            file = str(
-                save_evidence(self.evidence, evidence_of(call, asked, model=self.version, reason=reason)).resolve()
-            )
+            return str(save_evidence(self.evidence, evidence).resolve())
         except OSError as exc:
             log.warning("cannot save the evidence against %s to %s: %s", call.peer, self.evidence, one_line(exc))
-        self.quarantine.add(call.peer, model=self.version, reason=reason, evidence=file)
-        log.warning("server %s is quarantined for a day: %s", call.peer, reason)
+            return ""
 
 
 def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -> CallObserver:

@@ -65,3 +65,14 @@ def test_the_coarsest_type_decides() -> None:
     assert coarsest(["float32", "bfloat16", "none"]) == "bfloat16"
     assert coarsest(["float32", "float16", "int8"]) == "int8"
     assert coarsest(["float32", "none"]) == "float32"
+
+
+def test_a_small_gain_shows_in_sixteen_bits() -> None:
+    x = torch.randn(2, 24, 576, generator=torch.Generator().manual_seed(0))
+    y = x + torch.randn(2, 24, 576, generator=torch.Generator().manual_seed(1))
+    for precision, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        honest = y.to(dtype).float()
+        assert not compare_outputs(x, honest, y, precision, is_mixture=False).is_wrong
+        for factor in (1.01, 1.05):
+            scaled = (y * factor).to(dtype).float()
+            assert compare_outputs(x, scaled, y, precision, is_mixture=False).is_wrong

@@ -1,0 +1,61 @@
+"""Steps of sessions are checked too: the first ones before they are used, later ones in batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from lies_kit import CHECKED, HONEST, IDS, with_liar
+from transformers import PreTrainedModel
+
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.testing import InProcessSwarm, Liar
+from swarm_plugins.verification import Quarantine
+
+
+def model_of(swarm: InProcessSwarm) -> PreTrainedModel:
+    return AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
+
+
+def generated(swarm: InProcessSwarm, model: PreTrainedModel | None = None, **options: object) -> list[list[int]]:
+    model = model or model_of(swarm)
+    found: torch.Tensor = model.generate(IDS, max_new_tokens=20, do_sample=False, **options)
+    return found.tolist()
+
+
+def honest(directory: Path, config: SwarmConfig) -> InProcessSwarm:
+    return InProcessSwarm(directory, spans=[(0, 2), (2, 4)], config=config)
+
+
+def test_lies_from_the_first_step_are_caught_before_they_are_used(llama: Path, cache: Path) -> None:
+    with honest(llama, HONEST) as swarm:
+        expected = generated(swarm)
+    for liar in (Liar("echo"), Liar("scaled"), Liar("scaled", honest_calls=2)):
+        with with_liar(llama, liar) as swarm:
+            assert generated(swarm) == expected
+            assert liar.calls == liar.honest_calls + 1
+            caught = Quarantine(cache / "quarantine.json").peers()[swarm.peers[1]]
+            assert caught.reason.startswith("wrong session step of blocks 2:4")
+
+
+def test_a_lie_in_a_later_step_of_a_followed_session_is_caught(llama: Path, cache: Path) -> None:
+    liar = Liar("echo", honest_calls=6)
+    with with_liar(llama, liar) as swarm:
+        generated(swarm)
+        assert liar.calls < 20
+        assert list(Quarantine(cache / "quarantine.json").peers()) == [swarm.peers[1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
+def test_honest_servers_pass(mixtral: Path, cache: Path, options: dict[str, object]) -> None:
+    with honest(mixtral, HONEST) as swarm:
+        expected = generated(swarm, **options)
+    with honest(mixtral, CHECKED) as swarm:
+        model = model_of(swarm)
+        assert generated(swarm, model, **options) == expected
+        mask = torch.ones_like(IDS)
+        mask[1, :5] = 0
+        generated(swarm, model, attention_mask=mask, **options)
+    assert not Quarantine(cache / "quarantine.json").peers()
