@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from swarm_plugins.errors import TransportError
+from swarm_plugins.errors import ProtocolError, TransportError, one_line
 from swarm_plugins.routing import expert_gaps
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
@@ -27,6 +28,10 @@ class ServerStatus:
     info: ServerInfo
     """Its present state; its last announcement if it cannot be reached."""
     is_reachable: bool
+    reason: str = ""
+    """Why it cannot be reached, or its answer is not believed."""
+    quarantine: str = ""
+    """Why clients of this user leave it out; empty: they do not."""
 
     @property
     def is_online(self) -> bool:
@@ -84,19 +89,32 @@ class ModelStatus:
                 for blocks, experts in self.missing_experts
             ],
             "servers": [
-                {"peer": server.peer, "is_reachable": server.is_reachable, **msgspec.structs.asdict(server.info)}
+                {
+                    "peer": server.peer,
+                    "is_reachable": server.is_reachable,
+                    "reason": server.reason,
+                    "quarantine": server.quarantine,
+                    **msgspec.structs.asdict(server.info),
+                }
                 for server in self.servers
             ],
         }
 
 
-async def survey(config: NodeConfig, wanted: str | None, *, timeout_s: float) -> list[ModelStatus]:
+async def survey(
+    config: NodeConfig,
+    wanted: str | None,
+    *,
+    timeout_s: float,
+    quarantined: Mapping[str, str] = MappingProxyType({}),
+) -> list[ModelStatus]:
     """Returns all model versions whose version or name contains ``wanted``, with their servers.
 
     Args:
         config: How to reach the swarm, as a client.
         wanted: Part of a version or of a model's name. None: all versions.
         timeout_s: Longest wait for one server.
+        quarantined: Why some peers are left out.
 
     Raises:
         TransportError: If the swarm cannot be reached.
@@ -111,6 +129,7 @@ async def survey(config: NodeConfig, wanted: str | None, *, timeout_s: float) ->
             servers = await asyncio.gather(
                 *(_ask(node, gate, peer, info, timeout_s) for peer, info in announced.items())
             )
+            servers = [replace(server, quarantine=quarantined.get(server.peer, "")) for server in servers]
             ordered = sorted(servers, key=lambda server: (server.info.start, server.info.end, server.peer))
             found.append(ModelStatus(version, model.model, model.num_blocks, ordered))
         return found
@@ -119,15 +138,14 @@ async def survey(config: NodeConfig, wanted: str | None, *, timeout_s: float) ->
 async def _ask(
     node: SwarmNode, gate: asyncio.Semaphore, peer: str, announced: ServerInfo, timeout_s: float
 ) -> ServerStatus:
-    unreachable = ServerStatus(peer, announced, is_reachable=False)
     try:
         async with gate:
             answer = await ask_info(node.open, peer, timeout_s=timeout_s)
-    except TransportError:
-        return unreachable
-    # A server that still loads announces itself but serves nothing yet, which is not a fault.
-    if answer.num_blocks != announced.num_blocks:
-        return unreachable
+        # A server that still loads announces itself but serves nothing yet, which is not a fault.
+        if answer.num_blocks != announced.num_blocks:
+            raise ProtocolError(f"it announced a model of {announced.num_blocks} blocks, and says {answer.num_blocks}")
+    except TransportError as exc:
+        return ServerStatus(peer, announced, is_reachable=False, reason=one_line(exc))
     return ServerStatus(peer, answer, is_reachable=True)
 
 

@@ -98,23 +98,37 @@ def bench_privacy(model: Path, *, depths: Sequence[int], documents: int, progres
     for depth in depths:
         progress.update(task, description=f"attacking the input of block {depth}")
         known_states, states = reference.pop(depth), hidden.pop(depth)  # [N, D], [T, D]
-        change = (known_states - embeddings[known]).mean(0)
-        mean, deviation = known_states.mean(0), known_states.std(0).clamp_min(1e-6)
-        z_known, z = (known_states - mean) / deviation, (states - mean) / deviation
-        report.depths.append(
-            Depth(
-                local_blocks=depth,
-                embedding=_share(_nearest(states - change, embeddings) == tokens),
-                reference=_share(known[_nearest(z, z_known)] == tokens),
-                probe=_share(_probed(z, z_known, known) == tokens),
-            )
-        )
+        report.depths.append(attack(depth, states, tokens, known_states, known, embeddings))
         progress.advance(task)
     report.notes.append(
         f"{report.num_tokens} held-out tokens; the attacker's corpus has {report.num_reference} tokens and "
         f"{report.seen:.1%} of the held-out ones; guessing the most frequent token recovers {report.guess:.1%}"
     )
     return report
+
+
+def attack(
+    depth: int, states: Tensor, tokens: Tensor, known_states: Tensor, known: Tensor, embeddings: Tensor
+) -> Depth:
+    """Returns the shares of ``tokens`` ``[T]`` that each attack recovers from their ``states`` ``[T, D]``.
+
+    Args:
+        depth: Local blocks before the first server.
+        states: Hidden states under attack.
+        tokens: The tokens behind them.
+        known_states: Hidden states of the corpus at the same depth, ``[N, D]``.
+        known: Tokens of the corpus, ``[N]``.
+        embeddings: The model's input embeddings, ``[V, D]``.
+    """
+    change = (known_states - embeddings[known]).mean(0)
+    mean, deviation = known_states.mean(0), known_states.std(0).clamp_min(1e-6)
+    z_known, z = (known_states - mean) / deviation, (states - mean) / deviation
+    return Depth(
+        local_blocks=depth,
+        embedding=_share(_nearest(states - change, embeddings) == tokens),
+        reference=_share(known[_nearest(z, z_known)] == tokens),
+        probe=_share(_probed(z, z_known, known) == tokens),
+    )
 
 
 def _load(model: Path, depths: Sequence[int]) -> PreTrainedModel:

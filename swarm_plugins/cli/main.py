@@ -11,6 +11,7 @@ from swarm_plugins.cli import bench
 from swarm_plugins.cli.audit import audit
 from swarm_plugins.cli.chat import chat, run
 from swarm_plugins.cli.demo import demo, demo_model
+from swarm_plugins.cli.drain import drain
 from swarm_plugins.cli.fit import fit
 from swarm_plugins.cli.hub import hub, push
 from swarm_plugins.cli.plan import plan, quantize
@@ -37,7 +38,7 @@ def _options(
 
 app.command()(serve)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
-for _command in (push, hub, status, audit, chat, plan, run, quantize, demo, demo_model):
+for _command in (push, hub, status, audit, drain, chat, plan, run, quantize, demo, demo_model):
     app.command()(_command)
 app.add_typer(bench.app, name="bench")
 

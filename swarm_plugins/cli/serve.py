@@ -118,11 +118,17 @@ def serve(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Largest batch of one request, in tokens.")] = 16_384,
     max_session_tokens: Annotated[int, typer.Option(min=1, help="Longest sequence of a session.")] = 32_768,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    log_format: Annotated[str, typer.Option(help="text, or json for one object a line.")] = "text",
+    drain_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds that open sessions may take to end before the server does.  [default: 30]"),
+    ] = None,
     embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
 ) -> None:
     """Host a span of a model's blocks for the swarm.
 
-    Only the tensors of these blocks are read or downloaded. Ends cleanly on Ctrl-C.
+    Only the tensors of these blocks are read or downloaded. Ctrl-C and SIGTERM let open sessions end first; a second
+    signal does not.
     """
     with one_sentence_errors("serve", SERVE_WORDS):
         # Before heavy imports: an embedded server must notice early that its parent is gone.
@@ -134,6 +140,10 @@ def serve(
 
         if log_level.lower() not in _LEVELS:
             raise ConfigError(f"invalid --log-level {log_level!r}: expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}")
+        if log_format not in ("text", "json"):
+            raise ConfigError(f"invalid --log-format {log_format!r}: expected text or json")
+        if drain_s is None:
+            drain_s = 0.0 if embedded else 30.0
         span, part = parse_blocks(blocks)
         if blocks is not None and num_blocks is not None:
             raise ConfigError(f"--blocks {blocks} and --num-blocks {num_blocks} exclude each other: give one")
@@ -172,12 +182,13 @@ def serve(
             show_progress=sys.stderr.isatty(),
             # Behind a relay nobody calls a port of this machine.
             host_maddrs=tuple(host_maddrs or (() if relay else DEFAULT_HOST_MADDRS)),
+            drain_s=drain_s,
         )
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.server.process import prepare_process, run_server
         from swarm_plugins.server.server import SwarmServer
 
-        prepare_process(log_level, threads)
+        prepare_process(log_level, threads, log_format=log_format)
         if embedding is not None:
             config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
         run_server(SwarmServer(config), embedding)

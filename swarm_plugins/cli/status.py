@@ -25,7 +25,7 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")] = 5.0,
 ) -> None:
-    """Show who serves which blocks: coverage, load, free KV cache; and which blocks are missing."""
+    """Show who serves which blocks, load and free KV cache; what is missing; whom your clients leave out, and why."""
     with one_sentence_errors("status"):
         peers = require_addresses(initial_peers)
         import asyncio
@@ -33,6 +33,7 @@ def status(
         from swarm_plugins.cli.support.status_table import print_tables
         from swarm_plugins.survey import survey
         from swarm_plugins.transport.config import NodeConfig
+        from swarm_plugins.verification.quarantine import user_quarantine
 
         config = NodeConfig(
             initial_peers=tuple(peers),
@@ -41,7 +42,8 @@ def status(
             identity_path=identity,
             client_mode=True,
         )
-        found = asyncio.run(survey(config, model, timeout_s=timeout))
+        excluded = {peer: caught.reason for peer, caught in user_quarantine().peers().items()}
+        found = asyncio.run(survey(config, model, timeout_s=timeout, quarantined=excluded))
         if json:
             typer.echo(json_format.dumps([one.as_dict() for one in found], indent=2))
         elif found:

@@ -48,8 +48,8 @@ class SwarmConfig:
     """File with the secret of a private swarm: only servers that know it are used. None: no secret."""
 
     local_blocks: tuple[int, int] = (0, 0)
-    """How many blocks at the start and at the end of the model run here with their own weights, for privacy: servers
-    see only hidden states from the middle of the model."""
+    """How many blocks at the start and at the end of the model run here with their own weights: servers see only
+    hidden states from the middle of the model. Someone who knows the model can still read most tokens from those."""
 
     verify: Literal["auto", "off"] = "off"
     """Whether answers are spot-checked against the checkpoint; ``auto``: unless only ``allowed_peers`` are used."""

@@ -164,6 +164,9 @@ class ServeConfig:
     show_progress: bool = False
     """Whether loading shows a progress bar on standard error."""
 
+    drain_s: float = 30.0
+    """How long a server that is asked to end waits for open sessions; 0: not at all."""
+
     grace_s: float = 5.0
     """How long ``close`` waits for running requests."""
 
@@ -243,7 +246,7 @@ class ServeConfig:
         for name in ("kv_bytes", "max_pack_tokens", "announce_every_s", "announce_ttl_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        for name in ("activation_bytes", "adapter_bytes", "grace_s"):
+        for name in ("activation_bytes", "adapter_bytes", "drain_s", "grace_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
         if self.announce_ttl_s < 2 * self.announce_every_s:

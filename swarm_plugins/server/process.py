@@ -17,20 +17,25 @@ import torch
 
 from swarm_plugins.errors import TransportError
 from swarm_plugins.server.embedding import Embedding
+from swarm_plugins.server.json_log import JsonFormatter
 
 if TYPE_CHECKING:
     from swarm_plugins.server.server import SwarmServer
+
+log = logging.getLogger(__name__)
 
 _M_ARENA_MAX = -8
 _LAST_RESORT_S = 40.0
 """Time from a signal to the end of the process at the latest: each part of leaving has a shorter deadline."""
 
 
-def prepare_process(log_level: str, threads: int | None) -> None:
+def prepare_process(log_level: str, threads: int | None, *, log_format: str = "text") -> None:
     """Sets up the process: logging, threads, memory arenas."""
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    logging.basicConfig(level=log_level.upper(), handlers=[handler])
+    logging.captureWarnings(log_format == "json")
     if threads is not None:
         torch.set_num_threads(threads)
     # By default glibc keeps freed memory in one arena per thread: a server with two busy threads would hold it twice.
@@ -39,7 +44,7 @@ def prepare_process(log_level: str, threads: int | None) -> None:
 
 
 def run_server(server: SwarmServer, embedding: Embedding | None) -> None:
-    """Serves until SIGINT or SIGTERM; then leaves the process at once.
+    """Serves until SIGINT or SIGTERM, drains, and leaves the process; a second signal cuts open sessions off.
 
     Raises:
         SwarmError: If the server cannot start, or loses the swarm.
@@ -52,10 +57,10 @@ def run_server(server: SwarmServer, embedding: Embedding | None) -> None:
 
 
 async def _serve(server: SwarmServer, embedding: Embedding | None) -> None:
-    stop = asyncio.Event()
+    stop = _Stop(server.config.drain_s)
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, _stop, stop)
-    stopped = asyncio.create_task(stop.wait(), name="wait for a signal")
+        asyncio.get_running_loop().add_signal_handler(number, stop.ask)
+    stopped = asyncio.create_task(_until_asked(server, stop), name="wait for a signal")
     serving = asyncio.create_task(_until_lost(server, embedding), name="serve")
     try:
         await asyncio.wait([stopped, serving], return_when=asyncio.FIRST_COMPLETED)
@@ -65,15 +70,55 @@ async def _serve(server: SwarmServer, embedding: Embedding | None) -> None:
         for task in (serving, stopped):
             task.cancel()
         await asyncio.gather(serving, stopped, return_exceptions=True)
+        if stop.asked.is_set():
+            await _drain(server, stop)
         await server.close()
 
 
-def _stop(stop: asyncio.Event) -> None:
-    if not stop.is_set():
-        last_resort = threading.Timer(_LAST_RESORT_S, os._exit, (1,))
+async def _until_asked(server: SwarmServer, stop: _Stop) -> None:
+    """Waits for a signal, or for the server's operator."""
+    by_rpc = asyncio.create_task(server.wait_asked_to_end(), name="wait for the operator")
+    by_rpc.add_done_callback(lambda done: None if done.cancelled() else stop.ask_once())
+    try:
+        await stop.asked.wait()
+    finally:
+        by_rpc.cancel()
+
+
+class _Stop:
+    """Counts the signals that ask the process to end."""
+
+    def __init__(self, drain_s: float) -> None:
+        self.asked = asyncio.Event()
+        self.urged = asyncio.Event()
+        """Asked again: open sessions need not end."""
+        self._drain_s = drain_s
+
+    def ask_once(self) -> None:
+        """Asks, but never again: a request that comes twice is not urgent."""
+        if not self.asked.is_set():
+            self.ask()
+
+    def ask(self) -> None:
+        """Asks for the first or another time."""
+        (self.urged if self.asked.is_set() else self.asked).set()
+        last_resort = threading.Timer(_LAST_RESORT_S + (0 if self.urged.is_set() else self._drain_s), os._exit, (1,))
         last_resort.daemon = True
         last_resort.start()
-    stop.set()
+
+
+async def _drain(server: SwarmServer, stop: _Stop) -> None:
+    drain_s = server.config.drain_s
+    if drain_s <= 0:
+        return
+    draining = asyncio.create_task(server.drain(drain_s), name="drain")
+    urged = asyncio.create_task(stop.urged.wait(), name="wait for a second signal")
+    await asyncio.wait([draining, urged], return_when=asyncio.FIRST_COMPLETED)
+    if draining.done() and draining.exception() is None and (left := draining.result()):
+        log.warning("%d sessions are still open after %.0f s: their clients go on elsewhere", left, drain_s)
+    for task in (draining, urged):
+        task.cancel()
+    await asyncio.gather(draining, urged, return_exceptions=True)
 
 
 async def _until_lost(server: SwarmServer, embedding: Embedding | None) -> None:

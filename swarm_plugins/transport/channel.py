@@ -12,7 +12,16 @@ from typing import Protocol
 from swarm_plugins.errors import TransportError
 from swarm_plugins.transport.messages import Codec, Message, ServerInfo
 
-RPC_NAMES = ("rpc_info", "rpc_forward", "rpc_backward", "rpc_session", "rpc_adapter", "rpc_experts", "rpc_push")
+RPC_NAMES = (
+    "rpc_info",
+    "rpc_forward",
+    "rpc_backward",
+    "rpc_session",
+    "rpc_adapter",
+    "rpc_experts",
+    "rpc_push",
+    "rpc_drain",
+)
 
 
 class BackoffError(TransportError):

@@ -260,6 +260,23 @@ class AdapterStored(_Message, kw_only=True):
     digest: str
 
 
+class DrainRequest(_Message, kw_only=True):
+    """Asks a server to drain and to end; signed with the server's own key."""
+
+    issued_at: float
+    """Unix time."""
+    signature: bytes
+
+
+class DrainAccepted(_Message, kw_only=True):
+    """Answers a [`DrainRequest`][swarm_plugins.transport.messages.DrainRequest]."""
+
+    sessions: int
+    """Sessions that are open now."""
+    drain_s: float
+    """How long they may go on."""
+
+
 Message = (
     Failure
     | InfoRequest
@@ -276,4 +293,6 @@ Message = (
     | ExpertsResponse
     | AdapterUpload
     | AdapterStored
+    | DrainRequest
+    | DrainAccepted
 )

@@ -43,13 +43,8 @@ def print_tables(
             table.add_row(*(escape(cell) for cell in cells[: len(table.columns)]))
         console.print(table)
         for server in one.servers:
-            if share := _experts(server.info):
-                console.print(escape(f"{_label(server.peer, is_wide=is_wide)} {share}"), soft_wrap=True)
-            if server.info.adapters:
-                names = ", ".join(server.info.adapters)
-                console.print(
-                    escape(f"{_label(server.peer, is_wide=is_wide)} holds the adapters {names}"), soft_wrap=True
-                )
+            for remark in _remarks(server):
+                console.print(escape(f"{_label(server.peer, is_wide=is_wide)} {remark}"), soft_wrap=True)
         console.print(f"coverage: {_coverage(one.coverage)}")
         if one.missing:
             missing = ", ".join(f"{start}:{end}" for start, end in runs(one.missing))
@@ -71,7 +66,8 @@ def _label(peer: str, *, is_wide: bool) -> str:
 def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
     info = server.info
     kept = "" if info.quantization == "none" else f", {info.quantization}"
-    state = info.state if server.is_reachable or info.state != "online" else "unreachable"
+    state: str = info.state if server.is_reachable or info.state != "online" else "unreachable"
+    state = "quarantined" if server.quarantine else state
     return (
         label,
         f"{info.start}:{info.end}" if info.experts is None else "experts",
@@ -81,6 +77,18 @@ def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
         f"{_short(info.free_kv_tokens)} of {_short(info.total_kv_tokens)}",
         _short(info.throughput),
     )
+
+
+def _remarks(server: ServerStatus) -> list[str]:
+    """Returns what does not fit into the table: why a server is not used, its experts, its adapters."""
+    adapters = ", ".join(server.info.adapters)
+    found = {
+        f"is in quarantine: {server.quarantine}": server.quarantine,
+        f"cannot be reached: {server.reason}": server.reason and not server.is_reachable,
+        _experts(server.info): True,
+        f"holds the adapters {adapters}": adapters,
+    }
+    return [remark for remark, applies in found.items() if remark and applies]
 
 
 def _experts(info: ServerInfo) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_plugins.errors import ProtocolError, TransportError
+from swarm_plugins.errors import ProtocolError, RemoteError, TransportError
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.config import NodeConfig, peer_id_in, place_in
 from swarm_plugins.transport.daemon import Daemon
-from swarm_plugins.transport.messages import InfoRequest, ServerInfo
+from swarm_plugins.transport.messages import Failure, InfoRequest, ServerInfo
 from swarm_plugins.transport.records import ModelInfo, ModelRecord, check_server_info, majority
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ async def ask_info(open_channel: Open, peer: str, *, timeout_s: float) -> Server
         answer = await channel.receive(timeout_s=timeout_s)
     finally:
         await channel.close()
+    if isinstance(answer, Failure):
+        raise RemoteError(f"peer {peer} refuses: {answer.message}")
     if not isinstance(answer, ServerInfo):
         raise ProtocolError(f"peer {peer} answered with {type(answer).__name__}, expected ServerInfo")
     check_server_info(answer)

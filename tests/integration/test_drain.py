@@ -1,0 +1,110 @@
+"""Servers that are asked to end: open sessions end first, new ones go elsewhere, a second signal is final."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from typer.testing import CliRunner
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.cli import app
+from swarm_plugins.client import SwarmConfig, connect
+from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.transport.identity import create_identity_file, load_identity
+
+IDS = torch.tensor([[5, 17, 99, 23]])
+END_S = 30.0
+
+
+@contextmanager
+def serving(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Runs `swarm serve`, and yields it with its address."""
+    command = [sys.executable, "-m", "swarm_plugins", "serve", str(model), "--blocks", "0:4", "--threads", "1"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        )
+        try:
+            assert process.stdout is not None
+            found = re.search(r"--initial-peers (\S+)", process.stdout.readline())
+            assert found, log.read_text()
+            yield process, found[1]
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def drain(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["drain", *arguments])
+    assert "Traceback" not in result.output
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.mark.swarm
+@torch.no_grad()
+def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None:
+    directory = save_tiny("llama", tmp_path / "tiny-llama")
+    key, other_key = tmp_path / "server.key", tmp_path / "other.key"
+    create_identity_file(other_key)
+    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+    log = tmp_path / "first.log"
+    options = ("--identity", str(key), "--log-format", "json", "--log-level", "info")
+    with serving(directory, log, *options) as (one, address):
+        model = AutoSwarmModelForCausalLM.from_pretrained(
+            directory, initial_peers=[address], swarm=SwarmConfig(refresh_s=0.5)
+        )
+        cache = DynamicCache(config=model.config)
+        tokens = model(IDS, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+        code, text = drain(address, "--identity", str(other_key))
+        assert code == 1
+        assert f"is the identity of {load_identity(other_key).peer_id}, not of" in text
+        code, text = drain(address, "--identity", str(key))
+        assert code == 0, text
+        assert "drains: 1 sessions are open; it ends when they have, 30 s from now at the latest." in text
+        with serving(directory, tmp_path / "second.log", "--initial-peers", address) as (two, second):
+            for _ in range(4):
+                tokens = torch.cat([tokens, model(tokens[:, -1:], past_key_values=cache).logits.argmax(-1)], dim=1)
+            want = local.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+            assert tokens.tolist() == want[:, 4:].tolist()
+            status = CliRunner().invoke(app, ["status", "--json", "--initial-peers", second])
+            states = {server["peer"]: server["state"] for server in json.loads(status.output)[0]["servers"]}
+            assert sorted(states.values()) == ["draining", "online"]
+            # A new session goes to the other server; the old one has not moved.
+            new = DynamicCache(config=model.config)
+            time.sleep(0.6)
+            model(IDS, past_key_values=new)
+            holders = [one.layers[0].state._session._spans[0].peer for one in (cache, new)]
+            assert [states[peer] for peer in holders] == ["draining", "online"]
+            assert one.poll() is None
+            cache.reset()
+            assert one.wait(END_S) == 0
+            lines = [json.loads(line) for line in log.read_text().splitlines()]
+            assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+
+            two.terminate()
+            time.sleep(1.0)
+            assert two.poll() is None
+            two.terminate()
+            assert two.wait(END_S) == 0
+        connect([address], SwarmConfig(refresh_s=0.5)).close()
+
+
+def test_a_peer_id_needs_a_way_to_it_and_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
+    code, text = drain("QmServer", "--identity", str(tmp_path / "none"))
+    assert code == 1
+    assert "'QmServer' is a peer id: give the server's address instead, or --initial-peers" in text
+    code, text = drain("/ip4/127.0.0.1/tcp/9/p2p/QmServer", "--identity", str(tmp_path / "none"))
+    assert code == 1
+    assert f"cannot read identity {tmp_path}" in text
