@@ -29,7 +29,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The addresses that each server would have joined by."""
     found: list[tuple[str, ...]] = []
     process = "swarm_plugins.server.process"
-    monkeypatch.setattr(f"{process}.prepare_process", lambda *_: None)
+    monkeypatch.setattr(f"{process}.prepare_process", lambda *_, **__: None)
     monkeypatch.setattr(f"{process}.run_server", lambda server, _: found.append(server.config.initial_peers))
     monkeypatch.setattr("swarm_plugins.server.embedding.Embedding.take_over", Parent)
     return found
