@@ -11,12 +11,11 @@ from swarm_plugins.cli import bench
 from swarm_plugins.cli.audit import audit
 from swarm_plugins.cli.chat import chat, run
 from swarm_plugins.cli.demo import demo, demo_model
-from swarm_plugins.cli.drain import drain
 from swarm_plugins.cli.fit import fit
 from swarm_plugins.cli.hub import hub, push
 from swarm_plugins.cli.plan import plan, quantize
 from swarm_plugins.cli.serve import serve
-from swarm_plugins.cli.status import status
+from swarm_plugins.cli.status import drain, status
 
 app = typer.Typer(
     name="swarm",
