@@ -77,7 +77,7 @@ async def _serve(server: SwarmServer, embedding: Embedding | None) -> None:
 
 async def _until_asked(server: SwarmServer, stop: _Stop) -> None:
     """Waits for a signal, or for the server's operator."""
-    by_rpc = asyncio.create_task(server.wait_asked_to_end(), name="wait for the operator")
+    by_rpc = asyncio.create_task(server.asked_to_end.wait(), name="wait for the operator")
     by_rpc.add_done_callback(lambda done: None if done.cancelled() else stop.ask_once())
     try:
         await stop.asked.wait()

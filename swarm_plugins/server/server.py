@@ -35,7 +35,7 @@ from swarm_plugins.server.identity import identity_of
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc.adapter import adapter_handler
-from swarm_plugins.server.rpc.drain import Operator, drain_handler
+from swarm_plugins.server.rpc.drain import operator_handlers
 from swarm_plugins.server.rpc.experts import experts_handler
 from swarm_plugins.server.rpc.handlers import info_handler, push_handler
 from swarm_plugins.server.rpc.session import session_handler
@@ -47,7 +47,6 @@ from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.server.state.slices import RunLimits
 from swarm_plugins.transport.channel import Handler
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.identity import load_identity
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -92,7 +91,8 @@ class SwarmServer:
         self._held: HeldExperts | None = None
         self._share: RemoteShare | None = None
         self._sweeper: asyncio.Task[None] | None = None
-        self._asked_to_end = asyncio.Event()
+        self.asked_to_end = asyncio.Event()
+        """Set once its operator has asked it to drain and to end."""
 
     @property
     def info(self) -> ServerInfo:
@@ -121,10 +121,6 @@ class SwarmServer:
     async def wait_lost(self) -> None:
         """Returns when the server has lost the network for good."""
         await self._joined().wait_lost()
-
-    async def wait_asked_to_end(self) -> None:
-        """Returns when its operator has asked it to drain and to end."""
-        await self._asked_to_end.wait()
 
     async def start(self, *, on_joined: Callable[[SwarmServer], object] | None = None) -> None:
         """Joins the swarm, loads the span, serves and announces it.
@@ -250,10 +246,7 @@ class SwarmServer:
             service.run_limits = dataclasses.replace(service.run_limits, run_bytes=run_bytes)
         service.scheduler.start()
         self._sweeper = asyncio.create_task(sweep(service), name="drop expired graphs")
-        handlers = service_handlers(service)
-        if self.config.identity is not None:
-            operator = Operator(load_identity(self.config.identity), self.config.drain_s, self._asked_to_end.set)
-            handlers["rpc_drain"] = functools.partial(drain_handler, service, operator)
+        handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)
         await presence.serve(handlers)
         await presence.announce(lambda: self.info)
 
