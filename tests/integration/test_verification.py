@@ -1,0 +1,73 @@
+"""A lying server beside honest ones, over real connections: caught, left out, and convicted by its own signature."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.cli import app
+from swarm_plugins.client import SwarmConfig, connect
+from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.verification import user_quarantine
+
+HERE = Path(__file__).parent
+IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+@contextlib.contextmanager
+def liar(model: Path, address: str) -> Iterator[str]:
+    """Runs a lying server of the whole model, which is preferred to two honest ones; yields its peer id."""
+    arguments = ["serve", str(model), "--blocks", "0:4", "--threads", "1", "--initial-peers", address]
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "lying_server.py"), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1].rpartition("/")[2]
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+@pytest.mark.swarm
+def test_a_liar_is_caught_over_real_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
+    model = save_tiny("llama", tmp_path / "llama")
+    with (
+        LocalSwarm(model, num_servers=2) as swarm,
+        liar(model, swarm.initial_peers[0]) as peer,
+        contextlib.ExitStack() as connections,
+    ):
+
+        def load(config: SwarmConfig) -> PreTrainedModel:
+            connection = connections.enter_context(connect(swarm.initial_peers, config))
+            return AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+
+        # The loss would not show this lie: the final norm hides the scale of the last block's output.
+        checking = load(SwarmConfig(verify="auto"))
+        loss = checking(input_ids=IDS, labels=IDS).loss
+        trusting = load(SwarmConfig(allowed_peers=tuple(one.peer_id for one in swarm.servers)))
+        assert loss.item() == trusting(input_ids=IDS, labels=IDS).loss.item()
+        tokens = checking.generate(IDS, max_new_tokens=8, do_sample=False)
+        assert tokens.equal(trusting.generate(IDS, max_new_tokens=8, do_sample=False))
+    (caught,) = user_quarantine().peers()
+    assert caught == peer
+    shown = CliRunner().invoke(app, ["audit", peer, "--model", str(model)])
+    assert shown.exit_code == 0
+    assert f"signed by {peer}: yes" in shown.output
+    assert "WRONG" in shown.output
