@@ -89,7 +89,7 @@ class ChainCall:
     async def _forward_span(self, peer: str, inputs: SpanInputs) -> _SpanRun:
         part = self.servers.digests.part(inputs.adapters, inputs.blocks)
         request = self._request(inputs, part, keep=self.keep)
-        response = await self._ask(peer, part, "rpc_forward", request, ForwardResponse)
+        response = await self._ask(peer, part, "rpc_forward", request, ForwardResponse, len(inputs.blocks))
         check_outputs(response, inputs, peer)
         view = self.servers.view
         info, adapters = view.infos.get(peer), part.shipped
@@ -125,9 +125,11 @@ class ChainCall:
             nonce=self.servers.view.observer.nonce(),
         )
 
-    async def _ask(self, peer: str, part: AdapterPart, rpc: str, request: Message, kind: type[M]) -> M:
+    async def _ask(self, peer: str, part: AdapterPart, rpc: str, request: Message, kind: type[M], blocks: int) -> M:
         peers = self.servers.peers
-        return await peers.with_adapters(peer, part.shipped, lambda: peers.request(peer, rpc, request, kind))
+        return await peers.with_adapters(
+            peer, part.shipped, lambda: peers.request(peer, rpc, request, kind, blocks=blocks)
+        )
 
     async def backward(self, grads: SpanOutputs, *, needs_hidden: bool, needs: Sequence[bool]) -> list[Tensor | None]:
         """Returns the gradients of hidden states, adapter tensors and prefix, in this order.
@@ -205,7 +207,7 @@ class ChainCall:
             reply_codec=self.servers.peers.config.codec,
             nonce=view.observer.nonce(),
         )
-        answer = await self._ask(run.peer, run.part, "rpc_backward", request, BackwardResponse)
+        answer = await self._ask(run.peer, run.part, "rpc_backward", request, BackwardResponse, len(blocks))
         _check_gradients(answer, request, run)
         await view.observer.backward_done(
             BackwardCall(

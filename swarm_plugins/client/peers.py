@@ -14,6 +14,7 @@ from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.client.answers import StreamLostError, check_answer
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.deadlines import Deadlines
+from swarm_plugins.client.paces import Paces
 from swarm_plugins.errors import (
     CapacityError,
     ProtocolError,
@@ -56,6 +57,7 @@ class Peers:
         self.transport = transport
         self.config = config
         self.deadlines = Deadlines(config.request_timeout_s)
+        self.paces = Paces()
         self._idle: OrderedDict[tuple[str, str], list[Channel]] = OrderedDict()
         self._uploaded: OrderedDict[tuple[str, str], None] = OrderedDict()
 
@@ -79,13 +81,14 @@ class Peers:
         *,
         work: str,
         units: int,
+        blocks: int = 0,
         codec: Codec = "none",
         timeout_s: float | None = None,
     ) -> M:
         """Sends one message and returns the answer.
 
         Unless ``timeout_s`` is given, the pace observed for this kind of ``work`` decides how long to wait for so many
-        ``units`` (tokens, as a rule).
+        ``units`` (tokens, as a rule). The time taken counts when servers of ``blocks`` are compared.
 
         Raises:
             StreamLostError: If the stream breaks or ends before the answer.
@@ -106,22 +109,31 @@ class Peers:
             raise StreamLostError(f"server {peer} closed the stream before it answered: {exc}") from exc
         checked = check_answer(answer, kind, peer)
         # Only finished work counts: a refusal is instant and tells nothing about the pace.
-        self.deadlines.observe(peer, work, units, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.deadlines.observe(peer, work, units, seconds)
+        self.paces.observe(peer, work, blocks=blocks, tokens=units, seconds=seconds)
         return checked
 
     async def request(
-        self, peer: str, rpc: str, message: Message, kind: type[M], *, timeout_s: float | None = None
+        self,
+        peer: str,
+        rpc: str,
+        message: Message,
+        kind: type[M],
+        *,
+        blocks: int = 0,
+        timeout_s: float | None = None,
     ) -> M:
         """Sends one message over a kept stream and returns the answer."""
         idle = self._idle.get((peer, rpc))
         if idle:
             # A kept stream may have died unnoticed (the server was restarted): then try a fresh one.
             with contextlib.suppress(StreamLostError):
-                return await self._request_on(idle.pop(), rpc, message, kind, timeout_s)
-        return await self._request_on(await self.open(peer, rpc), rpc, message, kind, timeout_s)
+                return await self._request_on(idle.pop(), rpc, message, kind, blocks, timeout_s)
+        return await self._request_on(await self.open(peer, rpc), rpc, message, kind, blocks, timeout_s)
 
     async def _request_on(
-        self, channel: Channel, rpc: str, message: Message, kind: type[M], timeout_s: float | None
+        self, channel: Channel, rpc: str, message: Message, kind: type[M], blocks: int, timeout_s: float | None
     ) -> M:
         is_reusable = False
         try:
@@ -130,7 +142,8 @@ class Peers:
                 message,
                 kind,
                 work=rpc,
-                units=_num_tokens(message),
+                units=num_tokens(message),
+                blocks=blocks,
                 codec=self.config.codec,
                 timeout_s=timeout_s,
             )
@@ -202,7 +215,7 @@ class Peers:
                 await channel.close()
 
 
-def _num_tokens(message: Message) -> int:
+def num_tokens(message: Message) -> int:
     """Returns how many tokens a request computes, at least 1."""
     if isinstance(message, ForwardRequest | SessionStep):
         return message.hidden.shape[0] * message.hidden.shape[1]

@@ -7,6 +7,8 @@ tokens that follow are the same as without the loss.
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -17,10 +19,11 @@ from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, chain_outpu
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import StepCall
+from swarm_plugins.client.paces import StepTimes
 from swarm_plugins.client.retries import Retries
 from swarm_plugins.client.splitting import tokens_per_message
 from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
-from swarm_plugins.routing import Demand
+from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.messages import (
     Codec,
     Message,
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from swarm_plugins.client.peers import Peers
     from swarm_plugins.client.view import Servers
     from swarm_plugins.transport.channel import Channel
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
@@ -49,8 +54,11 @@ class _SpanSession:
         self.name = ""
         self.room = (0, 0)
         """Rows it was opened with, and how many tokens per row the server then promised to hold."""
+        self.times = StepTimes()
         self.unsent_ops: list[CacheOp] = []
         """Changes already in the history, but not on the server."""
+        self.is_due = False
+        """Whether it is time to look for a faster server."""
 
     @property
     def is_lost(self) -> bool:
@@ -86,7 +94,8 @@ class _SpanSession:
         if self.channel is None:
             raise SessionLostError(f"the session on server {self.peer} is closed")
         try:
-            return await peers.exchange(self.channel, request, kind, work=work, units=units, codec=codec)
+            blocks = len(self.blocks) if kind is SessionStepResponse else 0
+            return await peers.exchange(self.channel, request, kind, work=work, units=units, blocks=blocks, codec=codec)
         except UnknownAdapterError:
             raise  # the stream lives on
         except BaseException:
@@ -122,12 +131,14 @@ class ClientSession:
             self._spans = await self._plan(self.blocks, inputs, History(self.prefix), retries)
         cached = self._spans[0].history.length
         try:
-            return await self._run(inputs, cached, retries)
+            outputs = await self._run(inputs, cached, retries)
         except BaseException:
             # Also when interrupted: the first spans may already have the new tokens.
             for current in self._spans:
                 current.crop(cached)
             raise
+        await self._leave_slow(inputs)
+        return outputs
 
     def _apply(self, ops: Sequence[CacheOp]) -> None:
         for current in self._spans:
@@ -166,30 +177,57 @@ class ClientSession:
         """Plans sessions with room for a history and the new tokens; they start with the history's prefix."""
         batch, tokens = inputs.hidden.shape[:2]
         demand = Demand(tokens=batch * tokens, kv_tokens=batch * (history.length + tokens))
-        parts = []
-        for peer, start, end in await retries.chain(blocks, demand):
-            prefix = history.prefix[2 * (start - blocks.start) : 2 * (end - blocks.start)]
-            parts.append(_SpanSession(peer, range(start, end), History(prefix)))
-        return parts
+        return _parts(await retries.chain(blocks, demand), blocks, history)
 
     async def _moved(self, lost: _SpanSession, inputs: SpanInputs, retries: Retries) -> list[_SpanSession]:
         """Replays a lost server's history on others."""
         while True:
             parts = await self._plan(lost.blocks, inputs, lost.history, retries)
-            running = parts[0]
-            try:
-                for sent in lost.history.merged():
-                    hidden = sent.hidden
-                    for running in parts:
-                        hidden = (await self._advance(running, replace(sent, hidden=hidden))).hidden
-            except BaseException as exc:
-                for part in parts:
-                    await part.close()
-                if not isinstance(exc, SwarmError):
-                    raise
-                retries.note(running.peer, exc)
+            failure = await self._replay(parts, lost.history)
+            if failure is None:
+                return parts
+            retries.note(*failure)
+
+    async def _replay(self, parts: Sequence[_SpanSession], history: History) -> tuple[str, SwarmError] | None:
+        """Sends a history to new sessions; if that fails, closes them and returns where and why."""
+        running = parts[0]
+        try:
+            for sent in history.merged():
+                hidden = sent.hidden
+                for running in parts:
+                    hidden = (await self._advance(running, replace(sent, hidden=hidden))).hidden
+        except BaseException as exc:
+            for part in parts:
+                await part.close()
+            if not isinstance(exc, SwarmError):
+                raise
+            return running.peer, exc
+        return None
+
+    async def _leave_slow(self, inputs: SpanInputs) -> None:
+        """Moves the session on a server that has become slow to clearly faster ones, if there are any."""
+        view, rows = self.servers.view, inputs.hidden.shape[0]
+        due = [current for current in self._spans if current.is_due]
+        if due and view.is_stale:
+            # No token waits for servers to say what they serve now: the next comparison knows.
+            view.refresh_in_background()
+            return
+        for current in due:
+            length = current.history.length
+            demand = Demand(tokens=rows, kv_tokens=rows * (length + 1))
+            found = view.alternative(current.blocks, demand, Demand(tokens=rows * length), without={current.peer})
+            if found is None or not current.times.is_move_worth(found.step_s, found.replay_s):
                 continue
-            return parts
+            log.info("server %s has become slow: its session moves to %s", current.peer, found.chain)
+            parts = _parts(found.chain, current.blocks, current.history)
+            failure = await self._replay(parts, current.history)
+            if failure is not None:
+                view.ban(*failure)
+                current.times.postpone()
+                continue
+            position = self._spans.index(current)
+            self._spans[position : position + 1] = parts
+            await current.close()
 
     async def _advance(self, current: _SpanSession, inputs: SpanInputs) -> SpanOutputs:
         """Runs new tokens on one span, in chunks small enough for the server."""
@@ -229,6 +267,7 @@ class ClientSession:
 
     async def _send(self, current: _SpanSession, inputs: SpanInputs) -> SpanOutputs:
         peers, history = self.servers.peers, current.history
+        started = time.perf_counter()
         # Nothing trains between the tokens of a generation, but a prompt may follow a training step.
         is_prompt = inputs.hidden.shape[1] > 1 or history.length == 0
         part = self.servers.digests.part(inputs.adapters, current.blocks, verify=is_prompt)
@@ -252,6 +291,7 @@ class ClientSession:
         )
         check_outputs(response, inputs, current.peer)
         current.unsent_ops = []
+        current.is_due = inputs.hidden.shape[1] == 1 and current.times.add(time.perf_counter() - started)
         history.append(inputs)
         view = self.servers.view
         await view.observer.step_done(
@@ -291,3 +331,13 @@ class ClientSession:
         spans, self._spans = self._spans, []
         for current in spans:
             await current.close()
+
+
+def _parts(chain: Sequence[SpanChoice], blocks: range, history: History) -> list[_SpanSession]:
+    """Returns sessions to open for the parts of some blocks, with their parts of the history's prefix."""
+    return [
+        _SpanSession(
+            peer, range(start, end), History(history.prefix[2 * (start - blocks.start) : 2 * (end - blocks.start)])
+        )
+        for peer, start, end in chain
+    ]

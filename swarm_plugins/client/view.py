@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shlex
+import random
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from swarm_plugins.client.digests import DigestCache
+from swarm_plugins.client.missing import ranges, serve_command
 from swarm_plugins.client.observer import CallObserver, NoObserver
 from swarm_plugins.client.probing import Probes
 from swarm_plugins.errors import (
@@ -21,7 +22,7 @@ from swarm_plugins.errors import (
     TransportError,
     one_line,
 )
-from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan, seconds
 from swarm_plugins.routing.coverage import spread_sample
 from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.messages import ServerInfo
@@ -44,6 +45,16 @@ _REMEMBERED_S = 600.0
 """A server is asked for this long after its last answer, also if the directory does not name it."""
 _MAX_INFOS = 1024
 """Servers whose answers are remembered; above this, departed servers are forgotten."""
+
+
+class Alternative(NamedTuple):
+    """A chain, and how long it is expected to take."""
+
+    chain: list[SpanChoice]
+    step_s: float
+    """For one request."""
+    replay_s: float
+    """For all tokens so far."""
 
 
 class SwarmView:
@@ -69,6 +80,8 @@ class SwarmView:
         """Directory or id, as the user wrote it."""
         self.initial_peers = tuple(initial_peers)
         """Addresses used to join the swarm; for messages."""
+        self.seed = random.getrandbits(64)
+        """Decides between servers that are alike: differently for each client, always alike for one."""
         self.bans = BanList()
         self.observer: CallObserver = NoObserver()
         """Examines answers, and excludes peers."""
@@ -85,6 +98,7 @@ class SwarmView:
         self._lock = asyncio.Lock()
         self._looking_up: asyncio.Task[dict[str, ServerInfo]] | None = None
         self._probes = Probes(self._probe)
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def chain(
         self,
@@ -115,10 +129,32 @@ class SwarmView:
         await asyncio.sleep(max((self.bans.pause_s(peer) for peer in peers if self.bans.is_banned(peer)), default=0.0))
 
     def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
-        usable = self.usable(without)
+        usable = self._believed(without)
         roomy = [entry for entry in usable if not self._is_small(entry.peer)]
-        chain = plan(roomy, blocks, demand)
-        return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand)
+        chain = plan(roomy, blocks, demand, seed=self.seed)
+        return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand, seed=self.seed)
+
+    def _believed(self, without: Collection[str]) -> list[ServerEntry]:
+        """Returns the usable servers, with what was seen of their speed instead of what they announce."""
+        loads = {peer: info.load for peer, info in self.infos.items()}
+        return self.peers.paces.corrected(self.usable(without), loads)
+
+    def alternative(
+        self, blocks: range, demand: Demand, history: Demand, *, without: Collection[str]
+    ) -> Alternative | None:
+        """Returns the best chain of other servers; None if they do not hold all blocks, or have no room.
+
+        Args:
+            blocks: Blocks that it has to cover.
+            demand: The requests to come.
+            history: The tokens to replay.
+            without: Servers to leave out.
+        """
+        believed = [entry for entry in self._believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
+        chain = plan(believed, blocks, demand, seed=self.seed)
+        if chain is None:
+            return None
+        return Alternative(chain, seconds(chain, believed, demand), seconds(chain, believed, history))
 
     def _is_small(self, peer: str) -> bool:
         """Returns whether a server accepts so few tokens that whole batches would be cut to crumbs for it."""
@@ -191,6 +227,18 @@ class SwarmView:
             answered = await self._probes.ask(asked, longest_s=limit_s)
             self.entries = {peer: entry for peer, entry in self.entries.items() if peer in answered}
             self._forget_departed()
+
+    def refresh_in_background(self) -> asyncio.Task[None]:
+        """Updates the view, unless that is under way."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._refresh_quietly(), name="look up servers")
+        return self._refreshing
+
+    async def _refresh_quietly(self) -> None:
+        try:
+            await self.refresh(force=True)
+        except TransportError as exc:
+            log.warning("could not look up the servers of %s, using the last answer: %s", self.version, exc)
 
     async def _look_up(self) -> None:
         """Asks the directory; a late answer counts from the next refresh on, which is then due at once."""
@@ -270,7 +318,7 @@ class SwarmView:
             peer=peer,
             start=info.start,
             end=info.end,
-            round_trip_s=time.perf_counter() - started,
+            round_trip_s=self.peers.paces.round_trip_s(peer) or time.perf_counter() - started,
             step_s=max(info.decode_s, 0.0),
             throughput=max(info.throughput, 0.0),
             free_kv_tokens=info.free_kv_tokens,
@@ -350,38 +398,3 @@ class Servers:
     peers: Peers
     view: SwarmView
     digests: DigestCache = field(default_factory=DigestCache)
-
-
-def ranges(blocks: Sequence[int]) -> str:
-    """Writes sorted indices as ranges: ``0:4, 7:8``."""
-    parts: list[list[int]] = []
-    for block in blocks:
-        if parts and parts[-1][1] == block:
-            parts[-1][1] = block + 1
-        else:
-            parts.append([block, block + 1])
-    return ", ".join(f"{start}:{end}" for start, end in parts)
-
-
-def serve_command(
-    model: str,
-    revision: str,
-    blocks: range,
-    initial_peers: Sequence[str],
-    *,
-    without: Collection[str] = (),
-    experts: range | None = None,
-) -> str:
-    """Returns a command to paste that serves missing blocks, or ``experts`` of them; the model's name is not trusted.
-
-    It joins by one of ``initial_peers``, if possible not one of ``without``. A ``revision`` that is the fingerprint
-    (``local-...``) of a directory is left out.
-    """
-    living = [address for address in initial_peers if address.rpartition("/")[2] not in without]
-    address = next(iter([*living, *initial_peers]), "ADDRESS")
-    # On the Hub another commit would be another version, which does not fill the gap.
-    commit = [] if revision.startswith("local-") else ["--revision", revision]
-    share = ["--blocks", f"{blocks.start}:{blocks.stop}"]
-    if experts is not None:
-        share += ["--experts", f"{experts.start}:{experts.stop}"]
-    return shlex.join(["swarm", "serve", model, *commit, *share, "--initial-peers", address])

@@ -9,9 +9,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from swarm_plugins.client.missing import ranges
 from swarm_plugins.client.retries import Retries
-from swarm_plugins.client.view import SwarmView, ranges
-from swarm_plugins.errors import MissingExpertsError, SwarmError, TransportError
+from swarm_plugins.client.view import SwarmView
+from swarm_plugins.errors import MissingExpertsError, SwarmError
 from swarm_plugins.routing import Holder, Share, missing_experts, share_experts
 from swarm_plugins.transport.messages import ServerInfo
 
@@ -55,7 +56,6 @@ class HolderView(SwarmView):
         self.may_pause = may_pause
         self._lag_s: dict[str, float] = {}
         """By how many seconds each holder was slower than it announces."""
-        self._refreshing: asyncio.Task[None] | None = None
 
     def is_of_use(self, info: ServerInfo) -> bool:
         """Returns whether a peer announces experts of the blocks, and none that the model lacks."""
@@ -92,11 +92,11 @@ class HolderView(SwarmView):
             await self.refresh(force=False)
         elif self.is_stale:
             # No token waits for the slowest holder's answer.
-            self._refresh_in_background()
+            self.refresh_in_background()
         found = self._share(block, loads, without)
         if found is None:
             # A frozen peer can hold up the look-up for longer than clients wait for this one.
-            await asyncio.wait({self._refresh_in_background()}, timeout=_LOOK_UP_S)
+            await asyncio.wait({self.refresh_in_background()}, timeout=_LOOK_UP_S)
             found = self._share(block, loads, without)
         if found is None:
             # Not only those that this pass needs: whoever serves them should not read of the next ones then.
@@ -128,18 +128,6 @@ class HolderView(SwarmView):
         await super().refresh(force=force)
         if self._refreshed_at != before:
             self._lag_s = {peer: lag_s * _FORGIVENESS for peer, lag_s in self._lag_s.items() if peer in self.entries}
-
-    def _refresh_in_background(self) -> asyncio.Task[None]:
-        """Updates the view, unless that is under way."""
-        if self._refreshing is None or self._refreshing.done():
-            self._refreshing = asyncio.create_task(self._refresh_quietly(), name="look up holders of experts")
-        return self._refreshing
-
-    async def _refresh_quietly(self) -> None:
-        try:
-            await self.refresh(force=True)
-        except TransportError as exc:
-            log.warning("could not look up the holders of experts, using the last answer: %s", exc)
 
     async def close(self) -> None:
         """Ends a look-up that is under way. Idempotent."""

@@ -5,7 +5,9 @@ Letters: ``N`` blocks of the request, ``M`` servers.
 
 from __future__ import annotations
 
+import functools
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 _LONGEST_S = 1e6
+_LEAST_S = 1e-6
+_ALIKE = 0.02
+"""Difference of two servers that is within the noise of what is known of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +59,16 @@ def missing_blocks(servers: Sequence[ServerEntry], blocks: range) -> list[int]:
     return [block for block in blocks if not any(server.start <= block < server.end for server in servers)]
 
 
-def plan(servers: Sequence[ServerEntry], blocks: range, demand: Demand) -> list[SpanChoice] | None:
+def plan(
+    servers: Sequence[ServerEntry], blocks: range, demand: Demand, *, seed: int | None = None
+) -> list[SpanChoice] | None:
     """Returns the chain with the least total time, or None if some block has no server.
 
     A span costs one round trip and its blocks' compute. A chain may leave a server before the end of its span and
     return to it. Servers without room for the session are a last resort; servers with impossible numbers are not used,
     because a single NaN would win every comparison here.
+
+    With a ``seed``, servers that differ by less than `_ALIKE` are chosen at random, so that clients spread over them.
     """
     usable = [
         server for server in servers if server.start < blocks.stop and server.end > blocks.start and _is_sane(server)
@@ -67,15 +76,20 @@ def plan(servers: Sequence[ServerEntry], blocks: range, demand: Demand) -> list[
     if not usable or missing_blocks(usable, blocks):
         return None
     block_s, hop_s = _costs(usable, demand)  # [M], [M]
+    if seed is not None:
+        draw = np.array([_draw(seed, server.peer) for server in usable])  # [M]
+        # Without any cost, too: several servers may be unknown, or next door.
+        block_s, hop_s = block_s * draw, hop_s * draw + (draw - 1.0) * _LEAST_S
     starts = np.array([server.start for server in usable])  # [M]
     ends = np.array([server.end for server in usable])  # [M]
 
     staying = np.full(len(usable), np.inf)  # [M]: least time so far when the last block ran on this server
     best, best_server = 0.0, -1
+    everywhere = np.arange(len(usable))
     entered_from = np.empty((len(blocks), len(usable)), dtype=np.int64)  # [N, M]: server of the block before
     for row, block in enumerate(blocks):
         entering = best + hop_s
-        entered_from[row] = np.where(staying <= entering, np.arange(len(usable)), best_server)
+        entered_from[row] = np.where(staying <= entering, everywhere, best_server)
         holds = (starts <= block) & (block < ends)
         staying = np.where(holds, np.minimum(staying, entering) + block_s, np.inf)
         best_server = int(staying.argmin())
@@ -83,8 +97,26 @@ def plan(servers: Sequence[ServerEntry], blocks: range, demand: Demand) -> list[
     return _trace(usable, blocks, entered_from, best_server)
 
 
+def seconds(chain: Sequence[SpanChoice], servers: Sequence[ServerEntry], demand: Demand) -> float:
+    """Returns the expected seconds of a request through a chain of some servers."""
+    used = {server.peer: server for server in servers}
+    block_s, hop_s = _costs([used[span.peer] for span in chain], demand)
+    return float((block_s * [span.end - span.start for span in chain] + hop_s).sum())
+
+
+@functools.lru_cache(maxsize=4096)
+def _draw(seed: int, peer: str) -> float:
+    return 1.0 + _ALIKE * random.Random(f"{seed} {peer}").random()
+
+
 def _is_sane(server: ServerEntry) -> bool:
-    return all(math.isfinite(each) and each >= 0 for each in (server.round_trip_s, server.step_s, server.throughput))
+    # Written out: this runs for every server and plan.
+    return (
+        math.isfinite(server.round_trip_s + server.step_s + server.throughput)
+        and server.round_trip_s >= 0
+        and server.step_s >= 0
+        and server.throughput >= 0
+    )
 
 
 def _costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:

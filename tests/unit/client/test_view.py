@@ -9,8 +9,9 @@ import pytest
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import connect
+from swarm_plugins.client.missing import serve_command
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.view import SwarmView, serve_command
+from swarm_plugins.client.view import SwarmView
 from swarm_plugins.errors import MissingBlocksError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Directory

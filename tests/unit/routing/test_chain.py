@@ -6,12 +6,13 @@ import itertools
 import math
 import random
 import time
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan, seconds
 
 
 def server(
@@ -129,3 +130,26 @@ def test_server_with_impossible_numbers_wins_no_route(claim: dict[str, float]) -
 def test_hopelessly_slow_server_is_still_the_one_that_holds_its_blocks() -> None:
     servers = [server("honest", 0, 4), server("slow", 4, 8, throughput=5e-324)]
     assert plan(servers, range(8), Demand(tokens=8)) == [SpanChoice("honest", 0, 4), SpanChoice("slow", 4, 8)]
+
+
+def test_servers_alike_are_chosen_at_random_and_always_alike_for_one_seed() -> None:
+    servers = [server(f"p{index}", 0, 8, rtt=0.0, step=0.0) for index in range(8)]
+    chains = [plan(servers, range(8), Demand(), seed=seed) for seed in range(200)]
+    counts = Counter(chain[0].peer for chain in chains if chain is not None)
+    assert len(counts) == 8
+    assert max(counts.values()) < 60
+    assert chains == [plan(servers[::-1], range(8), Demand(), seed=seed) for seed in range(200)]
+    slower = [server("p0", 0, 8, rtt=0.0, step=0.011), server("p1", 0, 8, rtt=0.0, step=0.010)]
+    assert {plan(slower, range(8), Demand(), seed=seed)[0].peer for seed in range(50)} == {"p1"}  # type: ignore[index]
+
+
+@given(entries, st.integers(0, 100))
+@settings(max_examples=100, deadline=None)
+def test_a_random_choice_costs_at_most_a_twentieth(raw: list[tuple[int, int, float, float]], seed: int) -> None:
+    servers = [
+        server(f"p{i}", start, start + width, rtt=rtt, step=step) for i, (start, width, rtt, step) in enumerate(raw)
+    ]
+    chain = plan(servers, range(5), Demand(), seed=seed)
+    if chain is not None:
+        assert cost(chain, servers) <= 1.05 * brute_force(servers, range(5))
+        assert seconds(chain, servers, Demand()) == pytest.approx(cost(chain, servers))

@@ -1,0 +1,41 @@
+"""What to say about blocks without a server: their ranges, and the command that serves them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Sequence
+
+
+def ranges(blocks: Sequence[int]) -> str:
+    """Writes sorted indices as ranges: ``0:4, 7:8``."""
+    parts: list[list[int]] = []
+    for block in blocks:
+        if parts and parts[-1][1] == block:
+            parts[-1][1] = block + 1
+        else:
+            parts.append([block, block + 1])
+    return ", ".join(f"{start}:{end}" for start, end in parts)
+
+
+def serve_command(
+    model: str,
+    revision: str,
+    blocks: range,
+    initial_peers: Sequence[str],
+    *,
+    without: Collection[str] = (),
+    experts: range | None = None,
+) -> str:
+    """Returns a command to paste that serves missing blocks, or ``experts`` of them; the model's name is not trusted.
+
+    It joins by one of ``initial_peers``, if possible not one of ``without``. A ``revision`` that is the fingerprint
+    (``local-...``) of a directory is left out.
+    """
+    living = [address for address in initial_peers if address.rpartition("/")[2] not in without]
+    address = next(iter([*living, *initial_peers]), "ADDRESS")
+    # On the Hub another commit would be another version, which does not fill the gap.
+    commit = [] if revision.startswith("local-") else ["--revision", revision]
+    share = ["--blocks", f"{blocks.start}:{blocks.stop}"]
+    if experts is not None:
+        share += ["--experts", f"{experts.start}:{experts.stop}"]
+    return shlex.join(["swarm", "serve", model, *commit, *share, "--initial-peers", address])

@@ -1,0 +1,157 @@
+"""Sessions leave servers that have become slow, and an invented speed costs few calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import torch
+
+from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.session import ClientSession
+from swarm_plugins.client.view import Servers, SwarmView
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.messages import (
+    Failure,
+    InfoRequest,
+    Message,
+    ServerInfo,
+    SessionOpen,
+    SessionOpened,
+    SessionStep,
+    SessionStepResponse,
+)
+from swarm_plugins.versions import ModelVersion
+
+VERSION = ModelVersion("tiny", "a" * 40)
+
+
+class Server:
+    """A slow server; each answer is the sum of its session so far, which a replay has to rebuild."""
+
+    def __init__(self, decode_s: float, *, start: int = 0, end: int = 2) -> None:
+        self.info = ServerInfo(
+            version=VERSION.key,
+            model=VERSION.name,
+            num_blocks=2,
+            start=start,
+            end=end,
+            dtype="float32",
+            quantization="none",
+            decode_s=decode_s,
+            throughput=1.0 / decode_s,
+            free_kv_tokens=1000,
+        )
+        self.delay_s = 0.0
+        self.is_full = False
+        self.steps: list[int] = []
+
+    def handlers(self) -> dict[str, Handler]:
+        return dict.fromkeys(("rpc_info", "rpc_session"), self.handle)
+
+    async def handle(self, channel: Channel) -> None:
+        total = torch.zeros(1, 1, 4)
+        while (message := await channel.receive(timeout_s=60.0)) is not None:
+            answer: Message = self.info
+            if isinstance(message, SessionOpen):
+                answer = SessionOpened(session="s", max_tokens=1000)
+                if self.is_full:
+                    answer = Failure(kind="out_of_memory", message="full")
+            elif isinstance(message, SessionStep):
+                await asyncio.sleep(self.delay_s)
+                self.steps.append(message.hidden.shape[1])
+                totals = total + message.hidden.cumsum(1)
+                total = totals[:, -1:]
+                answer = SessionStepResponse(hidden=totals)
+            else:
+                assert isinstance(message, InfoRequest)
+            await channel.send(answer)
+
+
+async def generate(servers: Servers, tokens: int, on_token: Callable[[int], None] = lambda _: None) -> list[float]:
+    session = ClientSession(servers, blocks=range(2))
+    found = []
+    for number in range(tokens):
+        on_token(number)
+        outputs = await session.step(SpanInputs(blocks=range(2), hidden=torch.full((1, 1, 4), float(number))), ())
+        found.append(float(outputs.hidden[0, -1, 0]))
+    await session.close()
+    return found
+
+
+def sums(tokens: int) -> list[float]:
+    return [number * (number + 1) / 2 for number in range(tokens)]
+
+
+def run(machines: dict[str, Server], use: Callable[[Servers], Awaitable[None]]) -> None:
+    async def main() -> None:
+        swarm = LocalTransport({peer: machine.handlers() for peer, machine in machines.items()})
+        peers = Peers(swarm, SwarmConfig())
+        view = SwarmView(swarm, peers, peers.config, version=VERSION, num_blocks=2)
+        try:
+            await use(Servers(peers, view))
+        finally:
+            await peers.close()
+            await swarm.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_session_on_a_link_that_became_slow_moves_to_a_faster_server() -> None:
+    machines = {"a": Server(1e-5), "b": Server(1e-3)}
+
+    def slow_down(number: int) -> None:
+        machines["a"].delay_s = 0.3 if number >= 20 else 0.0
+
+    async def use(servers: Servers) -> None:
+        assert await generate(servers, 60, slow_down) == sums(60)
+
+    run(machines, use)
+    assert 24 <= len(machines["a"].steps) <= 30
+    # One replay of all tokens, then the rest.
+    assert machines["b"].steps[0] == len(machines["a"].steps)
+    assert len(machines["b"].steps) == 61 - len(machines["a"].steps)
+
+
+def test_a_session_may_move_to_several_servers() -> None:
+    machines = {"a": Server(1e-5), "b": Server(1e-3, end=1), "c": Server(1e-3, start=1)}
+
+    def slow_down(number: int) -> None:
+        machines["a"].delay_s = 0.3 if number >= 8 else 0.0
+
+    async def use(servers: Servers) -> None:
+        await generate(servers, 30, slow_down)
+
+    run(machines, use)
+    assert len(machines["a"].steps) <= 20
+    assert sum(machines["b"].steps) == sum(machines["c"].steps) == 30
+
+
+def test_a_session_stays_where_another_server_would_not_be_clearly_faster_or_has_no_room() -> None:
+    machines = {"a": Server(1e-5), "b": Server(0.05)}
+    machines["a"].delay_s = 0.06
+
+    async def use(servers: Servers) -> None:
+        await generate(servers, 16)
+
+    run(machines, use)
+    assert not machines["b"].steps
+    machines["a"].delay_s, machines["b"] = 0.2, Server(1e-3)
+    machines["b"].is_full = True
+    run(machines, use)
+    assert len(machines["a"].steps) == 32
+
+
+def test_an_invented_speed_costs_at_most_ten_calls() -> None:
+    machines = {"liar": Server(1e-9), "honest": Server(1e-3)}
+    machines["liar"].delay_s = 0.5
+
+    async def use(servers: Servers) -> None:
+        for _ in range(30):
+            assert await generate(servers, 6) == sums(6)
+
+    run(machines, use)
+    assert len(machines["liar"].steps) <= 10
