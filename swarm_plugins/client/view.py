@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.client.missing import ranges, serve_command
@@ -22,7 +22,8 @@ from swarm_plugins.errors import (
     TransportError,
     one_line,
 )
-from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan, seconds
+from swarm_plugins.routing import BanList, Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.routing.chain import Alternative, expected
 from swarm_plugins.routing.coverage import spread_sample
 from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.messages import ServerInfo
@@ -45,16 +46,6 @@ _REMEMBERED_S = 600.0
 """A server is asked for this long after its last answer, also if the directory does not name it."""
 _MAX_INFOS = 1024
 """Servers whose answers are remembered; above this, departed servers are forgotten."""
-
-
-class Alternative(NamedTuple):
-    """A chain, and how long it is expected to take."""
-
-    chain: list[SpanChoice]
-    step_s: float
-    """For one request."""
-    replay_s: float
-    """For all tokens so far."""
 
 
 class SwarmView:
@@ -142,19 +133,9 @@ class SwarmView:
     def alternative(
         self, blocks: range, demand: Demand, history: Demand, *, without: Collection[str]
     ) -> Alternative | None:
-        """Returns the best chain of other servers; None if they do not hold all blocks, or have no room.
-
-        Args:
-            blocks: Blocks that it has to cover.
-            demand: The requests to come.
-            history: The tokens to replay.
-            without: Servers to leave out.
-        """
+        """Returns the best chain of other servers with room; see `expected`."""
         believed = [entry for entry in self._believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
-        chain = plan(believed, blocks, demand, seed=self.seed)
-        if chain is None:
-            return None
-        return Alternative(chain, seconds(chain, believed, demand), seconds(chain, believed, history))
+        return expected(believed, blocks, demand, history, seed=self.seed)
 
     def _is_small(self, peer: str) -> bool:
         """Returns whether a server accepts so few tokens that whole batches would be cut to crumbs for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm_plugins.routing.bans import BanList
-from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, missing_blocks, plan, seconds
+from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.experts import Holder, Share, expert_gaps, missing_experts, share_experts
 
 __all__ = [
@@ -17,6 +17,5 @@ __all__ = [
     "missing_blocks",
     "missing_experts",
     "plan",
-    "seconds",
     "share_experts",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,10 +97,38 @@ def plan(
     return _trace(usable, blocks, entered_from, best_server)
 
 
-def seconds(chain: Sequence[SpanChoice], servers: Sequence[ServerEntry], demand: Demand) -> float:
-    """Returns the expected seconds of a request through a chain of some servers."""
+class Alternative(NamedTuple):
+    """A chain, and how long it is expected to take."""
+
+    chain: list[SpanChoice]
+    step_s: float
+    """For one request."""
+    replay_s: float
+    """For all tokens so far."""
+
+
+def expected(
+    servers: Sequence[ServerEntry], blocks: range, demand: Demand, history: Demand, *, seed: int | None = None
+) -> Alternative | None:
+    """Returns the best chain for ``demand`` and its times; None if some block has no server.
+
+    Args:
+        servers: The servers to choose from.
+        blocks: The blocks to cover.
+        demand: The requests to come.
+        history: The tokens that are to be sent first.
+        seed: As in `plan`.
+    """
+    chain = plan(servers, blocks, demand, seed=seed)
+    if chain is None:
+        return None
     used = {server.peer: server for server in servers}
-    block_s, hop_s = _costs([used[span.peer] for span in chain], demand)
+    step_s, replay_s = (_seconds(chain, used, one) for one in (demand, history))
+    return Alternative(chain, step_s, replay_s)
+
+
+def _seconds(chain: Sequence[SpanChoice], servers: Mapping[str, ServerEntry], demand: Demand) -> float:
+    block_s, hop_s = _costs([servers[span.peer] for span in chain], demand)
     return float((block_s * [span.end - span.start for span in chain] + hop_s).sum())
 
 

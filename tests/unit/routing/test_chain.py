@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan, seconds
+from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.routing.chain import expected
 
 
 def server(
@@ -152,4 +153,7 @@ def test_a_random_choice_costs_at_most_a_twentieth(raw: list[tuple[int, int, flo
     chain = plan(servers, range(5), Demand(), seed=seed)
     if chain is not None:
         assert cost(chain, servers) <= 1.05 * brute_force(servers, range(5))
-        assert seconds(chain, servers, Demand()) == pytest.approx(cost(chain, servers))
+        found = expected(servers, range(5), Demand(), Demand(), seed=seed)
+        assert found is not None
+        assert found.chain == chain
+        assert found.step_s == found.replay_s == pytest.approx(cost(chain, servers))
