@@ -31,6 +31,7 @@ _OPTIONS = (
     "log_format",
     "log_level",
     "max_batch_tokens",
+    "max_peer_kv_share",
     "max_peer_share",
     "max_session_tokens",
     "offload",

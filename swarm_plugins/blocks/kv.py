@@ -79,11 +79,7 @@ class KVPool:
 
 
 class KVCache:
-    """Keys and values of one session; fulfils `SessionCache`.
-
-    Raises:
-        CapacityError: If the budget has no room for a first page.
-    """
+    """Keys and values of one session; fulfils `SessionCache`. It takes no memory before its first tokens."""
 
     def __init__(
         self, pool: KVPool, layouts: Mapping[int, BlockKV], blocks: range, batch_size: int, device: torch.device
@@ -98,9 +94,11 @@ class KVCache:
         self._layouts = {block: layouts[block] for block in blocks if block in layouts}
         self._batch_size = batch_size
         self._token_bytes = sum(layout.token_bytes for layout in self._layouts.values())
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        # Without tokens, and so without memory.
+        self._buffers = {
+            block: self._moved(block, layout, 0, None, batch_size) for block, layout in self._layouts.items()
+        }
         self._is_closed = False
-        self.reserve(1)
 
     @property
     def batch_size(self) -> int:
@@ -122,10 +120,9 @@ class KVCache:
         self._check_open()
         needed = self.length + new_tokens
         if needed > self.capacity:
-            ample = _pages(max(needed, self.capacity + self.capacity // 2))
-            # Grow by half where there is room, else by the minimum.
-            exact = _pages(needed)
-            self._move(ample if self._pool.fits(self._cost(ample)) else exact, None)
+            ample = in_pages(max(needed, self.capacity + self.capacity // 2))
+            # By half where there is plenty of room, so that others still find some; else by the minimum.
+            self._move(ample if self._pool.fits(2 * self._cost(ample)) else in_pages(needed), None)
 
     def append(self, block: int, keys: Tensor, values: Tensor) -> None:
         """Writes ``[B, H, S, W]`` after the cached tokens of a block; they count when ``length`` is advanced."""
@@ -240,5 +237,6 @@ class KVCache:
         return keys, values
 
 
-def _pages(tokens: int) -> int:
+def in_pages(tokens: int) -> int:
+    """Returns the tokens that whole pages for so many hold."""
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS

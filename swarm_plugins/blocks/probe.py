@@ -76,6 +76,8 @@ def _is_packable(cut: CutModel, hidden: Tensor, layouts: Mapping[int, BlockKV]) 
         StepInputs(cache=cache, blocks=cut.blocks, hidden=part)
         for cache, part in zip(caches, (hidden, hidden[:, 1:]), strict=True)
     ]
+    for step, cache in zip(steps, caches, strict=True):
+        cache.reserve(step.hidden.shape[1])
     apart = [cut.step(step, cache) for step, cache in zip(steps, caches, strict=True)]
     try:
         packed = cut.step_packed(steps, caches)

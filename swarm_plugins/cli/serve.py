@@ -87,6 +87,9 @@ def serve(
         ),
     ] = None,
     kv_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Memory for the sessions' keys and values.")] = "1GiB",
+    max_peer_kv_share: Annotated[
+        float, typer.Option(help="Share of --kv-bytes that one client may take; less when others take theirs.")
+    ] = 0.75,
     activation_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for forward graphs kept for their backward.")
     ] = "512MiB",
@@ -178,7 +181,11 @@ def serve(
             run_bytes=None if run_bytes is None else parse_bytes(run_bytes),
             max_peer_share=max_peer_share,
             adapters=tuple(adapter or ()),
-            limits=ServiceLimits(max_batch_tokens=max_batch_tokens, max_session_tokens=max_session_tokens),
+            limits=ServiceLimits(
+                max_batch_tokens=max_batch_tokens,
+                max_session_tokens=max_session_tokens,
+                max_peer_kv_share=max_peer_kv_share,
+            ),
             show_progress=sys.stderr.isatty(),
             # Behind a relay nobody calls a port of this machine.
             host_maddrs=tuple(host_maddrs or (() if relay else DEFAULT_HOST_MADDRS)),

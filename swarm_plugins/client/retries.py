@@ -14,6 +14,7 @@ from swarm_plugins.errors import (
     MissingBlocksError,
     MissingExpertsError,
     RequestTimeoutError,
+    SessionLostError,
     SwarmError,
     TransportError,
 )
@@ -52,6 +53,8 @@ class Retries:
         self.refusals: dict[str, RefusedError] = {}
         """Servers that refused the request itself, until another one has been asked."""
         self._progress_at = time.monotonic()
+        self._reclaimed: set[str] = set()
+        """Servers that have closed an idle session to make room."""
         self._moved: set[str] = set()
         """Servers that serve other blocks than they were asked for."""
 
@@ -72,6 +75,9 @@ class Retries:
             self.refusals[peer] = error
         elif isinstance(error, CapacityError):
             self.full.add(peer)
+        elif isinstance(error, SessionLostError) and peer not in self._reclaimed:
+            # Not at fault: replayed there, as on any other server.
+            self._reclaimed.add(peer)
         elif isinstance(error, SpanMovedError) and peer not in self._moved:
             # Not at fault, and perhaps the only holder of its new blocks; a second time it is.
             self._moved.add(peer)

@@ -35,11 +35,14 @@ class ServiceLimits:
     max_sessions_per_peer: int = 96
     """Sessions that one peer may hold open; each also holds a stream."""
 
-    max_peer_kv_share: float = 1.0
-    """Share of the KV budget that all sessions of one peer may take."""
+    max_peer_kv_share: float = 0.75
+    """Share of the KV budget that all sessions of one peer may take; less when others take theirs."""
+
+    session_lease_s: float = 30.0
+    """A session without a step for this long gives its memory to others that need it; its client replays it."""
 
     idle_session_s: float = 1800.0
-    """A session is closed after this long without a step."""
+    """A session is closed after this long without a step, also if nobody needs its memory."""
 
     idle_stream_s: float = 600.0
     """Any other stream is closed after this long without a request."""
@@ -52,6 +55,11 @@ class ServiceLimits:
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value!r}")
+        if self.session_lease_s > self.idle_session_s:
+            raise ConfigError(
+                f"session_lease_s is {self.session_lease_s:g}, idle_session_s {self.idle_session_s:g}: a lease cannot "
+                "last longer than the session"
+            )
         if self.max_peer_kv_share > 1:
             raise ConfigError(f"max_peer_kv_share must be at most 1, got {self.max_peer_kv_share}")
 

@@ -107,7 +107,12 @@ class SwarmServer:
             return self._info
         load = round(self._service.scheduler.load, 3)
         info = self._service.draining.shown(msgspec.structs.replace(self._info, load=load))
-        return info if self._span is None else msgspec.structs.replace(info, free_kv_tokens=self._span.free_tokens)
+        if self._span is None or not isinstance(self._service, Service):
+            return info
+        # What idle sessions give back when it is needed is free.
+        idle = sum(one.held_tokens for one in self._service.sessions.expired(self.config.limits.session_lease_s))
+        free = self._span.free_tokens + idle // len(self._span.blocks)
+        return msgspec.structs.replace(info, free_kv_tokens=free)
 
     @property
     def peer_id(self) -> str:

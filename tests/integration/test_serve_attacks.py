@@ -29,6 +29,8 @@ from swarm_plugins.transport.messages import (
     InfoRequest,
     Message,
     ServerInfo,
+    SessionOpen,
+    SessionStep,
 )
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 
@@ -197,8 +199,28 @@ async def one_long_row(node: SwarmNode, victim: Victim) -> None:
     assert grown < RUN_MIB + 40
 
 
+async def wide_sessions(node: SwarmNode, victim: Victim) -> None:
+    info = await info_of(node, victim.peer)
+    fields = {"version": info.version, "start": info.start, "end": info.end}
+    channels = [await node.open(victim.peer, "rpc_session", timeout_s=20.0) for _ in range(4)]
+    for channel in channels:
+        await channel.send(SessionOpen(batch_size=8192, **fields))
+        await channel.receive(timeout_s=20.0)
+    await victim.serve_honest()
+    # One token each for as many rows as it gets: the rest of the cache stays for others.
+    for channel in channels:
+        await channel.send(SessionStep(hidden=torch.ones(8192, 1, 32), cached_tokens=0))
+        answer = await channel.receive(timeout_s=20.0)
+        assert isinstance(answer, Failure)
+        assert answer.kind == "out_of_memory"
+    for _ in range(3):
+        await victim.serve_honest()
+
+
 @pytest.mark.parametrize(
-    "attack", [one_long_row, half_messages, unread_answers, packed_payloads], ids=lambda one: one.__name__
+    "attack",
+    [wide_sessions, one_long_row, half_messages, unread_answers, packed_payloads],
+    ids=lambda one: one.__name__,
 )
 def test_memory_is_bounded_and_honest_clients_are_served(victim: Victim, attack: Attack) -> None:
     play(victim, attack)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from swarm_plugins.block_io import AdapterUse
-from swarm_plugins.blocks.kv import PAGE_TOKENS
+from swarm_plugins.blocks.kv import in_pages
 from swarm_plugins.blocks.runner import SessionCache, StepInputs
 from swarm_plugins.errors import CapacityError
-from swarm_plugins.ledger import Charge
+from swarm_plugins.ledger import Charge, room_of
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import (
     check_blocks,
@@ -69,6 +69,12 @@ class _Stream:
             return await self._open(request), "none"
         if self._session is None:
             raise RequestError("unknown_session", "this stream has no session yet: send SessionOpen first")
+        if self._session.is_closed:
+            raise RequestError(
+                "unknown_session",
+                f"this session had no step for {self._service.limits.session_lease_s:g} s and gave its room to others: "
+                "open a new one and replay",
+            )
         return await self._step(self._session, request, charge), request.reply_codec
 
     async def _open(self, request: SessionOpen) -> SessionOpened:
@@ -82,7 +88,7 @@ class _Stream:
         prefix_tokens = check_prefix(service, request.prefix, blocks, request.batch_size)
         if prefix_tokens > max_tokens:
             raise _too_long(service, request.batch_size, prefix_tokens, max_tokens)
-        _check_share(service, self._peer, blocks, request.batch_size * self._first_tokens(request, prefix_tokens))
+        await _make_room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens)))
         service.sessions.reserve(self._peer)
         try:
             cache = await self._new_cache(request, blocks)
@@ -94,10 +100,10 @@ class _Stream:
         return SessionOpened(session=self._session.name, max_tokens=max_tokens)
 
     def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
-        """Returns the tokens per row that memory is taken for at once; an empty cache already has a page."""
+        """Returns the tokens of all rows that memory is taken for at once: none for an empty cache."""
         if request.fork_of is None:
-            return max(prefix_tokens, PAGE_TOKENS)
-        return max(self._service.sessions.find(self._peer, request.fork_of).cache.length, PAGE_TOKENS)
+            return request.batch_size * prefix_tokens
+        return request.batch_size * self._service.sessions.find(self._peer, request.fork_of).cache.length
 
     async def _new_cache(self, request: SessionOpen, blocks: range) -> SessionCache:
         """Makes the cache on the compute thread; nothing is left there if the stream ends meanwhile."""
@@ -132,7 +138,8 @@ class _Stream:
 
     async def _step(self, session: Session, request: SessionStep, charge: Charge) -> SessionStepResponse:
         service = self._service
-        _check_step(service, session, request)
+        asked = _check_step(service, session, request)
+        await _make_room(service, self._peer, asked, besides=session)
         charge.claim(forward_bytes(service, request, len(session.blocks)))
         with service.adapters.using(self._peer, request.adapters) as adapters:
             inputs = StepInputs(
@@ -145,12 +152,13 @@ class _Stream:
                 collect_hidden=request.collect_hidden,
                 collect_router=request.collect_router,
             )
-            outputs = await service.scheduler.step(
-                inputs,
-                timeout_s=service.limits.request_timeout_s,
-                prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
-                peer=self._peer,
-            )
+            with session.stepping():
+                outputs = await service.scheduler.step(
+                    inputs,
+                    timeout_s=service.limits.request_timeout_s,
+                    prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
+                    peer=self._peer,
+                )
         checked = checked_outputs(outputs, request.hidden.dtype)
         return await signed(service, request, SessionStepResponse(**msgspec.structs.asdict(checked)))
 
@@ -197,7 +205,8 @@ def _too_long(service: Service, batch_size: int, num_tokens: int, limit: int) ->
     )
 
 
-def _check_step(service: Service, session: Session, request: SessionStep) -> None:
+def _check_step(service: Service, session: Session, request: SessionStep) -> int:
+    """Checks a step; returns the tokens x blocks that its cache grows by."""
     check_hidden(service, request.hidden)
     rows, num_new = request.hidden.shape[:2]
     batch_size, cached = shape_after(
@@ -215,19 +224,39 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> Non
         raise _too_long(service, rows, cached + num_new, limit)
     check_tensors(service, request, session.blocks, cached)
     held = session.cache.batch_size * session.cache.capacity
-    _check_share(service, session.peer, session.blocks, max(0, rows * (cached + num_new) - held))
+    needed = rows * in_pages(cached + num_new)
+    # While it grows, one block's old memory exists beside the new one.
+    return len(session.blocks) * (needed - held) + min(held, needed) if needed > held else 0
 
 
-def _check_share(service: Service, peer: str, blocks: range, num_new: int) -> None:
-    """Refuses what would make one peer's caches too large; counts memory, filled with tokens or not."""
-    share = service.limits.max_peer_kv_share
-    if service.kv_tokens is None or share >= 1:
+async def _make_room(service: Service, peer: str, asked: int, *, besides: Session | None = None) -> None:
+    """Closes sessions whose lease is over until ``asked`` tokens x blocks more fit.
+
+    Raises:
+        CapacityError: If they do not fit even then, or make one peer's caches too large; nothing is closed then.
+    """
+    sessions, limits = service.sessions, service.limits
+    if service.kv_tokens is None or asked <= 0:
         return
-    limit = share * service.kv_tokens * len(service.spec.blocks)
-    used = service.sessions.held_tokens(peer)
-    asked = num_new * len(blocks)
-    if used + asked > limit:
-        raise CapacityError(
-            f"this client's sessions hold {used} tokens x blocks, {asked} more are asked, the limit is {int(limit)}: "
-            "close sessions or use another server"
+    total = service.kv_tokens * len(service.spec.blocks)
+    free, held = total - sessions.held_tokens(), sessions.held_tokens(peer)
+    victims: list[Session] = []
+    left = iter(sessions.expired(limits.session_lease_s))
+    while asked > room_of(free, held, limits.max_peer_kv_share):
+        victim = next((one for one in left if one is not besides), None)
+        if victim is None:
+            raise CapacityError(
+                f"this client's sessions hold {sessions.held_tokens(peer)} tokens x blocks and all hold "
+                f"{sessions.held_tokens()} of {total}: there is no room for {asked} more; close sessions, or use "
+                "another server"
+            )
+        victims.append(victim)
+        free += victim.held_tokens
+        held -= victim.held_tokens if victim.peer == peer else 0
+    if victims:
+        for victim in victims:
+            sessions.remove(victim)
+            victim.is_closed = True
+        await service.scheduler.call(
+            lambda: _close_all([victim.cache for victim in victims]), timeout_s=limits.request_timeout_s, peer=peer
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from swarm_plugins.block_io import CacheOp
@@ -23,6 +26,24 @@ class Session:
     cache: SessionCache
     name: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     is_closed: bool = False
+    is_busy: bool = False
+    """Whether a step is waiting or running."""
+    used_at: float = field(default_factory=time.monotonic)
+    """When the last step ended."""
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens (rows times capacity times blocks) that it holds memory for."""
+        return 0 if self.is_closed else self.cache.batch_size * self.cache.capacity * len(self.blocks)
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Renews the lease by a step."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy, self.used_at = False, time.monotonic()
 
     def close(self) -> None:
         """Releases the cache; only on the compute thread. Idempotent."""
@@ -81,13 +102,15 @@ class SessionTable:
             raise RequestError("unknown_session", f"session {name[:64]!r} is not open here: open a new one and replay")
         return session
 
-    def held_tokens(self, peer: str) -> int:
-        """Returns the tokens (rows times capacity times blocks) that a peer's sessions hold memory for."""
-        return sum(
-            session.cache.batch_size * session.cache.capacity * len(session.blocks)
-            for session in self._sessions.values()
-            if session.peer == peer and not session.is_closed
-        )
+    def held_tokens(self, peer: str | None = None) -> int:
+        """Returns the tokens (rows times capacity times blocks) that sessions of a peer, or all, hold memory for."""
+        return sum(session.held_tokens for session in self._sessions.values() if peer in (None, session.peer))
+
+    def expired(self, lease_s: float, *, rank: Callable[[str], float] = lambda _: 0.0) -> list[Session]:
+        """Returns the sessions without a step for ``lease_s``: of peers of the lowest rank first, then the idlest."""
+        now = time.monotonic()
+        idle = [one for one in self._sessions.values() if not one.is_busy and now - one.used_at > lease_s]
+        return sorted(idle, key=lambda one: (rank(one.peer), one.used_at))
 
 
 def shape_after(ops: tuple[CacheOp, ...], batch_size: int, length: int, *, max_rows: int) -> tuple[int, int]:

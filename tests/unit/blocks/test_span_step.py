@@ -284,6 +284,7 @@ def test_full_budget_fails_at_once_and_changes_nothing(llama: Pair) -> None:
     try:
         one, two = span.new_cache(1, BLOCKS), span.new_cache(1, BLOCKS)
         llama.step(one, states(1, 60, WIDTH))
+        two.reserve(1)
         used = span.pool.used_bytes
         with pytest.raises(
             CapacityError, match=rf"{used} bytes used, \d+ more asked, limit {3 * 64 * span.spec.kv_token_bytes}"
@@ -296,7 +297,7 @@ def test_full_budget_fails_at_once_and_changes_nothing(llama: Pair) -> None:
             )
         assert (one.length, two.length, span.pool.used_bytes) == (60, 0, used)
         with pytest.raises(CapacityError):
-            span.new_cache(2, BLOCKS)
+            span.new_cache(2, BLOCKS).reserve(1)
         llama.step(two, states(1, 2, WIDTH))
         assert two.length == 2
         one.close()

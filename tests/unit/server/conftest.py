@@ -38,7 +38,9 @@ def service(runner: FakeRunner, scheduler: Scheduler) -> Service:
         scheduler=scheduler,
         info=lambda: replace_info(info, load=scheduler.load),
         check_adapter=lambda digest, spec, tensors: LoadedAdapter(digest=digest, spec=spec, tensors=tensors),
-        limits=ServiceLimits(max_batch_tokens=256, max_session_tokens=100, max_sessions_per_peer=3),
+        limits=ServiceLimits(
+            max_batch_tokens=256, max_session_tokens=100, max_sessions_per_peer=3, max_peer_kv_share=1.0
+        ),
         kv_tokens=200,
         activations=ActivationStore(1 << 20),
         adapters=AdapterStore(1 << 16),

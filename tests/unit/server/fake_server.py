@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.blocks.kv import BlockKV
+from swarm_plugins.blocks.kv import BlockKV, in_pages
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.rpc.adapter import adapter_handler
@@ -35,13 +35,12 @@ class FakeCache:
         self.runner = runner
         self.batch_size = batch_size
         self.length = length
-        self.spare = runner.spare_tokens
         self.is_closed = False
         runner.open_caches.append(self)
 
     @property
     def capacity(self) -> int:
-        return self.length + self.spare
+        return in_pages(self.length)
 
     def crop(self, length: int) -> None:
         if self.is_closed:
@@ -77,7 +76,6 @@ class FakeRunner:
         self.threads: set[int] = set()
         self.block_s = 0.0
         self.max_cached = 1_000_000
-        self.spare_tokens = 0
         self.gate: threading.Event | None = None
         self.events: list[str] = []
 

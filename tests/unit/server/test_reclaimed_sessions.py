@@ -1,0 +1,52 @@
+"""A session whose memory went to others goes on: its client replays it, and no token differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessor
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.testing import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny
+
+LEASE_S = 0.2
+PROMPT = torch.arange(3, 63)[None]
+
+
+class PauseAt(LogitsProcessor):
+    """Lets another generation run in the middle of this one, after a pause longer than a lease."""
+
+    def __init__(self, other: object, call: int) -> None:
+        self.other, self.call, self.num_calls = other, call, 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == self.call:
+            time.sleep(1.5 * LEASE_S)
+            self.other()  # type: ignore[operator]
+        return scores
+
+
+def test_a_reclaimed_session_is_replayed_to_the_same_tokens(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "tiny")
+    expected = AutoModelForCausalLM.from_pretrained(model).eval().generate(PROMPT, max_new_tokens=8, do_sample=False)
+    with InProcessSwarm(model, spans=[(0, 4)]) as swarm:
+        service = swarm.services["peer0"]
+        # Two pages of 64 tokens: one generation of 68 tokens at a time.
+        service.kv_tokens = 192
+        service.limits = dataclasses.replace(service.limits, session_lease_s=LEASE_S, max_peer_kv_share=1.0)
+        remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection)
+        found: list[Tensor] = []
+
+        def generate(pause: list[LogitsProcessor]) -> None:
+            found.append(remote.generate(PROMPT, max_new_tokens=8, do_sample=False, logits_processor=pause))
+
+        generate([PauseAt(lambda: generate([]), 4)])
+        assert len(found) == 2
+        for tokens in found:
+            assert torch.equal(tokens, expected)
