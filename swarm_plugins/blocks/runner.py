@@ -82,7 +82,7 @@ class SpanRunner(Protocol):
         """What the span holds and accepts."""
 
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> SessionCache:
-        """Opens an empty cache, which takes no memory yet, or one that starts with ``prefix`` (K then V for each block).
+        """Opens an empty cache, without memory, or one that starts with ``prefix`` (K then V for each block).
 
         Raises:
             CapacityError: If the KV budget has no room for the prefix.
