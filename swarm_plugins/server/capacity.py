@@ -84,6 +84,23 @@ def work_bytes(config: ServeConfig, *, free_bytes: int | None = None) -> tuple[i
     return config.request_bytes or share, config.run_bytes or share
 
 
+def checked_device(name: str) -> torch.device:
+    """Returns the device to compute on.
+
+    Raises:
+        ConfigError: If it does not exist, or is neither a CPU nor a CUDA device.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}: expected cpu, cuda or cuda:INDEX") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"unsupported device {name!r}: expected cpu, cuda or cuda:INDEX")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} not found: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
+    return device
+
+
 class Speed(NamedTuple):
     """Speed of a span per block, measured before it is announced."""
 

@@ -26,7 +26,7 @@ from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.routing.coverage import block_coverage, choose_span
 from swarm_plugins.server.background import drain, in_thread, sweep
-from swarm_plugins.server.capacity import Speed, blocks_that_fit, measure, work_bytes
+from swarm_plugins.server.capacity import Speed, blocks_that_fit, checked_device, measure, work_bytes
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
@@ -144,7 +144,7 @@ class SwarmServer:
 
     async def _start(self, on_joined: Callable[[SwarmServer], object] | None) -> None:
         config = self.config
-        device = _checked_device(config.device)
+        device = checked_device(config.device)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
         identity = await in_thread(lambda: identity_of(checkpoint, config))
         version = identity.version.key
@@ -388,15 +388,3 @@ def _public_name(adapter: str) -> str:
 def _storages(model: nn.Module) -> Collection[int]:
     tensors = (*model.parameters(), *model.buffers())
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
-
-
-def _checked_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}: expected cpu, cuda or cuda:INDEX") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"unsupported device {name!r}: expected cpu, cuda or cuda:INDEX")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name!r} not found: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
-    return device
