@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from fake_server import VERSION, WIDTH, FakeRunner, transport_to
+from session_kit import ADDED, OPEN, ask, limits_with, play, step_of
 
 from swarm_plugins.block_io import CacheOp
-from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
@@ -19,41 +16,10 @@ from swarm_plugins.transport.messages import (
     Failure,
     ForwardRequest,
     Message,
-    SessionOpen,
     SessionOpened,
     SessionStep,
     SessionStepResponse,
 )
-
-ADDED = 3 + 4 + 5 + 6
-OPEN = SessionOpen(version=VERSION, start=2, end=6, batch_size=1)
-
-
-def step_of(num_tokens: int, cached: int, *, batch_size: int = 1, value: float = 1.0, **fields: object) -> SessionStep:
-    hidden = torch.full((batch_size, num_tokens, WIDTH), value)
-    return SessionStep(hidden=hidden, cached_tokens=cached, **fields)  # type: ignore[arg-type]
-
-
-async def ask(channel: Channel, message: Message) -> Message:
-    await channel.send(message)
-    answer = await channel.receive(timeout_s=5)
-    assert answer is not None
-    return answer
-
-
-def play(
-    service: Service, scene: Callable[[Channel, LocalTransport], Awaitable[None]], *, client: str = "alice"
-) -> None:
-    async def run() -> None:
-        transport = transport_to(service, client)
-        channel = await transport.open("server", "rpc_session", timeout_s=5)
-        try:
-            await scene(channel, transport)
-        finally:
-            await transport.close()
-            await service.scheduler.call(lambda: None, timeout_s=5)  # closing is done by now: calls keep their order
-
-    asyncio.run(run())
 
 
 def test_prefill_and_decode_share_one_session(service: Service, runner: FakeRunner) -> None:
@@ -305,70 +271,6 @@ def test_peer_may_hold_so_many_sessions(service: Service) -> None:
                 await asyncio.sleep(0.01)
 
     play(service, scene)
-
-
-def test_share_of_the_kv_budget_is_kept(service: Service) -> None:
-    # 512 tokens in 4 blocks; one peer gets 358 of them, in pages of 64.
-    service.kv_tokens = 512
-    service.limits = limits_with(service, max_peer_kv_share=0.7, max_session_tokens=200)
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
-        other = await transport.open("server", "rpc_session", timeout_s=5)
-        for one in (channel, other):
-            assert isinstance(await ask(one, OPEN), SessionOpened)
-        assert isinstance(await ask(channel, step_of(180, 0)), SessionStepResponse)
-        answer = await ask(other, step_of(180, 0))
-        assert isinstance(answer, Failure)
-        assert answer.kind == "out_of_memory"
-        assert "hold 768 tokens x blocks and all hold 768 of 2048: there is no room for 768 more" in answer.message
-        assert isinstance(await ask(other, step_of(128, 0)), SessionStepResponse)
-        # A stranger finds room all the same.
-        stranger = transport_to(service, "mallory")
-        theirs = await stranger.open("server", "rpc_session", timeout_s=5)
-        await ask(theirs, OPEN)
-        assert isinstance(await ask(theirs, step_of(60, 0)), SessionStepResponse)
-        await stranger.close()
-
-    play(service, scene)
-
-
-def test_wide_sessions_take_no_memory_before_their_first_tokens(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
-        others = [await transport.open("server", "rpc_session", timeout_s=5) for _ in range(2)]
-        for one in (channel, *others):
-            assert isinstance(await ask(one, msgspec.structs.replace(OPEN, batch_size=200)), SessionOpened)
-        assert service.sessions.held_tokens() == 0
-
-    play(service, scene)
-
-
-def test_a_session_gives_its_room_to_others_when_its_lease_is_over(service: Service, runner: FakeRunner) -> None:
-    service.limits = limits_with(service, session_lease_s=0.2)
-
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
-        await ask(channel, OPEN)
-        assert isinstance(await ask(channel, step_of(100, 0)), SessionStepResponse)
-        stranger = transport_to(service, "mallory")
-        theirs = await stranger.open("server", "rpc_session", timeout_s=5)
-        await ask(theirs, OPEN)
-        refusal = await ask(theirs, step_of(100, 0))
-        assert isinstance(refusal, Failure)
-        assert refusal.kind == "out_of_memory"
-        await asyncio.sleep(0.3)
-        assert isinstance(await ask(theirs, step_of(100, 0)), SessionStepResponse)
-        assert [cache.length for cache in runner.open_caches] == [100]
-        lost = await ask(channel, step_of(1, 100))
-        assert isinstance(lost, Failure)
-        assert lost.kind == "unknown_session"
-        assert "had no step for 0.2 s and gave its room to others: open a new one and replay" in lost.message
-        await stranger.close()
-
-    play(service, scene)
-    assert runner.open_caches == []
-
-
-def limits_with(service: Service, **fields: Any) -> ServiceLimits:
-    return dataclasses.replace(service.limits, **fields)
 
 
 def test_silent_session_is_closed(service: Service, runner: FakeRunner) -> None:

@@ -1,0 +1,55 @@
+"""A session stream of a fake server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from fake_server import VERSION, WIDTH, transport_to
+
+from swarm_plugins.server.config import ServiceLimits
+from swarm_plugins.server.service import Service
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import (
+    Message,
+    SessionOpen,
+    SessionStep,
+)
+
+ADDED = 3 + 4 + 5 + 6
+OPEN = SessionOpen(version=VERSION, start=2, end=6, batch_size=1)
+
+
+def step_of(num_tokens: int, cached: int, *, batch_size: int = 1, value: float = 1.0, **fields: object) -> SessionStep:
+    hidden = torch.full((batch_size, num_tokens, WIDTH), value)
+    return SessionStep(hidden=hidden, cached_tokens=cached, **fields)  # type: ignore[arg-type]
+
+
+async def ask(channel: Channel, message: Message) -> Message:
+    await channel.send(message)
+    answer = await channel.receive(timeout_s=5)
+    assert answer is not None
+    return answer
+
+
+def play(
+    service: Service, scene: Callable[[Channel, LocalTransport], Awaitable[None]], *, client: str = "alice"
+) -> None:
+    async def run() -> None:
+        transport = transport_to(service, client)
+        channel = await transport.open("server", "rpc_session", timeout_s=5)
+        try:
+            await scene(channel, transport)
+        finally:
+            await transport.close()
+            await service.scheduler.call(lambda: None, timeout_s=5)  # closing is done by now: calls keep their order
+
+    asyncio.run(run())
+
+
+def limits_with(service: Service, **fields: Any) -> ServiceLimits:
+    return dataclasses.replace(service.limits, **fields)
