@@ -6,16 +6,19 @@ a second backward (``retain_graph=True``) gets the same gradients.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
 from swarm_plugins.client.answers import RefusedError, TicketLostError, check_outputs, check_tensor
+from swarm_plugins.client.hedging import first_answer
 from swarm_plugins.client.observer import BackwardCall, ForwardCall
 from swarm_plugins.client.retries import Retries
 from swarm_plugins.errors import ProtocolError, SwarmError
@@ -26,7 +29,11 @@ if TYPE_CHECKING:
     from swarm_plugins.client.digests import AdapterPart
     from swarm_plugins.client.view import Servers
 
+log = logging.getLogger(__name__)
+
 M = TypeVar("M", bound=Message)
+_SLACK_S = 0.02
+"""Added to what a server's requests take as a rule: a delay shorter than that is not worth a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +80,8 @@ class ChainCall:
         while queue:
             peer, start, end = queue.popleft()
             try:
-                runs.append(await self._forward_span(peer, inputs.take_blocks(range(start, end), hidden)))
+                part = inputs.take_blocks(range(start, end), hidden)
+                runs.append(await self._forward_span(peer, part, retries.excluded))
             except SwarmError as exc:
                 retries.note(peer, exc)
                 if isinstance(exc, RefusedError):
@@ -86,17 +94,24 @@ class ChainCall:
             retries.progressed()
         return runs
 
-    async def _forward_span(self, peer: str, inputs: SpanInputs) -> _SpanRun:
+    async def _forward_span(self, peer: str, inputs: SpanInputs, without: Collection[str]) -> _SpanRun:
         part = self.servers.digests.part(inputs.adapters, inputs.blocks)
         request = self._request(inputs, part, keep=self.keep)
-        response = await self._ask(peer, part, "rpc_forward", request, ForwardResponse, len(inputs.blocks))
-        check_outputs(response, inputs, peer)
+
         view = self.servers.view
-        info, adapters = view.infos.get(peer), part.shipped
-        await view.observer.forward_done(
-            ForwardCall(peer=peer, info=info, request=request, adapters=adapters, response=response)
-        )
-        view.bans.forgive(peer)
+
+        async def ask(peer: str) -> tuple[str, ForwardResponse]:
+            response = await self._ask(peer, part, "rpc_forward", request, ForwardResponse, len(inputs.blocks))
+            check_outputs(response, inputs, peer)
+            return peer, response
+
+        async def accept(peer: str, response: ForwardResponse) -> None:
+            info, adapters = view.infos.get(peer), part.shipped
+            await view.observer.forward_done(
+                ForwardCall(peer=peer, info=info, request=request, adapters=adapters, response=response)
+            )
+
+        peer, response = await self._first_answer(peer, "rpc_forward", inputs, without, ask, accept)
         return _SpanRun(
             peer=peer,
             inputs=inputs,
@@ -124,6 +139,59 @@ class ChainCall:
             reply_codec=self.servers.peers.config.codec,
             nonce=self.servers.view.observer.nonce(),
         )
+
+    async def _first_answer(
+        self,
+        peer: str,
+        rpc: str,
+        inputs: SpanInputs,
+        without: Collection[str],
+        ask: Callable[[str], Coroutine[Any, Any, tuple[str, M]]],
+        accept: Callable[[str, M], Awaitable[None]],
+    ) -> tuple[str, M]:
+        """Asks a server, and a replica while it takes longer than it does as a rule; returns who answered what."""
+        view = self.servers.view
+        winner, answer = await self._race(peer, rpc, inputs, without, ask)
+        try:
+            await accept(winner, answer)
+        except SwarmError as exc:
+            if winner == peer:
+                raise
+            # The server itself is not to blame.
+            view.ban(winner, exc)
+            winner, answer = await ask(peer)
+            await accept(winner, answer)
+        view.bans.forgive(winner)
+        return winner, answer
+
+    async def _race(
+        self,
+        peer: str,
+        rpc: str,
+        inputs: SpanInputs,
+        without: Collection[str],
+        ask: Callable[[str], Coroutine[Any, Any, tuple[str, M]]],
+    ) -> tuple[str, M]:
+        view, paces, hedges = self.servers.view, self.servers.peers.paces, self.servers.hedges
+        size, tokens = len(inputs.blocks), inputs.num_tokens
+        usual_s = paces.usual_s(peer, rpc, blocks=size, tokens=tokens)
+        hedges.earn()
+        if usual_s is None:
+            return await ask(peer)
+
+        def ask_replica() -> Coroutine[Any, Any, tuple[str, M]] | None:
+            other = view.replica(inputs.blocks, Demand(tokens=tokens), without={peer, *without})
+            if other is None or not hedges.take():
+                return None
+            log.info("server %s has not answered for %.2f s: %s is asked too", peer, usual_s, other)
+            return ask(other)
+
+        started = time.perf_counter()
+        winner, answer = await first_answer(ask(peer), ask_replica, late_s=usual_s + _SLACK_S)
+        if winner != peer:
+            # It took longer than this, and nobody will know how much.
+            paces.observe(peer, rpc, blocks=size, tokens=tokens, seconds=time.perf_counter() - started)
+        return winner, answer
 
     async def _ask(self, peer: str, part: AdapterPart, rpc: str, request: Message, kind: type[M], blocks: int) -> M:
         peers = self.servers.peers
@@ -154,7 +222,8 @@ class ChainCall:
             if blocks.stop <= lowest:
                 break
             try:
-                answer = await self._backward_span(run, grad, grads, collected, needs_input=blocks.start > lowest)
+                without, needs_input = retries.excluded, blocks.start > lowest
+                answer = await self._backward_span(run, grad, grads, collected, without, needs_input=needs_input)
             except SwarmError as exc:
                 if isinstance(exc, TicketLostError) and run.has_ticket:
                     # The server is fine, only the graph is gone: send the inputs again.
@@ -190,14 +259,22 @@ class ChainCall:
         return lowest
 
     async def _backward_span(
-        self, run: _SpanRun, grad: Tensor, grads: SpanOutputs, collected: _Collected, *, needs_input: bool
+        self,
+        run: _SpanRun,
+        grad: Tensor,
+        grads: SpanOutputs,
+        collected: _Collected,
+        without: Collection[str],
+        *,
+        needs_input: bool,
     ) -> BackwardResponse:
         view, blocks = self.servers.view, run.inputs.blocks
         first, last = self._index(blocks.start), self._index(blocks.stop)
         routers = zip(grads.router_blocks, grads.router_logits, strict=True)
+        forward = msgspec.structs.replace(run.request, keep=False)
         request = BackwardRequest(
             ticket=run.response.ticket if run.has_ticket else None,
-            forward=None if run.has_ticket else msgspec.structs.replace(run.request, keep=False),
+            forward=None if run.has_ticket else forward,
             grad_hidden=grad.contiguous(),
             grad_hidden_states=grads.hidden_states[first : last - 1] if self.inputs.collect_hidden else (),
             grad_router_logits=tuple(gradient for block, gradient in routers if block in blocks),
@@ -207,20 +284,28 @@ class ChainCall:
             reply_codec=self.servers.peers.config.codec,
             nonce=view.observer.nonce(),
         )
-        answer = await self._ask(run.peer, run.part, "rpc_backward", request, BackwardResponse, len(blocks))
-        _check_gradients(answer, request, run)
-        await view.observer.backward_done(
-            BackwardCall(
-                peer=run.peer,
-                info=view.infos.get(run.peer),
-                forward=run.request,
-                outputs=run.response,
-                adapters=run.part.shipped,
-                request=request,
-                response=answer,
+
+        async def ask(peer: str) -> tuple[str, BackwardResponse]:
+            # The graph is kept by the server of the forward; others run it again, with the same dropout.
+            its = request if peer == run.peer else msgspec.structs.replace(request, ticket=None, forward=forward)
+            response = await self._ask(peer, run.part, "rpc_backward", its, BackwardResponse, len(blocks))
+            _check_gradients(response, its, replace(run, peer=peer))
+            return peer, response
+
+        async def accept(peer: str, response: BackwardResponse) -> None:
+            await view.observer.backward_done(
+                BackwardCall(
+                    peer=peer,
+                    info=view.infos.get(peer),
+                    forward=run.request,
+                    outputs=run.response,
+                    adapters=run.part.shipped,
+                    request=request,
+                    response=response,
+                )
             )
-        )
-        view.bans.forgive(run.peer)
+
+        _, answer = await self._first_answer(run.peer, "rpc_backward", run.inputs, without, ask, accept)
         if request.needs_adapters:
             for index, value in zip(run.part.indices, answer.grad_adapters, strict=True):
                 collected.adapters[index] = value

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from swarm_plugins.client.digests import DigestCache
+from swarm_plugins.client.hedging import HedgeBudget
 from swarm_plugins.client.missing import ranges, serve_command
 from swarm_plugins.client.observer import CallObserver, NoObserver
 from swarm_plugins.client.probing import Probes
@@ -136,6 +137,16 @@ class SwarmView:
         """Returns the best chain of other servers with room; see `expected`."""
         believed = [entry for entry in self._believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
         return expected(believed, blocks, demand, history, seed=self.seed)
+
+    def replica(self, blocks: range, demand: Demand, *, without: Collection[str]) -> str | None:
+        """Returns the best of the other servers that hold all of some blocks; None if there is none in order."""
+        others = [
+            entry
+            for entry in self._believed(without)
+            if entry.start <= blocks.start and entry.end >= blocks.stop and not self.bans.is_banned(entry.peer)
+        ]
+        chain = plan(others, blocks, demand, seed=self.seed)
+        return chain[0].peer if chain else None
 
     def _is_small(self, peer: str) -> bool:
         """Returns whether a server accepts so few tokens that whole batches would be cut to crumbs for it."""
@@ -379,3 +390,4 @@ class Servers:
     peers: Peers
     view: SwarmView
     digests: DigestCache = field(default_factory=DigestCache)
+    hedges: HedgeBudget = field(default_factory=HedgeBudget)

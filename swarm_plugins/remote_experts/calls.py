@@ -9,14 +9,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from swarm_plugins.client.answers import check_tensor
+from swarm_plugins.client.hedging import first_answer
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.remote_experts.holders import HolderRetries, HolderView
@@ -130,24 +131,19 @@ class Holders:
         late_s = _LATE_S + _LATE_FACTOR * share.holder.answer_s(sum(loads.values()))
         started = time.perf_counter()
         asked = {share.holder.peer, *without}
-        tasks = [asyncio.create_task(self._ask_holder(rows, share))]
-        try:
-            for _ in range(_MAX_SPARES):
-                done, _ = await asyncio.wait(tasks, timeout=late_s, return_when=asyncio.FIRST_COMPLETED)
-                others = [] if done else self.view.replicas(rows.block, share, loads, asked)
-                if not others:
-                    break
-                log.info("holder %s has not answered for %.2f s: a replica is asked", share.holder.peer, late_s)
-                asked |= {other.holder.peer for other in others}
-                tasks.append(asyncio.create_task(self._ask_holders(rows, others)))
-            answer = await _first(tasks)
-            self.view.observe(share.holder, sum(loads.values()), time.perf_counter() - started)
-            return answer
-        finally:
-            for task in tasks:
-                task.cancel()
-            if len(tasks) > 1 or not tasks[0].done():
-                await asyncio.gather(*tasks, return_exceptions=True)
+
+        def ask_replicas() -> Coroutine[Any, Any, dict[int, Tensor]] | None:
+            others = self.view.replicas(rows.block, share, loads, asked)
+            if not others:
+                return None
+            log.info("holder %s has not answered for %.2f s: a replica is asked", share.holder.peer, late_s)
+            asked.update(other.holder.peer for other in others)
+            return self._ask_holders(rows, others)
+
+        request = self._ask_holder(rows, share)
+        answer = await first_answer(request, ask_replicas, late_s=late_s, most=_MAX_SPARES)
+        self.view.observe(share.holder, sum(loads.values()), time.perf_counter() - started)
+        return answer
 
     async def _ask_holders(self, rows: ExpertRows, shares: Sequence[Share]) -> dict[int, Tensor]:
         answers = await _all(self._ask_holder(rows, share) for share in shares)
@@ -196,15 +192,6 @@ class Holders:
         like = rows.hidden[:1, :1].expand(chunk.places.shape[0], rows.hidden.shape[1])
         check_tensor(answer.rows, like, peer, "the rows of its experts")
         return answer.rows
-
-
-async def _first(tasks: Sequence[asyncio.Task[T]]) -> T:
-    """Returns the first result; errors count only of the first task."""
-    while True:
-        ended = next((task for task in tasks if task.done() and (task is tasks[0] or task.exception() is None)), None)
-        if ended is not None:
-            return ended.result()
-        await asyncio.wait([task for task in tasks if not task.done()], return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _all(requests: Iterable[Awaitable[T]]) -> list[T]:
