@@ -38,6 +38,7 @@ from swarm_plugins.server.rpc.adapter import adapter_handler
 from swarm_plugins.server.rpc.drain import operator_handlers
 from swarm_plugins.server.rpc.experts import experts_handler
 from swarm_plugins.server.rpc.handlers import info_handler, push_handler
+from swarm_plugins.server.rpc.openings import opening_handler
 from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
@@ -57,6 +58,7 @@ _HANDLERS = {
     "rpc_backward": backward_handler,
     "rpc_session": session_handler,
     "rpc_adapter": adapter_handler,
+    "rpc_open": opening_handler,
     "rpc_push": push_handler,
 }
 _EXPERTS_HANDLERS = {"rpc_info": info_handler, "rpc_experts": experts_handler}

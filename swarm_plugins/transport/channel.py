@@ -18,6 +18,7 @@ RPC_NAMES = (
     "rpc_backward",
     "rpc_session",
     "rpc_adapter",
+    "rpc_open",
     "rpc_experts",
     "rpc_push",
     "rpc_drain",

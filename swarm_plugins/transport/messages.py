@@ -248,6 +248,38 @@ class ExpertsResponse(_Message, kw_only=True):
     """``[N, D]``, in the order of the request."""
 
 
+class CommitRequest(_Message, kw_only=True):
+    """Asks for the hashes of the states between the blocks of a forward, which is run again."""
+
+    forward: ForwardRequest
+    grad: Tensor | None = None
+    """``[B, S, D]``, gradient of the output: also hash the gradients of the states."""
+    nonce: Nonce = b""
+    reply_codec: Codec = "none"
+
+
+class Commitment(_Message, kw_only=True):
+    """Answers a commit request: binds the server to the states before the client names one."""
+
+    hashes: tuple[Annotated[bytes, msgspec.Meta(max_length=32)], ...]
+    """Of the outputs of all blocks but the last; then, if asked for, of their gradients."""
+    receipt: Receipt | None = None
+
+
+class OpenRequest(_Message, kw_only=True):
+    """Asks for some of the states of the last commitment on the same stream."""
+
+    states: tuple[int, ...]
+    """Indices of hashes."""
+
+
+class OpenedStates(_Message, kw_only=True):
+    """Answers an open request."""
+
+    states: tuple[Tensor, ...]
+    """``[B, S, D]`` each, in the type that the server computes in."""
+
+
 class AdapterUpload(LoadedAdapter, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Uploads an adapter; later requests refer to it by its digest."""
 
@@ -291,6 +323,10 @@ Message = (
     | SessionStepResponse
     | ExpertsRequest
     | ExpertsResponse
+    | CommitRequest
+    | Commitment
+    | OpenRequest
+    | OpenedStates
     | AdapterUpload
     | AdapterStored
     | DrainRequest

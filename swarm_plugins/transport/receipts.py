@@ -11,6 +11,8 @@ import hashlib
 from typing import TypeVar
 
 import msgspec
+import torch
+from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.identity import Identity, is_signed_by, peer_id_of
@@ -18,6 +20,8 @@ from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
     Codec,
+    Commitment,
+    CommitRequest,
     ForwardRequest,
     ForwardResponse,
     Message,
@@ -30,8 +34,8 @@ from swarm_plugins.transport.wire import encode
 _DOMAIN = b"swarm_plugins receipt 1"
 """Keeps the signature from being one of anything else that the same key signs."""
 
-Signable = TypeVar("Signable", ForwardResponse, BackwardResponse, SessionStepResponse)
-Asked = ForwardRequest | BackwardRequest | SessionStep
+Signable = TypeVar("Signable", ForwardResponse, BackwardResponse, SessionStepResponse, Commitment)
+Asked = ForwardRequest | BackwardRequest | SessionStep | CommitRequest
 
 
 def message_hash(message: Message, codec: Codec) -> bytes:
@@ -39,6 +43,14 @@ def message_hash(message: Message, codec: Codec) -> bytes:
     digest = hashlib.sha256()
     for part in encode(message, codec=codec):
         digest.update(part)
+    return digest.digest()
+
+
+def tensor_hash(tensor: Tensor) -> bytes:
+    """Returns the SHA-256 of a tensor's type, shape and bytes."""
+    plain = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{plain.dtype}{list(plain.shape)}".encode())
+    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
     return digest.digest()
 
 

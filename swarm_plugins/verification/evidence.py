@@ -24,20 +24,37 @@ from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
     Codec,
+    Commitment,
+    CommitRequest,
     ForwardRequest,
     ForwardResponse,
     Message,
+    OpenedStates,
 )
 from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
-from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward
+from swarm_plugins.verification.openings import Opening, check_opening, state_indices
+from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward, recompute_opened
 from swarm_plugins.verification.scores import Verdict
 
 _MAX_FILES = 32
 """Files kept; the oldest goes first."""
 _MAX_FILE_BYTES = 1 << 30
 M = TypeVar("M", bound=Message)
+
+
+class OpenedFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A commitment and the opened states."""
+
+    request: bytes
+    commitment: bytes
+    blocks: tuple[int, ...]
+    """The blocks to compute again."""
+    indices: tuple[int, ...]
+    """Of the states."""
+    states: bytes
+    """Frame of an `OpenedStates`."""
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,9 +75,13 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Frames of the uploads of its adapters."""
     backward: tuple[bytes, bytes] | None = None
     """Frames of a backward request and the answer to it, if those are wrong. None: the forward is."""
+    opening: OpenedFrames | None = None
+    """What the server has opened, if only some blocks were computed again."""
 
 
-def evidence_of(call: ForwardCall | BackwardCall, asked: Asked, *, model: str, reason: str) -> Evidence:
+def evidence_of(
+    call: ForwardCall | BackwardCall, asked: Asked, opening: Opening | None = None, *, model: str, reason: str
+) -> Evidence:
     """Returns the evidence of a wrong answer."""
     forward = call.request if isinstance(call, ForwardCall) else call.forward
     outputs = call.response if isinstance(call, ForwardCall) else call.outputs
@@ -77,6 +98,7 @@ def evidence_of(call: ForwardCall | BackwardCall, asked: Asked, *, model: str, r
         backward=(
             (_frame(call.request, codec), _frame(call.response, codec)) if isinstance(call, BackwardCall) else None
         ),
+        opening=None if opening is None else _opened_frames(opening),
     )
 
 
@@ -131,14 +153,51 @@ async def replay(evidence: Evidence, blocks: LocalBlocks) -> list[Verdict]:
     if tuple(one.digest for one in adapters) != request.adapters:
         raise ProtocolError("the evidence holds other adapters than its request names")
     asked = Asked(request, adapters, Kind(receipt.dtype, receipt.quantization))
+    opening = None if evidence.opening is None else _read_opening(evidence.opening)
+    if opening is not None:
+        check_opening(evidence.peer, opening)
+        if not _is_repeated(opening.request.forward, request):
+            raise ProtocolError("what the server has opened in the evidence belongs to another request")
     if evidence.backward is None:
+        if opening is not None:
+            return await recompute_opened(asked, answer, opening, blocks)
         return await recompute_forward(asked, answer, blocks)
     second, found = _read(evidence.backward[0], BackwardRequest), _read(evidence.backward[1], BackwardResponse)
     check_receipt(evidence.peer, second, found)
     is_same = second.ticket == answer.ticket if second.forward is None else _is_repeated(second.forward, request)
     if not is_same:
         raise ProtocolError("the backward of the evidence belongs to another forward")
-    return await recompute_backward(asked, second, found, blocks)
+    if opening is None:
+        return await recompute_backward(asked, second, found, blocks)
+    if opening.request.grad is None or not opening.request.grad.equal(second.grad_hidden):
+        raise ProtocolError("what the server has opened in the evidence is for another gradient")
+    return await recompute_opened(asked, found, opening, blocks)
+
+
+def _opened_frames(opening: Opening) -> OpenedFrames:
+    return OpenedFrames(
+        request=_frame(opening.request, "none"),
+        commitment=_frame(opening.commitment, "none"),
+        blocks=opening.blocks,
+        indices=tuple(opening.states),
+        states=_frame(OpenedStates(states=tuple(opening.states.values())), "none"),
+    )
+
+
+def _read_opening(frames: OpenedFrames) -> Opening:
+    request, states = _read(frames.request, CommitRequest), _read(frames.states, OpenedStates).states
+    blocks = range(request.forward.start, request.forward.end)
+    due = state_indices(blocks, frames.blocks, has_grad=request.grad is not None)
+    if not frames.blocks or any(block not in blocks for block in frames.blocks) or frames.indices != due:
+        raise ProtocolError(f"the evidence opens states {frames.indices} at blocks {frames.blocks}, expected {due}")
+    if len(states) != len(due):
+        raise ProtocolError(f"the evidence has {len(states)} states, expected {len(due)}")
+    return Opening(
+        request=request,
+        commitment=_read(frames.commitment, Commitment),
+        blocks=frames.blocks,
+        states=dict(zip(due, states, strict=True)),
+    )
 
 
 def _is_repeated(again: ForwardRequest, request: ForwardRequest) -> bool:

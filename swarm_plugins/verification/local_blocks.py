@@ -156,10 +156,8 @@ class LocalBlocks:
         if key not in self._spans:
             # By name: a client that checks nothing does not load what runs blocks.
             load_span = importlib.import_module(_BLOCKS).load_span
-            if self._checkpoint is None:
-                self._checkpoint = self._open()
             span: Span = load_span(
-                self._checkpoint, range(block, block + 1), dtype=kind.torch_dtype, quantization=kind.quantization
+                self._opened(), range(block, block + 1), dtype=kind.torch_dtype, quantization=kind.quantization
             )
             num_bytes = sum(tensor.nbytes for tensor in (*span.model.parameters(), *span.model.buffers()))
             while self._spans and sum(size for _, size in self._spans.values()) + num_bytes > self.limit_bytes:
@@ -168,6 +166,28 @@ class LocalBlocks:
             log.debug("block %d is here for checks: %d bytes", block, num_bytes)
         self._spans.move_to_end(key)
         return self._spans[key][0]
+
+    async def can_hold(self, num_blocks: int) -> bool:
+        """Returns whether so many blocks fit in memory together, from a checkpoint that is on this machine.
+
+        Raises:
+            SwarmError: If the checkpoint cannot be opened.
+        """
+        return await asyncio.to_thread(self._can_hold, num_blocks)
+
+    def _can_hold(self, num_blocks: int) -> bool:
+        with self._lock:
+            checkpoint = self._opened()
+            if checkpoint.directory is None:
+                return False
+            total = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
+            num_bytes = sum(info.num_bytes for info in checkpoint.tensors.values())
+            return num_blocks * num_bytes <= self.limit_bytes * total
+
+    def _opened(self) -> Checkpoint:
+        if self._checkpoint is None:
+            self._checkpoint = self._open()
+        return self._checkpoint
 
     def has_experts(self, blocks: range, kind: Kind) -> bool:
         """Returns whether one of some blocks, which have run here, is a mixture of experts."""

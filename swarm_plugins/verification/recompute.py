@@ -15,6 +15,7 @@ from swarm_plugins.transport.messages import (
     ForwardResponse,
 )
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
+from swarm_plugins.verification.openings import Opening
 from swarm_plugins.verification.scores import (
     Verdict,
     coarsest,
@@ -104,6 +105,77 @@ async def recompute_backward(
         found = (*response.grad_adapters, *response.grad_prefix)
         verdicts.append(compare_parameters(found, expected, asked.precision))
     return verdicts
+
+
+async def recompute_opened(
+    asked: Asked, response: ForwardResponse | BackwardResponse, opening: Opening, blocks: LocalBlocks
+) -> list[Verdict]:
+    """Compares what a server has opened of a forward or backward, block by block, with the same blocks here.
+
+    Raises:
+        SwarmError: If a block cannot be read or run here.
+    """
+    whole = asked.inputs()
+    span, states = whole.blocks, opening.states
+    last = len(span) - 1
+    verdicts = []
+    for block in opening.blocks:
+        index = block - span.start
+        hidden = states[index - 1] if index else whole.hidden
+        # The answer has travelled; inner states are opened as the server has them.
+        precision = asked.precision if index in (0, last) else asked.kind.dtype
+        one = whole.take_blocks(range(block, block + 1), hidden)
+        if isinstance(response, ForwardResponse) or index < last:
+            output = response.hidden if isinstance(response, ForwardResponse) and index == last else states[index]
+            [expected] = await blocks.outputs(one, asked.kind)
+            is_mixture = blocks.has_experts(one.blocks, asked.kind)
+            tokens = output.shape[1]  # of a session, only the last ones were answered
+            verdicts.append(
+                compare_outputs(
+                    hidden[:, -tokens:],
+                    output,
+                    expected[:, -tokens:],
+                    precision,
+                    mask=one.attention_mask,
+                    is_mixture=is_mixture,
+                )
+            )
+        if isinstance(response, BackwardResponse) and opening.request.grad is not None:
+            grad = opening.request.grad if index == last else states[last + index]
+            found = states[last + index - 1] if index else response.grad_hidden
+            verdicts += await _opened_gradients(asked, one, grad, found, response, blocks)
+    return verdicts
+
+
+async def _opened_gradients(
+    asked: Asked,
+    inputs: SpanInputs,
+    grad: Tensor,
+    found: Tensor | None,
+    response: BackwardResponse,
+    blocks: LocalBlocks,
+) -> list[Verdict]:
+    """Compares the gradients of one block's input and of the adapters on it."""
+    leaves = replace(inputs, hidden=_leaf(inputs.hidden), adapters=inputs.adapters.map(_leaf))
+    on_block = [index for index, block in enumerate(_blocks_of(asked.adapters)) if block in inputs.blocks]
+    if not response.grad_adapters:
+        on_block = []
+    wanted = [leaves.hidden, *(leaves.adapters.tensors[index] for index in on_block)]
+    expected = await blocks.gradients(leaves, asked.kind, grad, wanted)
+    verdicts = []
+    if found is not None:
+        is_mixture = blocks.has_experts(inputs.blocks, asked.kind)
+        mask = inputs.attention_mask
+        verdicts.append(compare_gradients(found, expected[0], asked.precision, mask=mask, is_mixture=is_mixture))
+    if on_block:
+        claimed = [response.grad_adapters[index] for index in on_block]
+        verdicts.append(compare_parameters(claimed, expected[1:], asked.precision))
+    return verdicts
+
+
+def _blocks_of(adapters: Sequence[LoadedAdapter]) -> list[int]:
+    """Returns the block of each tensor of each adapter, in order."""
+    return [module.block for one in adapters for module in one.spec.modules for _ in module.shapes]
 
 
 def _leaf(tensor: Tensor) -> Tensor:

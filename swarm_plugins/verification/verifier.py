@@ -8,6 +8,7 @@ and the call goes to another one.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 import weakref
@@ -27,15 +28,17 @@ from swarm_plugins.client.observer import (
     StepCall,
     WrongAnswerError,
 )
+from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.evidence import evidence_of, save_evidence
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
+from swarm_plugins.verification.openings import Opening, open_blocks
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
 from swarm_plugins.verification.rates import CheckRates, When
-from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward
+from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward, recompute_opened
 from swarm_plugins.verification.scores import Verdict
 from swarm_plugins.verification.shadow import Shadow
 
@@ -72,6 +75,7 @@ class Verifier:
     """Observes the calls of one client to one model's servers; see `CallObserver`.
 
     Args:
+        peers: Asks servers to open what they have answered.
         blocks: Computes what servers should have computed.
         quarantine: Where caught servers are listed.
         evidence: Folder for what they were caught with.
@@ -81,6 +85,7 @@ class Verifier:
 
     def __init__(
         self,
+        peers: Peers,
         blocks: LocalBlocks,
         quarantine: Quarantine,
         *,
@@ -94,6 +99,7 @@ class Verifier:
         self.rates = rates or CheckRates()
         self.checked: Counter[str] = Counter()
         """Checks that came to a result, by peer."""
+        self._peers = peers
         self._blocks = blocks
         self._running: set[asyncio.Task[None]] = set()
         self._shadows: weakref.WeakKeyDictionary[History, tuple[Shadow, When]] = weakref.WeakKeyDictionary()
@@ -177,8 +183,10 @@ class Verifier:
         async def run() -> None:
             try:
                 await check
-            except SwarmError as exc:
+            except WrongAnswerError as exc:
                 log.warning("an answer that has already been used was wrong: %s", exc)
+            except SwarmError as exc:
+                log.warning("an answer that has already been used could not be checked: %s", exc)
 
         task = asyncio.create_task(run(), name=name)
         self._running.add(task)
@@ -190,12 +198,31 @@ class Verifier:
         except ProtocolError:
             self.rates.doubt(server)
             raise
-        if isinstance(call, ForwardCall):
+        blocks = range(asked.request.start, asked.request.end)
+        opening: Opening | None = None
+        try:
+            is_small = len(blocks) == 1 or await self._blocks.can_hold(len(blocks))
+        except SwarmError as exc:
+            self._say_unchecked(server, exc)
+            return
+        if not is_small:
+            try:
+                opening = await self._opened(call, asked)
+            except SwarmError:
+                # A server that does not open what it has answered is not believed.
+                self.rates.doubt(server)
+                raise
+            verdicts = recompute_opened(asked, call.response, opening, self._blocks)
+        elif isinstance(call, ForwardCall):
             verdicts = recompute_forward(asked, call.response, self._blocks)
         else:
             verdicts = recompute_backward(asked, call.request, call.response, self._blocks)
-        blocks = range(asked.request.start, asked.request.end)
-        await self._settle(server, blocks, verdicts, lambda reason: self._saved(call, asked, reason))
+        await self._settle(server, blocks, verdicts, lambda reason: self._saved(call, asked, opening, reason))
+
+    async def _opened(self, call: ForwardCall | BackwardCall, asked: Asked) -> Opening:
+        grad = None if isinstance(call, ForwardCall) else call.request.grad_hidden
+        ask = functools.partial(open_blocks, self._peers, call.peer, asked.request, grad=grad, nonce=self.nonce())
+        return await self._peers.with_adapters(call.peer, asked.adapters, ask)
 
     async def _settle(
         self, server: Server, blocks: range, verdicts: Awaitable[list[Verdict]], save: Callable[[str], str]
@@ -205,9 +232,7 @@ class Verifier:
         try:
             found = await verdicts
         except SwarmError as exc:
-            if server not in self._unchecked:
-                log.warning("answers (%s) of server %s cannot be checked here: %s", what, peer, exc)
-            self._unchecked.add(server)
+            self._say_unchecked(server, exc)
             return
         self.checked[peer] += 1
         wrong = next((verdict for verdict in found if verdict.is_wrong), None)
@@ -220,9 +245,14 @@ class Verifier:
         log.warning("server %s is quarantined for a day: %s", peer, reason)
         raise WrongAnswerError(f"server {peer} gave a wrong answer and is quarantined: {reason}")
 
-    def _saved(self, call: ForwardCall | BackwardCall, asked: Asked, reason: str) -> str:
+    def _say_unchecked(self, server: Server, exc: SwarmError) -> None:
+        if server not in self._unchecked:
+            log.warning("answers (%s) of server %s cannot be checked here: %s", server.what, server.peer, exc)
+        self._unchecked.add(server)
+
+    def _saved(self, call: ForwardCall | BackwardCall, asked: Asked, opening: Opening | None, reason: str) -> str:
         """Saves the evidence of a wrong answer; returns its file, or nothing if it cannot be written."""
-        evidence = evidence_of(call, asked, model=self.version, reason=reason)
+        evidence = evidence_of(call, asked, opening, model=self.version, reason=reason)
         try:
             return str(save_evidence(self.evidence, evidence).resolve())
         except OSError as exc:
@@ -237,7 +267,7 @@ def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -
         return NoObserver()
     blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes)
     evidence = default_cache() / "evidence"
-    return Verifier(blocks, user_quarantine(), evidence=evidence, version=str(servers.view.version))
+    return Verifier(servers.peers, blocks, user_quarantine(), evidence=evidence, version=str(servers.view.version))
 
 
 def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import functools
 
 from swarm_plugins.server.service import Service
-from swarm_plugins.transport.messages import BackwardRequest
+from swarm_plugins.transport.messages import BackwardRequest, CommitRequest
 from swarm_plugins.transport.receipts import Asked, Signable, sign_answer
 
 _INLINE_BYTES = 256 << 10
@@ -27,5 +27,8 @@ async def signed(service: Service, request: Asked, answer: Signable) -> Signable
         dtype=info.dtype,
         quantization=info.quantization,
     )
-    size = request.grad_hidden.nbytes if isinstance(request, BackwardRequest) else request.hidden.nbytes
-    return await asyncio.to_thread(sign) if size > _INLINE_BYTES else sign()
+    if isinstance(request, CommitRequest):
+        main = request.forward.hidden
+    else:
+        main = request.grad_hidden if isinstance(request, BackwardRequest) else request.hidden
+    return await asyncio.to_thread(sign) if main.nbytes > _INLINE_BYTES else sign()

@@ -38,7 +38,7 @@ async def forward_handler(service: Service, channel: Channel) -> None:
 
     async def answer(request: ForwardRequest, charge: Charge) -> Answer:
         timeout_s = service.limits.request_timeout_s
-        with _checked_inputs(service, peer, request, charge) as inputs:
+        with checked_inputs(service, peer, request, charge) as inputs:
             slices = cut_batch(inputs, service.spec, service.run_limits)
             outputs, ticket = await service.scheduler.train(
                 lambda: _forward(service, peer, slices, keep=request.keep), timeout_s=timeout_s, peer=peer
@@ -69,7 +69,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
                         "unknown_ticket",
                         "the graph of this forward is not kept here any more: send the forward request along",
                     )
-                inputs = stack.enter_context(_checked_inputs(service, peer, request.forward, charge))
+                inputs = stack.enter_context(checked_inputs(service, peer, request.forward, charge))
                 parts = cut_batch(inputs, service.spec, service.run_limits)
             charge.claim(backward_bytes(service, request, parts[0].inputs.adapters.adapters))
             found = await _backward(service, peer, parts, request)
@@ -81,7 +81,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
 
 
 @contextlib.contextmanager
-def _checked_inputs(service: Service, peer: str, request: ForwardRequest, charge: Charge) -> Iterator[SpanInputs]:
+def checked_inputs(service: Service, peer: str, request: ForwardRequest, charge: Charge) -> Iterator[SpanInputs]:
     """Yields a request's inputs, checked, charged and in the server's dtype; holds its adapters meanwhile."""
     blocks = check_blocks(service, request.version, request.start, request.end)
     check_hidden(service, request.hidden)

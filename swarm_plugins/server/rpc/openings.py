@@ -1,0 +1,100 @@
+"""``rpc_open``: commits to the states between the blocks of a forward or backward, then shows those that are named.
+
+A client that cannot compute a whole span checks one of its blocks: it has the request repeated, gets the hashes of all
+states first, and chooses then. So no server knows which block will be checked while it can still change a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+from torch import Tensor
+
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.ledger import Charge
+from swarm_plugins.server.failures import BadRequestError
+from swarm_plugins.server.rpc.checks import check_hidden
+from swarm_plugins.server.rpc.handlers import Answer, answer_requests
+from swarm_plugins.server.rpc.proofs import signed
+from swarm_plugins.server.rpc.training import checked_inputs
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.runs import run_backward, run_forward
+from swarm_plugins.server.state.slices import cut_batch
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import Commitment, CommitRequest, OpenedStates, OpenRequest
+from swarm_plugins.transport.receipts import tensor_hash
+
+_IDLE_S = 30.0
+"""A client that has seen the hashes names its states within this time."""
+
+
+async def opening_handler(service: Service, channel: Channel) -> None:
+    """Answers commit requests, each followed by requests to open states of it."""
+    peer = channel.remote_peer
+    states: list[Tensor] = []
+
+    async def answer(request: CommitRequest | OpenRequest, charge: Charge) -> Answer:
+        if isinstance(request, OpenRequest):
+            return OpenedStates(states=_named(states, request)), "none"
+        states.clear()
+        kept.release()
+        forward = msgspec.structs.replace(request.forward, collect_hidden=True, collect_router=False, keep=False)
+        if request.grad is not None:
+            check_hidden(service, request.grad, "grad")
+        with checked_inputs(service, peer, forward, charge) as inputs:
+            num_states = (len(inputs.blocks) - 1) * (1 if request.grad is None else 2)
+            kept.claim(num_states * inputs.hidden.nbytes)
+            found, hashes = await service.scheduler.train(
+                lambda: _hashed(_inner_states(service, inputs, request.grad)),
+                timeout_s=service.limits.request_timeout_s,
+                peer=peer,
+            )
+        states.extend(found)
+        return await signed(service, request, Commitment(hashes=hashes)), "none"
+
+    with service.ledger.charge(peer) as kept:
+        await answer_requests(
+            channel, "rpc_open", (CommitRequest, OpenRequest), answer, idle_s=_IDLE_S, ledger=service.ledger
+        )
+
+
+def _named(states: Sequence[Tensor], request: OpenRequest) -> tuple[Tensor, ...]:
+    wrong = [index for index in request.states if not 0 <= index < len(states)]
+    if wrong or len(set(request.states)) != len(request.states):
+        raise BadRequestError(
+            f"states {list(request.states)[:8]} are to be opened, expected distinct ones of {len(states)}: "
+            "send a commit request first"
+        )
+    return tuple(states[index] for index in request.states)
+
+
+def _hashed(states: list[Tensor]) -> tuple[list[Tensor], tuple[bytes, ...]]:
+    return states, tuple(tensor_hash(state) for state in states)
+
+
+def _inner_states(service: Service, inputs: SpanInputs, grad: Tensor | None) -> list[Tensor]:
+    """Returns the outputs of all blocks but the last; with ``grad``, then the gradients of these outputs too."""
+    runner, spec = service.runner, service.spec
+    between = runner.on_block_boundary or (lambda: None)
+    outputs, _, _ = run_forward(runner, cut_batch(inputs, spec, service.run_limits), between=between)
+    states = list(outputs.hidden_states)
+    grads: list[Tensor] = []
+    if grad is None:
+        return states
+    for block in reversed(inputs.blocks[1:]):
+        before = states[block - inputs.blocks.start - 1]
+        one = replace(inputs.take_blocks(range(block, block + 1), before), collect_hidden=False)
+        found = run_backward(
+            runner,
+            cut_batch(one, spec, service.run_limits),
+            SpanOutputs(hidden=grads[-1] if grads else grad),
+            needs_hidden=True,
+            limit_bytes=service.run_limits.run_bytes,
+            weights=service.weights,
+            between=between,
+        )
+        if found.hidden is not None:
+            grads.append(found.hidden.cpu())
+    return [*states, *reversed(grads)]

@@ -1,0 +1,104 @@
+"""Spans that are too large to compute here: servers commit to all states, then open some."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from lies_kit import HONEST, IDS, train
+
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.errors import ProtocolError
+from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
+from swarm_plugins.testing.liars import Lie
+from swarm_plugins.verification import Quarantine, evidence, openings
+from swarm_plugins.verification.local_blocks import LocalBlocks
+
+
+def config_for(directory: Path) -> SwarmConfig:
+    """Settings with which a span of four of the six blocks does not fit."""
+    size = (directory / "model.safetensors").stat().st_size
+    return SwarmConfig(verify="auto", verify_bytes=size // 2)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of six blocks."""
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "deep", num_layers=6)
+
+
+def with_liar(directory: Path, liar: Liar) -> InProcessSwarm:
+    return InProcessSwarm(directory, spans=[(0, 2), (2, 6), (2, 6)], config=config_for(directory), liars={1: liar})
+
+
+@functools.cache
+def clean_losses(directory: Path) -> list[float]:
+    with InProcessSwarm(directory, spans=[(0, 2), (2, 6)], config=HONEST) as swarm:
+        return train(swarm)
+
+
+def test_honest_servers_pass(deep: Path, cache: Path) -> None:
+    with InProcessSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
+        assert train(swarm) == clean_losses(deep)
+        opened = sum(len(service.ledger._held) for service in swarm.services.values())
+    assert opened == 0
+    assert not Quarantine(cache / "quarantine.json").peers()
+
+
+@pytest.mark.parametrize("lie", ["scaled", "stale_adapter", "flipped_gradients"])
+def test_a_lie_about_the_whole_span_is_caught_at_once(deep: Path, cache: Path, lie: Lie) -> None:
+    with with_liar(deep, Liar(lie)) as swarm:
+        assert train(swarm) == clean_losses(deep)
+        ((peer, caught),) = Quarantine(cache / "quarantine.json").peers().items()
+        assert peer == swarm.peers[1]
+    found = evidence.read_evidence(Path(caught.evidence))
+    blocks = LocalBlocks(lambda: Checkpoint.open(deep), limit_bytes=0)
+    assert any(verdict.is_wrong for verdict in asyncio.run(evidence.replay(found, blocks)))
+
+
+@pytest.mark.parametrize("block", [2, 4, 5])
+def test_a_lie_in_one_block_shows_when_that_block_is_opened(
+    deep: Path, cache: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for chosen, is_caught in ((block, True), (2 + (block - 1) % 4, False)):
+        choose = functools.partial(lambda one, blocks: [one if one in blocks else blocks[-1]], chosen)
+        monkeypatch.setattr(openings.open_blocks, "__kwdefaults__", {"grad": None, "choose": choose})
+        with with_liar(deep, Liar("scaled", block=block)) as swarm:
+            model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
+            with torch.no_grad():
+                model(input_ids=IDS)
+            assert (swarm.peers[1] in Quarantine(cache / "quarantine.json")) == is_caught
+
+
+def test_last_block_and_another_are_chosen() -> None:
+    found = {tuple(openings.choose_blocks(range(3, 9))) for _ in range(200)}
+    assert found == {(block, 8) for block in range(3, 8)}
+    assert openings.choose_blocks(range(4, 5)) == [4]
+    assert openings.state_indices(range(3, 9), (3, 8), has_grad=False) == (0, 4)
+    assert openings.state_indices(range(3, 9), (5, 8), has_grad=True) == (1, 2, 4, 6, 7, 9)
+
+
+def test_a_server_that_opens_something_else_is_left(deep: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with with_liar(deep, Liar("echo", honest_calls=100)) as swarm:
+        original = openings.check_opening
+        seen: list[str] = []
+
+        def check(peer: str, opening: openings.Opening) -> None:
+            if peer == swarm.peers[1]:
+                seen.append(peer)
+                state = opening.states[min(opening.states)]
+                state += 1
+                with pytest.raises(ProtocolError, match="opened another state"):
+                    original(peer, opening)
+                raise ProtocolError("as above")
+            original(peer, opening)
+
+        monkeypatch.setattr(openings, "check_opening", check)
+        assert train(swarm, steps=1) == clean_losses(deep)[:1]
+        assert seen
+    assert not Quarantine(cache / "quarantine.json").peers()
