@@ -66,8 +66,8 @@ def _replay(evidence: Evidence, model: str) -> bool:
     import asyncio
 
     from swarm_plugins.checkpoint import Checkpoint
-    from swarm_plugins.verification.evidence import replay
     from swarm_plugins.verification.local_blocks import LocalBlocks
+    from swarm_plugins.verification.replay import replay
 
     checkpoint = Checkpoint.open(model)
     if str(checkpoint.version.revision) not in evidence.model:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 from torch import Tensor
 
-from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.codec import has_non_finite
 from swarm_plugins.transport.messages import (
@@ -25,6 +25,9 @@ from swarm_plugins.transport.messages import (
     OpenRequest,
 )
 from swarm_plugins.transport.receipts import check_receipt, tensor_hash
+
+if TYPE_CHECKING:
+    from swarm_plugins.client.peers import Peers
 
 _NUM_OTHERS = 1
 """Blocks that are chosen by chance, in addition to the last."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from swarm_plugins.transport.messages import (
     ForwardResponse,
 )
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
-from swarm_plugins.verification.openings import Opening
 from swarm_plugins.verification.scores import (
     Verdict,
     coarsest,
@@ -23,6 +23,9 @@ from swarm_plugins.verification.scores import (
     compare_outputs,
     compare_parameters,
 )
+
+if TYPE_CHECKING:
+    from swarm_plugins.verification.openings import Opening
 
 
 class Asked:

@@ -28,7 +28,6 @@ from swarm_plugins.client.observer import (
     StepCall,
     WrongAnswerError,
 )
-from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receipts import check_receipt
@@ -44,6 +43,7 @@ from swarm_plugins.verification.shadow import Shadow
 
 if TYPE_CHECKING:
     from swarm_plugins.checkpoint import Checkpoint
+    from swarm_plugins.client.peers import Peers
     from swarm_plugins.client.view import Servers
 
 log = logging.getLogger(__name__)

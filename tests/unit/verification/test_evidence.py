@@ -17,8 +17,9 @@ from swarm_plugins.testing import Liar
 from swarm_plugins.testing.liars import Lie
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.verification import Quarantine
-from swarm_plugins.verification.evidence import Evidence, read_evidence, replay
+from swarm_plugins.verification.evidence import Evidence, read_evidence
 from swarm_plugins.verification.local_blocks import LocalBlocks
+from swarm_plugins.verification.replay import replay
 
 
 @pytest.mark.parametrize("lie", ["stale_adapter", "flipped_gradients"])

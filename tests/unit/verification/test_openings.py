@@ -18,6 +18,7 @@ from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
 from swarm_plugins.testing.liars import Lie
 from swarm_plugins.verification import Quarantine, evidence, openings
 from swarm_plugins.verification.local_blocks import LocalBlocks
+from swarm_plugins.verification.replay import replay
 
 
 def config_for(directory: Path) -> SwarmConfig:
@@ -58,7 +59,7 @@ def test_a_lie_about_the_whole_span_is_caught_at_once(deep: Path, cache: Path, l
         assert peer == swarm.peers[1]
     found = evidence.read_evidence(Path(caught.evidence))
     blocks = LocalBlocks(lambda: Checkpoint.open(deep), limit_bytes=0)
-    assert any(verdict.is_wrong for verdict in asyncio.run(evidence.replay(found, blocks)))
+    assert any(verdict.is_wrong for verdict in asyncio.run(replay(found, blocks)))
 
 
 @pytest.mark.parametrize("block", [2, 4, 5])
@@ -71,7 +72,7 @@ def test_a_lie_in_one_block_shows_when_that_block_is_opened(
         with with_liar(deep, Liar("scaled", block=block)) as swarm:
             model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
             with torch.no_grad():
-                model(input_ids=IDS)
+                model(input_ids=IDS, use_cache=False)
             assert (swarm.peers[1] in Quarantine(cache / "quarantine.json")) == is_caught
 
 
