@@ -20,6 +20,7 @@ from swarm_plugins.errors import ConfigError, TransportError
 
 _OPTIONS = (
     "activation_bytes",
+    "announce_every_s",
     "adapter",
     "adapter_bytes",
     "announce_maddrs",
@@ -172,6 +173,7 @@ class LocalSwarm:
         model: Directory of a model, or its id on the Hub.
         num_servers: Servers that share the blocks evenly.
         spans: ``(start, end)`` for each server, instead of even shares.
+        num_blocks: Blocks of each server, which chooses them itself and moves when that helps. None: fixed spans.
         replicas: Servers for each span.
         experts: ``--experts`` of each span's servers, such as ``["remote", "0:4", "4:8"]``. None: whole blocks.
         slices: ``--slice`` of each span's servers, None for whole experts.
@@ -190,6 +192,7 @@ class LocalSwarm:
         *,
         num_servers: int = 2,
         spans: Sequence[tuple[int, int]] | None = None,
+        num_blocks: int | None = None,
         replicas: int = 1,
         experts: Sequence[str | None] | None = None,
         slices: Sequence[str | None] | None = None,
@@ -206,6 +209,9 @@ class LocalSwarm:
         self.model = str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else str(model)
         parts = [f"{index}/{num_servers}" for index in range(1, num_servers + 1)]
         self._blocks = [f"{start}:{end}" for start, end in spans] if spans is not None else parts
+        if num_blocks is not None and spans is not None:
+            raise ConfigError(f"num_blocks {num_blocks} and spans are given: servers choose their blocks, or you do")
+        self._num_blocks = num_blocks
         if not self._blocks:
             raise ConfigError("spans is empty: give at least one (start, end)")
         self._shares = {"experts": experts, "slice": slices}
@@ -278,7 +284,8 @@ class LocalSwarm:
     def _spawn(self, blocks: str, shares: Mapping[str, object]) -> None:
         if self._directory is None:
             raise ConfigError("this swarm is closed")
-        command = [sys.executable, "-m", "swarm_plugins", "serve", self.model, "--embedded", "--blocks", blocks]
+        chosen = ["--blocks", blocks] if self._num_blocks is None else ["--num-blocks", str(self._num_blocks)]
+        command = [sys.executable, "-m", "swarm_plugins", "serve", self.model, "--embedded", *chosen]
         if self._threads is not None:
             command += ["--threads", str(self._threads)]
         for name, value in {**self._options, **shares}.items():

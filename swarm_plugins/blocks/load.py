@@ -55,6 +55,7 @@ def load_span(
     device: str | torch.device = "cpu",
     quantization: str = "none",
     kv_bytes: int = DEFAULT_KV_BYTES,
+    pool: KVPool | None = None,
     offload: OffloadConfig | None = None,
     elsewhere: ExpertsElsewhere | None = None,
     progress: bool = False,
@@ -68,6 +69,7 @@ def load_span(
         device: Where to run.
         quantization: ``none``, ``int8`` or ``nf4``: how the weights of linear layers and experts are kept.
         kv_bytes: Budget for the keys and values of all sessions.
+        pool: A budget that another span has, to share; ``kv_bytes`` is not used then.
         offload: Budgets of experts that stay on disk, to be read when tokens are routed to them. None: experts are
             loaded, which a quantized store's cannot be.
         elsewhere: Converts the experts of each block that has any, which are then not read. None: they are here.
@@ -85,7 +87,7 @@ def load_span(
     if blocks.step != 1 or not blocks:
         raise ConfigError(f"blocks must be a non-empty range of consecutive indices, got {blocks}")
     check_quantization(quantization)
-    pool = KVPool(kv_bytes)
+    pool = pool or KVPool(kv_bytes)
     store = open_quantized(checkpoint)
     if store is not None:
         _check_store(store, checkpoint, offload, elsewhere)

@@ -47,6 +47,8 @@ class SpanSpec:
 
     blocks: range
     """Global indices of its blocks."""
+    left: range | None = None
+    """Blocks that are still held for open sessions after a move, in addition."""
     hidden_size: int
     dtype: torch.dtype
     """Type of hidden states and prefixes."""

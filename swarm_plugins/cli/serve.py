@@ -126,6 +126,7 @@ def serve(
         float | None,
         typer.Option(min=0, help="Seconds that open sessions may take to end before the server does.  [default: 30]"),
     ] = None,
+    announce_every_s: Annotated[float, typer.Option(hidden=True, help="Seconds between announcements.")] = 20.0,
     embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
 ) -> None:
     """Host a span of a model's blocks for the swarm.
@@ -186,6 +187,8 @@ def serve(
                 max_session_tokens=max_session_tokens,
                 max_peer_kv_share=max_peer_kv_share,
             ),
+            announce_every_s=announce_every_s,
+            announce_ttl_s=3 * announce_every_s,
             show_progress=sys.stderr.isatty(),
             # Behind a relay nobody calls a port of this machine.
             host_maddrs=tuple(host_maddrs or (() if relay else DEFAULT_HOST_MADDRS)),

@@ -31,6 +31,8 @@ _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 1.0
 _PATIENCE_S = 4.5
 """With the deadline of one request and the probes after it, missing blocks are reported within 8 s."""
+_HELP_S = 60.0
+"""Patience while a server announces that it is loading the missing blocks."""
 
 
 class Retries:
@@ -126,12 +128,13 @@ class Retries:
                 if isinstance(self.last, CapacityError | RefusedError):
                     # No other server has the blocks: that these are full, or refuse, is the true reason.
                     raise self.last from None
-                is_over = time.monotonic() - self._progress_at > _PATIENCE_S
+                is_help_coming = self.view.is_help_coming
+                is_over = time.monotonic() - self._progress_at > (_HELP_S if is_help_coming else _PATIENCE_S)
                 if self.last is None or self.failures >= self.limit or not self.may_pause or is_over:
                     if isinstance(self.last, MissingExpertsError):
                         # It names what to serve; more servers of the blocks would miss the same experts.
                         raise self.last from None
                     # The message holds the last failure and ends with the cure; no other traceback should hide it.
                     raise exc from None
-                self.failures += 1
-                await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (self.failures - 1), _LONGEST_PAUSE_S))
+                self.failures += not is_help_coming
+                await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** max(0, self.failures - 1), _LONGEST_PAUSE_S))

@@ -188,6 +188,13 @@ class SwarmView:
         self.entries = {other: entry for other, entry in self.entries.items() if other != peer}
 
     @property
+    def is_help_coming(self) -> bool:
+        """Whether servers announce that they are loading blocks that none holds now."""
+        missing = missing_blocks(list(self.entries.values()), range(self.num_blocks))
+        loading = [info for info in self._announced.values() if info.target or info.state == "joining"]
+        return any(block in range(*(one.target or (one.start, one.end))) for block in missing for one in loading)
+
+    @property
     def is_stale(self) -> bool:
         """Whether the view is so old that it should be refreshed before a plan."""
         return time.monotonic() - self._refreshed_at >= self.config.refresh_s

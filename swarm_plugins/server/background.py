@@ -58,7 +58,7 @@ async def sweep(service: Service | ExpertsService) -> None:
             service.activations.drop_expired()
         is_busy = service.scheduler.load > _IDLE_LOAD
         if was_busy and not is_busy:
-            await in_thread(_return_free_memory)
+            await in_thread(return_free_memory)
         was_busy = is_busy
 
 
@@ -69,7 +69,7 @@ async def drain(service: Service | ExpertsService, grace_s: float) -> None:
         await asyncio.sleep(0.05)
 
 
-def _return_free_memory() -> None:
+def return_free_memory() -> None:
     """Asks the C library to return freed memory to the system, where it can.
 
     After large batches glibc keeps the freed memory for the next ones: a server that has been idle for a while would

@@ -41,7 +41,7 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
     """
     num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
     if available_bytes is None:
-        available_bytes = _free_bytes(torch.device(config.device))
+        available_bytes = free_device_bytes(torch.device(config.device))
     room = available_bytes * _USABLE_SHARE - config.kv_bytes - config.activation_bytes
     if config.offload is not None:
         room -= config.offload.fast_bytes or 0
@@ -68,7 +68,8 @@ def _hosted_bytes(info: TensorInfo, config: ServeConfig) -> float:
     return float(numel * dtype.itemsize)
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_device_bytes(device: torch.device) -> int:
+    """Returns the free memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes()

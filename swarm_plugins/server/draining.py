@@ -22,22 +22,27 @@ class Draining:
 
     def __init__(self) -> None:
         self._kept: range | None = None
+        self._is_leaving = False
 
     @property
     def is_leaving(self) -> bool:
-        """Whether no block takes new sessions: the server is about to end."""
-        return self._kept is not None and not self._kept
+        """Whether the server is about to end."""
+        return self._is_leaving
 
     def shown(self, info: ServerInfo) -> ServerInfo:
         """Returns what a server announces, in the state ``draining`` if it is leaving."""
         return msgspec.structs.replace(info, state="draining") if self.is_leaving else info
 
-    def begin(self, kept: range = range(0)) -> None:
+    def begin(self, kept: range) -> None:
         """Refuses new sessions from now on, except on blocks that are ``kept``."""
         self._kept = kept
 
+    def leave(self) -> None:
+        """Refuses all new sessions, for good."""
+        self._is_leaving = True
+
     def end(self) -> None:
-        """Takes new sessions again."""
+        """Takes new sessions on all blocks again, unless the server is leaving."""
         self._kept = None
 
     def check(self, blocks: range) -> None:
@@ -46,7 +51,8 @@ class Draining:
         Raises:
             RequestError: ``draining``, which makes clients look up the swarm again.
         """
-        if self._kept is not None and not (blocks.start in self._kept and blocks.stop - 1 in self._kept):
+        kept = range(0) if self._is_leaving else self._kept
+        if kept is not None and not (blocks.start in kept and blocks.stop - 1 in kept):
             raise RequestError(
                 "draining",
                 f"this server is leaving blocks {blocks.start}:{blocks.stop} and takes no new session on them: "

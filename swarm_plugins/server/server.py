@@ -7,16 +7,14 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 import torch
-from torch import nn
 
 from swarm_plugins import __version__
-from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
@@ -24,14 +22,16 @@ from swarm_plugins.errors import ConfigError, MissingExpertsError, TransportErro
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
-from swarm_plugins.routing.coverage import block_coverage, choose_span
 from swarm_plugins.server.background import drain, in_thread, sweep
-from swarm_plugins.server.capacity import Speed, blocks_that_fit, checked_device, measure, work_bytes
+from swarm_plugins.server.capacity import Speed, checked_device, measure, work_bytes
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.experts import load_held, measure_held
+from swarm_plugins.server.hosted import HostedSpans, storages
 from swarm_plugins.server.identity import identity_of
+from swarm_plugins.server.moving import Mover
+from swarm_plugins.server.placing import choose_blocks, may_move
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc.adapter import adapter_handler
@@ -89,7 +89,8 @@ class SwarmServer:
         self._presence: Presence | None = None
         self._service: Service | ExpertsService | None = None
         self._info: ServerInfo | None = None
-        self._span: Span | None = None
+        self._spans: HostedSpans | None = None
+        self._mover: asyncio.Task[None] | None = None
         self._held: HeldExperts | None = None
         self._share: RemoteShare | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -109,11 +110,11 @@ class SwarmServer:
             return self._info
         load = round(self._service.scheduler.load, 3)
         info = self._service.draining.shown(msgspec.structs.replace(self._info, load=load))
-        if self._span is None or not isinstance(self._service, Service):
+        if self._spans is None or not isinstance(self._service, Service):
             return info
         # What idle sessions give back when it is needed is free.
         idle = sum(one.held_tokens for one in self._service.sessions.expired(self.config.limits.session_lease_s))
-        free = self._span.free_tokens + idle // len(self._span.blocks)
+        free = self._spans.free_tokens + idle // max(1, len(self._spans.spec.blocks))
         return msgspec.structs.replace(info, free_kv_tokens=free)
 
     @property
@@ -172,7 +173,7 @@ class SwarmServer:
         await self._presence.start()
         if on_joined is not None:
             on_joined(self)
-        blocks = named or await self._choose_blocks(checkpoint, version, num_blocks)
+        blocks = named or range(num_blocks)
         self._info = ServerInfo(
             version=version,
             # Without its path: it is announced to everyone.
@@ -191,6 +192,8 @@ class SwarmServer:
             slice=config.slice,
         )
         # Before the load, which may take minutes: others that join meanwhile see these blocks as taken.
+        if named is None:
+            blocks = await choose_blocks(self._presence, checkpoint, config, self._describe)
         await self._presence.announce(lambda: self.info)
         self._held = await in_thread(lambda: load_held(checkpoint, blocks, config))
         if self._held is not None and config.is_holder:
@@ -207,10 +210,20 @@ class SwarmServer:
                 device,
                 self._held,
             )
-        span = await in_thread(lambda: self._load_span(checkpoint, blocks, device))
-        await self._serve(span, version, num_blocks)
+        load = functools.partial(self._load_span, checkpoint, device)
+        span = await in_thread(lambda: load(blocks))
+        service = await self._serve(span, version, num_blocks)
+        if may_move(config) and self._spans is not None:
+            mover = Mover(config, self._presence, service, self._spans, lambda: self.info, self._describe, load)
+            self._mover = asyncio.create_task(mover.run(), name="move to where the swarm needs it")
 
-    def _load_span(self, checkpoint: Checkpoint, blocks: range, device: torch.device) -> Span:
+    def _describe(self, **changes: object) -> ServerInfo:
+        """Changes what is announced."""
+        if self._info is not None:
+            self._info = msgspec.structs.replace(self._info, **changes)
+        return self.info
+
+    def _load_span(self, checkpoint: Checkpoint, device: torch.device, blocks: range) -> Span:
         config, share = self.config, self._share
         # The span is tried once when it has been loaded; holders may come later.
         with contextlib.nullcontext() if share is None else share.experts.rehearsing():
@@ -221,6 +234,7 @@ class SwarmServer:
                 device=device,
                 quantization=config.quantization,
                 kv_bytes=config.kv_bytes,
+                pool=None if self._spans is None else self._spans.pool,
                 offload=None if share is not None else config.offload,
                 elsewhere=None if share is None else share.attach,
                 progress=config.show_progress,
@@ -261,31 +275,18 @@ class SwarmServer:
         """Measures a span; without its remote experts if these have no holders yet."""
         tokens = self.config.limits.max_batch_tokens
         try:
-            return await in_thread(lambda: measure(span, max_tokens=tokens, weights=_storages(span.model)))
+            return await in_thread(lambda: measure(span, max_tokens=tokens, weights=storages(span)))
         except MissingExpertsError as error:
             if self._share is None:
                 raise
             log.warning("%s", error)
             with self._share.experts.rehearsing():
-                return await in_thread(lambda: measure(span, max_tokens=tokens, weights=_storages(span.model)))
+                return await in_thread(lambda: measure(span, max_tokens=tokens, weights=storages(span)))
 
-    async def _choose_blocks(self, checkpoint: Checkpoint, version: str, num_blocks: int) -> range:
+    async def _serve(self, span: Span, version: str, num_blocks: int) -> Service:
         config = self.config
-        length = config.num_blocks
-        if length is None:
-            length = blocks_that_fit(checkpoint, config)
-            log.info("memory holds %d of %d blocks", length, num_blocks)
-        servers = await self._joined().servers(version, num_blocks)
-        spans = [
-            (info.start, info.end, info.throughput or 1.0)
-            for info in servers.values()
-            if info.experts is None and info.state != "draining"
-        ]
-        return choose_span(block_coverage(num_blocks, spans), length)
-
-    async def _serve(self, span: Span, version: str, num_blocks: int) -> None:
-        config = self.config
-        scheduler = Scheduler(span, SchedulerConfig(max_pack_tokens=config.max_pack_tokens))
+        spans = self._spans = HostedSpans(span)
+        scheduler = Scheduler(spans, SchedulerConfig(max_pack_tokens=config.max_pack_tokens))
         limits = config.limits
         speed = await self._measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
@@ -302,20 +303,19 @@ class SwarmServer:
             max_session_tokens=min(limits.max_session_tokens, span.spec.max_positions, kv_tokens),
             needs=() if self._share is None else self._share.needs,
         )
-        self._span = span
         service = self._service = Service(
             version=version,
             num_blocks=num_blocks,
-            runner=span,
+            runner=spans,
             scheduler=scheduler,
             info=lambda: self.info,
-            check_adapter=lambda digest, spec, tensors: check_adapter(spec, tensors, span, digest=digest),
+            check_adapter=spans.check_adapter,
             limits=dataclasses.replace(limits, max_session_tokens=self._info.max_session_tokens),
             run_limits=RunLimits(
                 slice_tokens=max(_MIN_PACK_TOKENS, int(speed.throughput * _SLICE_S)), token_bytes=speed.token_bytes
             ),
             kv_tokens=kv_tokens,
-            weights=_storages(span.model),
+            weights=spans.weights,
             activations=ActivationStore(config.activation_bytes),
             adapters=AdapterStore(config.adapter_bytes),
             sessions=SessionTable(limits.max_sessions_per_peer),
@@ -325,6 +325,7 @@ class SwarmServer:
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
         await self._go_online(service)
+        return service
 
     async def drain(self, drain_s: float) -> int:
         """Takes no new sessions and announces that; waits until the open ones have ended, ``drain_s`` at most.
@@ -335,7 +336,7 @@ class SwarmServer:
         service = self._service
         if service is None:
             return 0
-        service.draining.begin()
+        service.draining.leave()
         try:
             await self._joined().announce(lambda: self.info)
         except TransportError as error:
@@ -346,10 +347,11 @@ class SwarmServer:
         """Leaves the DHT, waits a moment for running requests, ends everything. Idempotent."""
         presence, self._presence = self._presence, None
         service = self._service
-        sweeper, self._sweeper = self._sweeper, None
-        if sweeper is not None:
-            sweeper.cancel()
-            await asyncio.gather(sweeper, return_exceptions=True)
+        tasks = [task for task in (self._sweeper, self._mover) if task is not None]
+        self._sweeper = self._mover = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
             if presence is not None:
                 await presence.retract()
@@ -363,7 +365,7 @@ class SwarmServer:
                 await asyncio.get_running_loop().run_in_executor(None, service.scheduler.close)
             if isinstance(service, Service):
                 service.activations.clear()
-            for part in (self._span, self._held):
+            for part in (self._spans, self._held):
                 if part is not None:
                     part.close()
 
@@ -385,8 +387,3 @@ class SwarmServer:
 def _public_name(adapter: str) -> str:
     """Returns an adapter's name as announced: of a directory only its last part."""
     return Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
-
-
-def _storages(model: nn.Module) -> Collection[int]:
-    tensors = (*model.parameters(), *model.buffers())
-    return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)

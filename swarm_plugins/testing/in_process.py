@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 
-from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
+from swarm_plugins.routing.placement import Move
 from swarm_plugins.server.compute.scheduler import Scheduler
+from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.hosted import HostedSpans
+from swarm_plugins.server.moving import Mover
 from swarm_plugins.server.server import service_handlers
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
@@ -38,6 +42,7 @@ class InProcessSwarm:
         keep_bytes: Budget for kept forward graphs; 0 makes every backward run the forward again.
         config: How the client behaves.
         liars: Servers that lie, by index.
+        drain_s: How long a server that moves waits for open sessions.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class InProcessSwarm:
         keep_bytes: int = _STORE_BYTES,
         config: SwarmConfig | None = None,
         liars: Mapping[int, Liar] | None = None,
+        drain_s: float = 0.0,
     ) -> None:
         self.directory = directory
         self.spans = spans
@@ -56,9 +62,11 @@ class InProcessSwarm:
         self.keep_bytes = keep_bytes
         self.config = config or SwarmConfig()
         self.liars = dict(liars or {})
+        self.drain_s = drain_s
         self.peers: list[str] = []
         """Ids of the servers: ``peer0`` and so on; those of keys, if answers are verified."""
         self.services: dict[str, Service] = {}
+        self._movers: dict[str, Mover] = {}
         self.transport = LocalTransport({})
         self.connection = SwarmConnection(self._open_network, self.config)
 
@@ -79,15 +87,16 @@ class InProcessSwarm:
             is_verified = self.config.verify != "off" and self.config.allowed_peers is None
             identity = new_identity() if is_verified else None
             self.peers.append(f"peer{index}" if identity is None else identity.peer_id)
-            service = self._service(checkpoint, span, num_blocks, speed)
+            service = self._service(self.peers[-1], checkpoint, span, num_blocks, speed)
             service.identity = identity
             self.services[self.peers[-1]] = service
         self.transport = LocalTransport({peer: service_handlers(service) for peer, service in self.services.items()})
         self.connection.start()
         return self
 
-    def _service(self, checkpoint: Checkpoint, span: Span, num_blocks: int, speed: float) -> Service:
-        scheduler = Scheduler(span)
+    def _service(self, peer: str, checkpoint: Checkpoint, span: Span, num_blocks: int, speed: float) -> Service:
+        spans = HostedSpans(span)
+        scheduler = Scheduler(spans)
         scheduler.start()
         info = ServerInfo(
             version=checkpoint.version.key,
@@ -100,16 +109,32 @@ class InProcessSwarm:
             throughput=speed,
             decode_s=1.0 / speed,
             free_kv_tokens=1 << 20,
+            mobility="loads-first",
         )
+        described = [info]
+
+        def describe(**changes: object) -> ServerInfo:
+            described[0] = msgspec.structs.replace(described[0], **changes)
+            return described[0]
+
         service = Service(
             version=info.version,
             num_blocks=num_blocks,
-            runner=span,
+            runner=spans,
             scheduler=scheduler,
-            info=lambda: service.draining.shown(info),
-            check_adapter=lambda digest, spec, tensors: check_adapter(spec, tensors, span, digest=digest),
+            info=lambda: service.draining.shown(described[0]),
+            check_adapter=spans.check_adapter,
             activations=ActivationStore(self.keep_bytes),
             adapters=AdapterStore(_STORE_BYTES),
+        )
+        self._movers[peer] = Mover(
+            ServeConfig(model=str(self.directory), announce_every_s=0.05, drain_s=self.drain_s),
+            _Place(peer, lambda: self.transport),
+            service,
+            spans,
+            service.info,
+            describe,
+            lambda blocks: load_span(checkpoint, blocks, dtype=self.dtype, pool=spans.pool),
         )
         return service
 
@@ -117,6 +142,10 @@ class InProcessSwarm:
     def num_sessions(self) -> int:
         """Sessions open on all servers."""
         return sum(len(service.sessions) for service in self.services.values())
+
+    def move(self, peer: str, start: int, end: int) -> None:
+        """Moves a server to other blocks, if all that it leaves have another server."""
+        self.connection.loop.run(self._movers[peer].make(Move(peer, range(start, end), closes_gap=False)))
 
     def kill(self, peer: str) -> None:
         """Makes a server vanish, as in a crash."""
@@ -134,3 +163,17 @@ class InProcessSwarm:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class _Place:
+    """A server's place in a swarm whose directory asks the servers themselves."""
+
+    def __init__(self, peer: str, transport: Callable[[], LocalTransport]) -> None:
+        self.peer_id = peer
+        self._transport = transport
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        return await self._transport().servers(version, num_blocks)
+
+    async def announce(self, info: Callable[[], ServerInfo]) -> None:
+        info()

@@ -96,6 +96,14 @@ class ServerInfo(_Message, kw_only=True):
     """``[first, end)``: only these experts of each block are served, and nothing else. None: whole blocks."""
     slice: tuple[int, int] | None = None
     """``(k, n)``: the k-th, from 0, of n equal parts of each expert's inner dimension. None: whole experts."""
+    mobility: Literal["pinned", "drops-first", "loads-first"] = "pinned"
+    """Whether the server may move: not; after dropping its span, as memory holds only one; or while it serves it."""
+    target: tuple[int, int] | None = None
+    """``[start, end)``: the span that it is moving to."""
+    leaving: tuple[int, int] | None = None
+    """``[start, end)``: the span that it has moved from, and still holds for the sessions open there."""
+    network_tokens_s: float = 0.0
+    """Hidden states per second that its network carries, in and out, as the server measured; 0: unknown."""
     needs: tuple[tuple[int, int, int, int], ...] = ()
     """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
 

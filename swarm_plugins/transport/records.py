@@ -165,8 +165,12 @@ def check_server_info(info: ServerInfo) -> None:
     """Sanity-checks a server's claims about itself; raises ProtocolError if a number or name is out of range."""
     if not 0 <= info.start < info.end <= info.num_blocks <= _MAX_BLOCKS:
         raise ProtocolError(f"server claims blocks [{info.start}, {info.end}) of {info.num_blocks}")
-    if not all(math.isfinite(value) and value >= 0 for value in (info.throughput, info.decode_s, info.load)):
+    figures = (info.throughput, info.decode_s, info.load, info.network_tokens_s)
+    if not all(math.isfinite(value) and value >= 0 for value in figures):
         raise ProtocolError("server claims a throughput, step time or load that is negative or not finite")
+    for start, end in (info.target or (0, 1), info.leaving or (0, 1)):
+        if not 0 <= start < end <= info.num_blocks:
+            raise ProtocolError(f"server claims to move to or from blocks [{start}, {end}) of {info.num_blocks}")
     counts = (info.free_kv_tokens, info.total_kv_tokens, info.max_batch_tokens, info.max_session_tokens)
     if not all(0 <= value < 1 << 53 for value in counts):
         raise ProtocolError(f"server claims impossible token counts {counts}")

@@ -70,7 +70,7 @@ def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
     state = "quarantined" if server.quarantine else state
     return (
         label,
-        f"{info.start}:{info.end}" if info.experts is None else "experts",
+        _blocks(info),
         state,
         f"{info.dtype}{kept}",
         f"{info.load:.0%}",
@@ -89,6 +89,16 @@ def _remarks(server: ServerStatus) -> list[str]:
         f"holds the adapters {adapters}": adapters,
     }
     return [remark for remark, applies in found.items() if remark and applies]
+
+
+def _blocks(info: ServerInfo) -> str:
+    """Returns the span, and where the server is moving to or from."""
+    if info.experts is not None:
+        return "experts"
+    span = f"{info.start}:{info.end}"
+    if info.leaving is not None:
+        span = f"{info.leaving[0]}:{info.leaving[1]} > {span}"
+    return span if info.target in (None, (info.start, info.end)) else f"{span} > {info.target[0]}:{info.target[1]}"
 
 
 def _experts(info: ServerInfo) -> str:

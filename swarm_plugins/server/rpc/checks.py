@@ -31,14 +31,21 @@ def check_blocks(service: Service, version: str, start: int, end: int) -> range:
         )
     if not 0 <= start < end <= service.num_blocks:
         raise BadRequestError(f"invalid blocks {start}:{end}: the model has blocks 0:{service.num_blocks}")
-    own = service.spec.blocks
-    if start < own.start or end > own.stop:
-        raise RequestError(
-            "wrong_span",
-            f"blocks {start}:{end} are not all served here: this server holds {own.start}:{own.stop}; "
-            "look up the swarm again",
-        )
+    check_held(service, range(start, end))
     return range(start, end)
+
+
+def check_held(service: Service, blocks: range) -> None:
+    """Refuses blocks that this server does not hold, or not any more."""
+    own = service.spec.blocks
+    for held in (own, service.spec.left or own):
+        if held.start <= blocks.start and blocks.stop <= held.stop:
+            return
+    raise RequestError(
+        "wrong_span",
+        f"blocks {blocks.start}:{blocks.stop} are not all served here: this server holds {own.start}:{own.stop}; "
+        "look up the swarm again",
+    )
 
 
 def check_hidden(service: Service, hidden: Tensor, name: str = "hidden") -> None:

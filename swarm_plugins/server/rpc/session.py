@@ -15,6 +15,7 @@ from swarm_plugins.ledger import Charge, room_of
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import (
     check_blocks,
+    check_held,
     check_hidden,
     check_prefix,
     check_tensors,
@@ -138,6 +139,7 @@ class _Stream:
 
     async def _step(self, session: Session, request: SessionStep, charge: Charge) -> SessionStepResponse:
         service = self._service
+        check_held(service, session.blocks)
         asked = _check_step(service, session, request)
         await _make_room(service, self._peer, asked, besides=session)
         charge.claim(forward_bytes(service, request, len(session.blocks)))

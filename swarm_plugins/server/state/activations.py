@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -127,6 +127,12 @@ class ActivationStore(Generic[T]):
         """Drops values that were not taken in time."""
         with self._lock:
             self._drop_expired(time.monotonic())
+
+    def drop_where(self, is_of_no_use: Callable[[T], bool]) -> None:
+        """Drops some values."""
+        with self._lock:
+            for ticket in [ticket for ticket, kept in self._kept.items() if is_of_no_use(kept.value)]:
+                self._drop(ticket)
 
     def clear(self) -> None:
         """Drops everything."""

@@ -102,6 +102,13 @@ class SessionTable:
             raise RequestError("unknown_session", f"session {name[:64]!r} is not open here: open a new one and replay")
         return session
 
+    def num_outside(self, blocks: range) -> int:
+        """Returns how many open sessions need other blocks than these."""
+        return sum(
+            not (blocks.start <= session.blocks.start and session.blocks.stop <= blocks.stop)
+            for session in self._sessions.values()
+        )
+
     def held_tokens(self, peer: str | None = None) -> int:
         """Returns the tokens (rows times capacity times blocks) that sessions of a peer, or all, hold memory for."""
         return sum(session.held_tokens for session in self._sessions.values() if peer in (None, session.peer))

@@ -32,11 +32,17 @@ def test_kept_blocks_still_take_sessions() -> None:
     for blocks in (range(1, 3), range(5, 7), range(6, 8)):
         with pytest.raises(RequestError, match=f"leaving blocks {blocks.start}:{blocks.stop}.*look up the swarm"):
             draining.check(blocks)
-    draining.begin()
+    draining.begin(range(0))
     with pytest.raises(RequestError, match="leaving blocks 3:4"):
         draining.check(range(3, 4))
     draining.end()
     draining.check(range(8))
+    draining.leave()
+    with pytest.raises(RequestError, match="leaving blocks 3:4"):
+        draining.check(range(3, 4))
+    draining.end()
+    with pytest.raises(RequestError, match="leaving blocks 3:4"):
+        draining.check(range(3, 4))
 
 
 @pytest.mark.parametrize(("ends_after", "left"), [pytest.param(2, 0, id="ends"), pytest.param(1000, 1, id="cut-off")])
@@ -58,7 +64,7 @@ def test_a_session_goes_on_and_a_new_one_goes_elsewhere(directory: Path) -> None
         first = blocks.step(old, inputs, ()).hidden
         [busy] = [peer for peer, service in swarm.services.items() if len(service.sessions)]
         [other] = [peer for peer in swarm.services if peer != busy]
-        swarm.services[busy].draining.begin()
+        swarm.services[busy].draining.leave()
         blocks.view.entries = {busy: blocks.view.entries[busy]}  # a view from before
 
         new = blocks.open_session(range(4))
@@ -71,6 +77,6 @@ def test_a_session_goes_on_and_a_new_one_goes_elsewhere(directory: Path) -> None
         assert len(swarm.services[busy].sessions) == 2
         assert torch.isfinite(blocks.forward(inputs).hidden).all()
 
-        swarm.services[other].draining.begin()
+        swarm.services[other].draining.leave()
         with pytest.raises(MissingBlocksError, match="leaving blocks 0:4"):
             blocks.step(blocks.open_session(range(4)), inputs, ())

@@ -1,0 +1,245 @@
+"""A server that moves: it loads the span that the swarm lacks, announces it, and drains the one it leaves.
+
+Whose turn it is follows from the records of all servers (`swarm_plugins.routing.turns`). One service serves both spans
+meanwhile: compute thread, sessions, adapters and budgets stay, and each request runs on the span that holds its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from swarm_plugins.blocks.span import Span
+from swarm_plugins.errors import CapacityError, ConfigError, SwarmError, TransportError
+from swarm_plugins.routing.placement import Move, is_safe
+from swarm_plugins.routing.turns import Snapshot, Turns
+from swarm_plugins.server.background import in_thread, return_free_memory
+from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.draining import wait_until_ended
+from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.hosted import HostedSpans
+from swarm_plugins.server.placing import mobility_of, snapshot_of
+from swarm_plugins.server.preload import preload_adapter
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.gradients import KeptForward
+from swarm_plugins.transport.messages import ServerInfo
+
+log = logging.getLogger(__name__)
+
+_SETTLE_S = 3.0
+"""Until an announced move can be seen by all: two that begin at once see each other, and both wait."""
+_GAP_PAUSE_S = 1.0
+"""Longest random pause before a gap is closed; before other moves it is half the time between two looks."""
+
+
+_REST_S = 600.0
+"""After a move that failed."""
+_ATTEMPTS = 60
+_FAILURES = (SwarmError, RuntimeError, MemoryError, OSError)
+"""What loading may end with; torch reports missing memory as a RuntimeError."""
+
+
+class Place(Protocol):
+    """What a mover needs of `Presence`."""
+
+    @property
+    def peer_id(self) -> str:
+        """Id of the server."""
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        """Returns the servers of a model version."""
+
+    async def announce(self, info: Callable[[], ServerInfo]) -> None:
+        """Announces the server."""
+
+
+class Mover:
+    """Moves a server's span to where the swarm needs it, for as long as `run` runs.
+
+    Args:
+        config: Of the server.
+        presence: Its place in the swarm.
+        service: What answers requests.
+        spans: What runs them.
+        info: Returns what the server announces.
+        describe: Changes fields of that.
+        load: Loads a span, in a thread.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        presence: Place,
+        service: Service,
+        spans: HostedSpans,
+        info: Callable[[], ServerInfo],
+        describe: Callable[..., ServerInfo],
+        load: Callable[[range], Span],
+    ) -> None:
+        self.config = config
+        self.presence = presence
+        self.service = service
+        self.spans = spans
+        self.info = info
+        self.describe = describe
+        self.load = load
+        self._resting_until = 0.0
+
+    async def run(self) -> None:
+        """Looks at the swarm from time to time, and moves when it is this server's turn."""
+        turns = Turns(self.presence.peer_id)
+        every_s = self.config.announce_every_s
+        self.describe(mobility=mobility_of(self.config, self.spans.num_bytes))
+        while True:
+            await asyncio.sleep(every_s * random.uniform(0.75, 1.25))
+            try:
+                move = await self._due(turns)
+                if move is None:
+                    continue
+                await asyncio.sleep(random.uniform(0, _GAP_PAUSE_S if move.closes_gap else every_s / 2))
+                if await self._due(turns) == move:
+                    await self.make(move)
+            except _FAILURES as error:
+                self._resting_until = _now() + _REST_S
+                log.warning("cannot move, staying for %.0f s: %s", _REST_S, error)
+
+    async def _due(self, turns: Turns) -> Move | None:
+        is_resting = self.service.draining.is_leaving or _now() < self._resting_until
+        self.describe(mobility="pinned" if is_resting else mobility_of(self.config, self.spans.num_bytes))
+        return None if is_resting else turns.mine(await self._look(), _now())
+
+    async def _look(self) -> Snapshot:
+        info = self.info()
+        try:
+            infos = await self.presence.servers(info.version, info.num_blocks)
+        except TransportError as error:
+            log.debug("no look at the swarm this time: %s", error)
+            infos = {}
+        # The own record may be old; alone, there is nowhere to move to.
+        return snapshot_of(info.num_blocks, infos | {self.presence.peer_id: info})
+
+    async def _announce(self, **changes: object) -> None:
+        self.describe(**changes)
+        try:
+            await self.presence.announce(self.info)
+        except TransportError as error:
+            log.warning("cannot announce a move now: %s", error)
+
+    async def make(self, move: Move) -> None:
+        """Moves, unless other servers move or have gone: announces it, loads, serves, drains and drops.
+
+        Raises:
+            SwarmError: If the new span cannot be loaded; the old one is served then.
+        """
+        old = self.info()
+        log.info("moving from blocks %d:%d to %d:%d", old.start, old.end, move.blocks.start, move.blocks.stop)
+        try:
+            await self._announce(target=_pair(move.blocks))
+            await asyncio.sleep(min(_SETTLE_S, self.config.announce_every_s))
+            if await self._is_free(move):
+                await (self._drop_then_load(move) if old.mobility == "drops-first" else self._load_then_drop(move))
+        finally:
+            if self.info().target is not None:
+                await self._announce(target=None)
+
+    async def _is_free(self, move: Move) -> bool:
+        """Returns whether no other server moves, and all blocks that this one would leave have others."""
+        snapshot = await self._look()
+        others = [one.peer for one in snapshot.movers if one.peer != self.presence.peer_id]
+        return not others and self._is_safe(snapshot, move)
+
+    def _is_safe(self, snapshot: Snapshot, move: Move) -> bool:
+        return not self.service.draining.is_leaving and is_safe(snapshot.num_blocks, snapshot.servers, move)
+
+    async def _load_then_drop(self, move: Move) -> None:
+        span = await in_thread(lambda: self.load(move.blocks))
+        if not self._is_safe(await self._look(), move):
+            log.warning("staying: other servers of these blocks have gone meanwhile")
+            span.close()
+            return
+        old = self.spans.spec.blocks
+        await self._serve(span, leaving=_pair(old))
+        await self._wait_for_sessions(move.blocks)
+        await self._on_compute_thread(self.spans.drop_left)
+        await self._forget_all_but(move.blocks)
+        await self._announce(leaving=None)
+
+    async def _drop_then_load(self, move: Move) -> None:
+        service, old = self.service, self.spans.spec.blocks
+        service.draining.begin(range(0))
+        await self._announce(state="draining")
+        await self._wait_for_sessions(range(0))
+        await self._on_compute_thread(self.spans.drop_all)
+        await self._forget_all_but(range(0))
+        await self._announce(state="joining", start=move.blocks.start, end=move.blocks.stop)
+        try:
+            span = await in_thread(lambda: self.load(move.blocks))
+        except _FAILURES:
+            await self._announce(start=old.start, end=old.stop, target=None)
+            await self._serve(await in_thread(lambda: self.load(old)))
+            raise
+        await self._serve(span)
+
+    async def _serve(self, span: Span, **changes: object) -> None:
+        """Serves a span from now on, and announces it."""
+        service = self.service
+        for name in self.config.adapters:
+            try:
+                service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
+            except ConfigError as error:
+                log.warning("an adapter is not offered on the new blocks: %s", error)
+        await self._on_compute_thread(functools.partial(self.spans.add, span))
+        service.weights = self.spans.weights
+        service.kv_tokens = self.config.kv_bytes // max(1, span.spec.kv_token_bytes)
+        service.draining.begin(span.blocks)
+        # While it waits for open sessions the next move is not its turn.
+        await self._announce(
+            state="online",
+            start=span.blocks.start,
+            end=span.blocks.stop,
+            target=None,
+            mobility="pinned",
+            total_kv_tokens=service.kv_tokens,
+            **changes,
+        )
+
+    async def _wait_for_sessions(self, kept: range) -> None:
+        """Waits for the sessions that need other blocks than those that are kept."""
+        left = await wait_until_ended(lambda: self.service.sessions.num_outside(kept), self.config.drain_s)
+        if left:
+            log.info("%d sessions go on elsewhere", left)
+
+    async def _forget_all_but(self, kept: range) -> None:
+        """Releases what keeps dropped spans in memory."""
+
+        def is_gone(parts: tuple[KeptForward, ...]) -> bool:
+            return any(part.inputs.blocks.start < kept.start or part.inputs.blocks.stop > kept.stop for part in parts)
+
+        self.service.activations.drop_where(is_gone)
+        self.service.weights = self.spans.weights
+        self.service.draining.end()
+        await in_thread(return_free_memory)
+
+    async def _on_compute_thread(self, function: Callable[[], object]) -> None:
+        """Runs a function between two requests, however many wait."""
+        for _ in range(_ATTEMPTS):
+            try:
+                await self.service.scheduler.train(function, timeout_s=self.service.limits.request_timeout_s)
+            except RequestError as error:
+                log.debug("trying again to change spans: %s", error)
+                await asyncio.sleep(1.0)
+            else:
+                return
+        raise CapacityError(f"the compute queue was full {_ATTEMPTS} times in a row")
+
+
+def _pair(blocks: range) -> tuple[int, int]:
+    return blocks.start, blocks.stop
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

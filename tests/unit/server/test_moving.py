@@ -1,0 +1,103 @@
+"""A server that moves changes no token and no gradient, and never leaves a block without a server."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LogitsProcessor
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny
+
+PROMPT = torch.randint(3, 100, (1, 6), generator=torch.Generator().manual_seed(0))
+SPANS = [(0, 2), (0, 2), (2, 4)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_tiny("mixtral", tmp_path_factory.mktemp("models") / "tiny-mixtral"))
+
+
+class Once(LogitsProcessor):
+    """Calls a function after some tokens."""
+
+    def __init__(self, after: int, function: Callable[[], object]) -> None:
+        self.after = after
+        self.function = function
+        self.num_calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == self.after:
+            self.function()
+        return scores
+
+
+def busy(swarm: InProcessSwarm, start: int) -> str:
+    """Returns the server of a span with open sessions."""
+    return next(
+        peer for peer, service in swarm.services.items() if len(service.sessions) and service.spec.blocks.start == start
+    )
+
+
+@pytest.mark.parametrize("drain_s", [pytest.param(0.0, id="cut-off"), pytest.param(60.0, id="drained")])
+def test_a_move_during_generation_changes_no_token(directory: Path, drain_s: float) -> None:
+    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+    expected = local.generate(PROMPT, max_new_tokens=10, do_sample=False)
+    with InProcessSwarm(directory, spans=SPANS, drain_s=drain_s) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        moving: list[threading.Thread] = []
+        movers: list[str] = []
+
+        def move() -> None:
+            movers.append(busy(swarm, 0))
+            moving.append(threading.Thread(target=swarm.move, args=(movers[0], 1, 3)))
+            moving[0].start()
+            if not drain_s:
+                moving[0].join()
+
+        found = remote.generate(PROMPT, max_new_tokens=10, do_sample=False, logits_processor=[Once(4, move)])
+        assert torch.equal(found, expected)
+        del remote
+        gc.collect()  # the session ends with its cache
+        moving[0].join(60)
+        service = swarm.services[movers[0]]
+        assert service.spec.blocks == range(1, 3)
+        assert service.spec.left is None
+        info = service.info()
+        assert (info.start, info.end, info.target, info.leaving) == (1, 3, None, None)
+
+
+def test_a_move_between_forward_and_backward_changes_no_gradient(directory: Path) -> None:
+    local = AutoModelForCausalLM.from_pretrained(directory)
+    with InProcessSwarm(directory, spans=SPANS) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        gradients = []
+        for model in (local, remote):
+            embeds = model.get_input_embeddings()(PROMPT).detach().requires_grad_()
+            loss = model(inputs_embeds=embeds, labels=PROMPT).loss
+            if model is remote:
+                [keeper] = [peer for peer in swarm.peers[:2] if len(swarm.services[peer].activations)]
+                swarm.move(keeper, 2, 4)
+                assert swarm.services[keeper].spec.blocks == range(2, 4)
+                assert not len(swarm.services[keeper].activations)
+            loss.backward()
+            gradients.append(embeds.grad)
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_the_only_server_of_a_block_stays(directory: Path) -> None:
+    with InProcessSwarm(directory, spans=SPANS) as swarm:
+        swarm.move(swarm.peers[2], 0, 2)
+        assert swarm.services[swarm.peers[2]].spec.blocks == range(2, 4)
+        assert swarm.services[swarm.peers[2]].info().target is None
+        swarm.kill(swarm.peers[1])
+        swarm.move(swarm.peers[0], 1, 3)
+        assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
