@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs
-from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.errors import SwarmError, UnsupportedError
 from swarm_plugins.moe import is_fused_experts
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BLOCKS = "swarm_plugins.blocks"
+
+
+class UncheckableError(SwarmError):
+    """Neither this machine nor another server can compute the blocks."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class LocalBlocks:
         self._open = open_checkpoint
         self._checkpoint: Checkpoint | None = None
         self._spans: OrderedDict[tuple[int, Kind], tuple[Span, int]] = OrderedDict()
+        self._fits: dict[int, bool] = {}
         self._lock = threading.Lock()
 
     async def outputs(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
@@ -173,7 +178,9 @@ class LocalBlocks:
         Raises:
             SwarmError: If the checkpoint cannot be opened.
         """
-        return await asyncio.to_thread(self._can_hold, num_blocks)
+        if num_blocks not in self._fits:
+            self._fits[num_blocks] = await asyncio.to_thread(self._can_hold, num_blocks)
+        return self._fits[num_blocks]
 
     def _can_hold(self, num_blocks: int) -> bool:
         with self._lock:

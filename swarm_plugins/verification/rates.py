@@ -28,7 +28,7 @@ class CheckRates:
 
     def __init__(self, *, floor: float = FLOOR, chance: Callable[[], float] | None = None) -> None:
         self.floor = floor
-        self._chance = chance or secrets.SystemRandom().random
+        self.chance = chance or secrets.SystemRandom().random
         self._passed: OrderedDict[Hashable, int] = OrderedDict()
 
     def rate(self, server: Hashable) -> float:
@@ -40,7 +40,7 @@ class CheckRates:
         """Returns whether to check the next call of a server."""
         if self._passed.get(server, 0) < FIRST_CALLS:
             return "before"
-        return "after" if self._chance() < self.rate(server) else "never"
+        return "after" if self.chance() < self.rate(server) else "never"
 
     def passed(self, server: Hashable) -> None:
         """Records that a check found nothing wrong."""

@@ -70,10 +70,17 @@ async def recompute_forward(asked: Asked, response: ForwardResponse, blocks: Loc
     """
     inputs = asked.inputs()
     expected = await blocks.outputs(inputs, asked.kind)
+    return forward_verdicts(asked, response, expected, is_mixture=blocks.has_experts(inputs.blocks, asked.kind))
+
+
+def forward_verdicts(
+    asked: Asked, response: ForwardResponse, expected: Sequence[Tensor], *, is_mixture: bool
+) -> list[Verdict]:
+    """Compares a forward's answer with the outputs of the last blocks, ``[B, S, D]`` each."""
+    hidden, mask = asked.request.hidden, asked.request.attention_mask
     claimed = [*response.hidden_states, response.hidden]
-    is_mixture = blocks.has_experts(inputs.blocks, asked.kind)
     return [
-        compare_outputs(inputs.hidden, one, here, asked.precision, mask=inputs.attention_mask, is_mixture=is_mixture)
+        compare_outputs(hidden, one, here, asked.precision, mask=mask, is_mixture=is_mixture)
         for one, here in zip(claimed, expected[-len(claimed) :], strict=True)
     ]
 
@@ -97,16 +104,27 @@ async def recompute_backward(
     if not wanted:
         return []
     expected = await blocks.gradients(inputs, asked.kind, request.grad_hidden, wanted)
-    verdicts = []
+    is_mixture = blocks.has_experts(inputs.blocks, asked.kind)
+    return backward_verdicts(asked, request, response, expected, is_mixture=is_mixture)
+
+
+def backward_verdicts(
+    asked: Asked,
+    request: BackwardRequest,
+    response: BackwardResponse,
+    expected: Sequence[Tensor],
+    *,
+    is_mixture: bool,
+) -> list[Verdict]:
+    """Compares a backward's answer with gradients: of the hidden states if asked for, then of adapters and prefix."""
+    rest, verdicts = list(expected), []
     if request.needs_hidden and response.grad_hidden is not None:
-        is_mixture = blocks.has_experts(inputs.blocks, asked.kind)
-        mask, here = inputs.attention_mask, expected.pop(0)
+        mask, here = asked.request.attention_mask, rest.pop(0)
         verdicts.append(
             compare_gradients(response.grad_hidden, here, asked.precision, mask=mask, is_mixture=is_mixture)
         )
-    if expected:
-        found = (*response.grad_adapters, *response.grad_prefix)
-        verdicts.append(compare_parameters(found, expected, asked.precision))
+    if rest:
+        verdicts.append(compare_parameters((*response.grad_adapters, *response.grad_prefix), rest, asked.precision))
     return verdicts
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from swarm_plugins.block_io import AdapterUse, SpanInputs
 from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import StepCall
-from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches
+from swarm_plugins.errors import SwarmError, one_line
+from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches, UncheckableError
 from swarm_plugins.verification.scores import Verdict, coarsest, compare_outputs
 
 
@@ -69,10 +70,13 @@ class Shadow:
         """Compares the steps added since the last call.
 
         Raises:
-            SwarmError: If the blocks cannot be read or run here.
+            UncheckableError: If the blocks cannot be read or run here.
         """
         async with self._lock:
-            return await self._compare(blocks)
+            try:
+                return await self._compare(blocks)
+            except SwarmError as exc:
+                raise UncheckableError(one_line(exc)) from exc
 
     async def _compare(self, blocks: LocalBlocks) -> list[Verdict]:
         first, self._compared = self._compared, len(self._outputs)

@@ -8,15 +8,15 @@ and the call goes to another one.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import secrets
+import time
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.client.history import History
@@ -33,29 +33,30 @@ from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.evidence import evidence_of, save_evidence
-from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
-from swarm_plugins.verification.openings import Opening, open_blocks
+from swarm_plugins.verification.examiner import NONCE_BYTES, Examiner
+from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
+from swarm_plugins.verification.openings import Opening
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
 from swarm_plugins.verification.rates import CheckRates, When
-from swarm_plugins.verification.recompute import Asked, recompute_backward, recompute_forward, recompute_opened
+from swarm_plugins.verification.recompute import Asked
 from swarm_plugins.verification.scores import Verdict
 from swarm_plugins.verification.shadow import Shadow
 
 if TYPE_CHECKING:
     from swarm_plugins.checkpoint import Checkpoint
-    from swarm_plugins.client.peers import Peers
     from swarm_plugins.client.view import Servers
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
-_NONCE_BYTES = 16
 _MAX_WAITING = 4
 """Checks in the background; a call that is to be checked beyond these waits for its check."""
 _MAX_SHADOWS = 8
 """Sessions followed at a time."""
 _FIRST_STEPS = 4
 """Steps of a new server's sessions that are checked before they are used."""
+_UNCHECKED_S = 60.0
+"""Pause after an answer could not be checked, for want of weights and of other servers."""
 _STEPS_AT_ONCE = 8
 """Later steps of a session that are checked together."""
 
@@ -75,7 +76,7 @@ class Verifier:
     """Observes the calls of one client to one model's servers; see `CallObserver`.
 
     Args:
-        peers: Asks servers to open what they have answered.
+        servers: The model's servers.
         blocks: Computes what servers should have computed.
         quarantine: Where caught servers are listed.
         evidence: Folder for what they were caught with.
@@ -85,7 +86,7 @@ class Verifier:
 
     def __init__(
         self,
-        peers: Peers,
+        servers: Servers,
         blocks: LocalBlocks,
         quarantine: Quarantine,
         *,
@@ -99,12 +100,12 @@ class Verifier:
         self.rates = rates or CheckRates()
         self.checked: Counter[str] = Counter()
         """Checks that came to a result, by peer."""
-        self._peers = peers
         self._blocks = blocks
+        self._examiner = Examiner(servers, blocks)
         self._running: set[asyncio.Task[None]] = set()
         self._shadows: weakref.WeakKeyDictionary[History, tuple[Shadow, When]] = weakref.WeakKeyDictionary()
-        self._unchecked: set[Server] = set()
-        """Servers whose answers cannot be checked here; said once."""
+        self._unchecked: dict[Server, float] = {}
+        """Servers whose answers could not be checked, and when to try again."""
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a peer is in quarantine."""
@@ -112,7 +113,7 @@ class Verifier:
 
     def nonce(self) -> bytes:
         """Returns random bytes: every answer needs a receipt, as servers must not know which ones are checked."""
-        return secrets.token_bytes(_NONCE_BYTES)
+        return secrets.token_bytes(NONCE_BYTES)
 
     async def forward_done(self, call: ForwardCall) -> None:
         """Checks a forward, or not; see `CallObserver`."""
@@ -129,8 +130,11 @@ class Verifier:
         if info is None:
             return
         server = Server(call.peer, "session step", info.start, info.end, info.dtype, info.quantization)
+        if not await self._can_hold(server, history.steps[-1].blocks):
+            await self._examine_step(server, call)
+            return
         if len(history.steps) == 1 and len(self._shadows) < _MAX_SHADOWS:
-            when = self.rates.when(server)
+            when = self._when(server)
             if when != "never":
                 shadow = Shadow(history, history.steps[0].blocks, Kind(info.dtype, info.quantization))
                 self._shadows[history] = (shadow, when)
@@ -143,10 +147,32 @@ class Verifier:
             return
         shadow.add(call)
         if when == "before" and len(history.steps) <= _FIRST_STEPS:
-            await self._settle(server, shadow.blocks, shadow.compare(self._blocks), lambda _: "")
+            await self._judge(server, shadow.blocks, shadow.compare(self._blocks))
         elif shadow.num_waiting >= _STEPS_AT_ONCE and len(self._running) < _MAX_WAITING:
-            verdicts = shadow.compare(self._blocks)
-            self._start(self._settle(server, shadow.blocks, verdicts, lambda _: ""), f"check a session of {call.peer}")
+            check = self._judge(server, shadow.blocks, shadow.compare(self._blocks))
+            self._start(check, f"check a session of {call.peer}")
+
+    async def _can_hold(self, server: Server, blocks: range) -> bool:
+        """Returns whether a session on some blocks can be followed here; without a checkpoint it cannot be checked."""
+        try:
+            return await self._blocks.can_hold(len(blocks))
+        except SwarmError as exc:
+            self._say_unchecked(server, exc)
+            return True
+
+    async def _examine_step(self, server: Server, call: StepCall) -> None:
+        """Checks a step of a session that is too large to follow, or not."""
+        when = self._when(server)
+        new, length = call.request.hidden.shape[1], call.history.length
+        # The server repeats the whole session: rarely, then, when it is long.
+        if when == "never" or (when == "after" and self.rates.chance() * length > new):
+            return
+        blocks = call.history.steps[-1].blocks
+        check = self._judge(server, blocks, self._examiner.examine_session(call))
+        if when == "before":
+            await check
+        else:
+            self._start(check, f"check a session of {call.peer}")
 
     async def close(self) -> None:
         """Ends the checks in the background. Idempotent."""
@@ -161,7 +187,7 @@ class Verifier:
         if info is None:
             return
         server = Server(call.peer, what, info.start, info.end, info.dtype, info.quantization)
-        when = self.rates.when(server)
+        when = self._when(server)
         if when == "never":
             return
         # Copied now: what trains is changed in place by the next optimizer step.
@@ -173,6 +199,9 @@ class Verifier:
             await check
         else:
             self._start(check, f"check {what} of {call.peer}")
+
+    def _when(self, server: Server) -> When:
+        return "never" if time.monotonic() < self._unchecked.get(server, 0.0) else self.rates.when(server)
 
     def _check_not_excluded(self, peer: str) -> None:
         """Refuses answers of a server that was caught meanwhile: by a check in the background, or another client."""
@@ -198,57 +227,53 @@ class Verifier:
         except ProtocolError:
             self.rates.doubt(server)
             raise
-        blocks = range(asked.request.start, asked.request.end)
-        opening: Opening | None = None
         try:
-            is_small = len(blocks) == 1 or await self._blocks.can_hold(len(blocks))
-        except SwarmError as exc:
+            found = await self._examiner.examine(call, asked)
+        except UncheckableError as exc:
             self._say_unchecked(server, exc)
             return
-        if not is_small:
-            try:
-                opening = await self._opened(call, asked)
-            except SwarmError:
-                # A server that does not open what it has answered is not believed.
-                self.rates.doubt(server)
-                raise
-            verdicts = recompute_opened(asked, call.response, opening, self._blocks)
-        elif isinstance(call, ForwardCall):
-            verdicts = recompute_forward(asked, call.response, self._blocks)
-        else:
-            verdicts = recompute_backward(asked, call.request, call.response, self._blocks)
-        await self._settle(server, blocks, verdicts, lambda reason: self._saved(call, asked, opening, reason))
+        except SwarmError:
+            # A server that does not open what it has answered is not believed.
+            self.rates.doubt(server)
+            raise
+        blocks = range(asked.request.start, asked.request.end)
+        reason = self._judged(server, blocks, found.verdicts)
+        if not reason:
+            return
+        if found.others:
+            raise WrongAnswerError(f"server {call.peer} gave another answer than {', '.join(found.others)}: {reason}")
+        self._convict(server, reason, self._saved(call, asked, found.opening, reason))
 
-    async def _opened(self, call: ForwardCall | BackwardCall, asked: Asked) -> Opening:
-        grad = None if isinstance(call, ForwardCall) else call.request.grad_hidden
-        ask = functools.partial(open_blocks, self._peers, call.peer, asked.request, grad=grad, nonce=self.nonce())
-        return await self._peers.with_adapters(call.peer, asked.adapters, ask)
-
-    async def _settle(
-        self, server: Server, blocks: range, verdicts: Awaitable[list[Verdict]], save: Callable[[str], str]
-    ) -> None:
-        """Waits for the verdicts on a server's answer, and draws the consequences."""
-        peer, what = server.peer, server.what
+    async def _judge(self, server: Server, blocks: range, verdicts: Awaitable[list[Verdict]]) -> None:
+        """Waits for the verdicts on steps of a session."""
         try:
             found = await verdicts
-        except SwarmError as exc:
+        except UncheckableError as exc:
             self._say_unchecked(server, exc)
             return
-        self.checked[peer] += 1
-        wrong = next((verdict for verdict in found if verdict.is_wrong), None)
+        reason = self._judged(server, blocks, found)
+        if reason:
+            self._convict(server, reason, evidence="")
+
+    def _judged(self, server: Server, blocks: range, verdicts: Sequence[Verdict]) -> str:
+        """Notes the result of a check; returns what is wrong, if anything."""
+        self.checked[server.peer] += 1
+        wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
         if wrong is None:
             self.rates.passed(server)
-            return
+            return ""
         self.rates.doubt(server)
-        reason = f"wrong {what} of blocks {blocks.start}:{blocks.stop}: {wrong}"
-        self.quarantine.add(peer, model=self.version, reason=reason, evidence=save(reason))
-        log.warning("server %s is quarantined for a day: %s", peer, reason)
-        raise WrongAnswerError(f"server {peer} gave a wrong answer and is quarantined: {reason}")
+        return f"wrong {server.what} of blocks {blocks.start}:{blocks.stop}: {wrong}"
+
+    def _convict(self, server: Server, reason: str, evidence: str) -> NoReturn:
+        self.quarantine.add(server.peer, model=self.version, reason=reason, evidence=evidence)
+        log.warning("server %s is quarantined for a day: %s", server.peer, reason)
+        raise WrongAnswerError(f"server {server.peer} gave a wrong answer and is quarantined: {reason}")
 
     def _say_unchecked(self, server: Server, exc: SwarmError) -> None:
         if server not in self._unchecked:
-            log.warning("answers (%s) of server %s cannot be checked here: %s", server.what, server.peer, exc)
-        self._unchecked.add(server)
+            log.warning("answers (%s) of server %s cannot be checked: %s", server.what, server.peer, one_line(exc))
+        self._unchecked[server] = time.monotonic() + _UNCHECKED_S
 
     def _saved(self, call: ForwardCall | BackwardCall, asked: Asked, opening: Opening | None, reason: str) -> str:
         """Saves the evidence of a wrong answer; returns its file, or nothing if it cannot be written."""
@@ -267,7 +292,7 @@ def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -
         return NoObserver()
     blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes)
     evidence = default_cache() / "evidence"
-    return Verifier(servers.peers, blocks, user_quarantine(), evidence=evidence, version=str(servers.view.version))
+    return Verifier(servers, blocks, user_quarantine(), evidence=evidence, version=str(servers.view.version))
 
 
 def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:

@@ -103,3 +103,18 @@ def test_a_server_that_opens_something_else_is_left(deep: Path, cache: Path, mon
         assert train(swarm, steps=1) == clean_losses(deep)[:1]
         assert seen
     assert not Quarantine(cache / "quarantine.json").peers()
+
+
+def test_sessions_on_large_spans_are_repeated_as_a_forward_and_opened(deep: Path, cache: Path) -> None:
+    def generated(swarm: InProcessSwarm) -> list[list[int]]:
+        model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
+        found: torch.Tensor = model.generate(IDS, max_new_tokens=6, do_sample=False)
+        return found.tolist()
+
+    with InProcessSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
+        expected = generated(swarm)
+    assert not Quarantine(cache / "quarantine.json").peers()
+    liar = Liar("scaled", honest_calls=5)  # the prompt and a step, each with a forward for its check
+    with with_liar(deep, liar) as swarm:
+        assert generated(swarm) == expected
+        assert list(Quarantine(cache / "quarantine.json").peers()) == [swarm.peers[1]]

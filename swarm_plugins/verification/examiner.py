@@ -1,0 +1,193 @@
+"""How an answer is checked: the whole span here, two opened blocks of it here, or the same request elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+from torch import Tensor
+
+from swarm_plugins.client.observer import BackwardCall, ForwardCall, StepCall, WrongAnswerError
+from swarm_plugins.errors import SwarmError, one_line
+from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
+from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
+from swarm_plugins.verification.openings import Opening, open_blocks
+from swarm_plugins.verification.recompute import (
+    Asked,
+    backward_verdicts,
+    forward_verdicts,
+    recompute_backward,
+    recompute_forward,
+    recompute_opened,
+)
+from swarm_plugins.verification.scores import Verdict
+
+if TYPE_CHECKING:
+    from swarm_plugins.client.view import Servers
+
+log = logging.getLogger(__name__)
+
+NONCE_BYTES = 16
+_Response = ForwardResponse | BackwardResponse
+_MAX_OTHERS = 2
+"""Servers that are asked the same; the second one decides whom of the first two to doubt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The result of a check."""
+
+    verdicts: list[Verdict]
+    opening: Opening | None = None
+    """What the server has opened, if only some blocks were computed here."""
+    others: tuple[str, ...] = ()
+    """Servers whose word the verdicts rest on; none: the checkpoint's."""
+
+
+class Examiner:
+    """Checks answers.
+
+    Args:
+        servers: Servers of the model, to open blocks or to ask the same.
+        blocks: Computes blocks here.
+    """
+
+    def __init__(self, servers: Servers, blocks: LocalBlocks) -> None:
+        self._servers = servers
+        self._blocks = blocks
+
+    async def examine(self, call: ForwardCall | BackwardCall, asked: Asked) -> Found:
+        """Checks an answer.
+
+        Raises:
+            UncheckableError: If that is not possible now.
+            SwarmError: If the server does not open what it has answered.
+        """
+        num_blocks = asked.request.end - asked.request.start
+        try:
+            if num_blocks == 1 or await self._blocks.can_hold(num_blocks):
+                if isinstance(call, ForwardCall):
+                    return Found(verdicts=await recompute_forward(asked, call.response, self._blocks))
+                return Found(verdicts=await recompute_backward(asked, call.request, call.response, self._blocks))
+        except SwarmError as exc:
+            return await self._elsewhere(call, asked, exc)
+        grad = None if isinstance(call, ForwardCall) else call.request.grad_hidden
+        opening = await self._opened(call.peer, asked, grad)
+        try:
+            return Found(verdicts=await recompute_opened(asked, call.response, opening, self._blocks), opening=opening)
+        except SwarmError as exc:
+            return await self._elsewhere(call, asked, exc)
+
+    async def examine_session(self, call: StepCall) -> list[Verdict]:
+        """Checks a step of a session by two opened blocks: has the server repeat the session as one forward.
+
+        Raises:
+            UncheckableError: If the session is no single forward: it began with a prefix, or its adapters changed.
+            SwarmError: If the server does not open the forward.
+        """
+        info, history, step = call.info, call.history, call.request
+        parts = history.merged()
+        if info is None or history.prefix or len(parts) != 1:
+            raise UncheckableError("the session cannot be repeated as one forward")
+        forward = ForwardRequest(
+            version=self._servers.view.version.key,
+            start=parts[0].blocks.start,
+            end=parts[0].blocks.stop,
+            hidden=parts[0].hidden,
+            position_ids=parts[0].position_ids,
+            attention_mask=parts[0].attention_mask,
+            adapters=step.adapters,
+            adapter_rows=step.adapter_rows,
+            reply_codec=step.reply_codec,
+        )
+        asked = Asked(forward, call.adapters, Kind(info.dtype, info.quantization))
+        claimed = ForwardResponse(hidden=call.response.hidden.clone())
+        opening = await self._opened(call.peer, asked, None)
+        try:
+            return await recompute_opened(asked, claimed, opening, self._blocks)
+        except SwarmError as exc:
+            raise UncheckableError(one_line(exc)) from exc
+
+    async def _opened(self, peer: str, asked: Asked, grad: Tensor | None) -> Opening:
+        peers, nonce = self._servers.peers, secrets.token_bytes(NONCE_BYTES)
+        ask = functools.partial(open_blocks, peers, peer, asked.request, grad=grad, nonce=nonce)
+        return await peers.with_adapters(peer, asked.adapters, ask)
+
+    async def _elsewhere(self, call: ForwardCall | BackwardCall, asked: Asked, cause: SwarmError) -> Found:
+        """Compares an answer with another server's; if they differ, with a second one's."""
+        answers: dict[str, _Response] = {}
+        for peer in self._others(call, asked):
+            if len(answers) == _MAX_OTHERS:
+                break
+            try:
+                answers[peer] = await self._ask(peer, call, asked)
+            except SwarmError as exc:
+                log.debug("server %s did not help to check another: %s", peer, exc)
+                continue
+            if not _is_wrong(_compared(call, asked, call.response, answers[peer])):
+                break
+        if not answers:
+            raise UncheckableError(
+                f"{one_line(cause)}; and no other server of the same kind holds these blocks"
+            ) from None
+        first, last = next(iter(answers)), next(reversed(answers))
+        verdicts = _compared(call, asked, call.response, answers[last])
+        is_agreed = last != first and not _is_wrong(_compared(call, asked, answers[first], answers[last]))
+        if first != last or _is_wrong(verdicts):
+            # Of two that differ, either may be wrong; a third one's word is enough to leave one of them alone.
+            doubted = None if is_agreed else first
+            if doubted is not None:
+                self._servers.view.ban(doubted, WrongAnswerError(f"server {doubted} differs from {call.peer}"))
+        return Found(verdicts=verdicts, others=tuple(answers))
+
+    def _others(self, call: ForwardCall | BackwardCall, asked: Asked) -> list[str]:
+        """Returns other servers of the same kind that hold the blocks, in random order."""
+        view, request, kind = self._servers.view, asked.request, asked.kind
+        found = [
+            entry.peer
+            for entry in view.usable({call.peer})
+            if entry.start <= request.start and request.end <= entry.end
+        ]
+        infos = {peer: view.infos[peer] for peer in found if peer in view.infos}
+        same = [
+            peer for peer, info in infos.items() if (info.dtype, info.quantization) == (kind.dtype, kind.quantization)
+        ]
+        secrets.SystemRandom().shuffle(same)
+        return same
+
+    async def _ask(
+        self, peer: str, call: ForwardCall | BackwardCall, asked: Asked
+    ) -> ForwardResponse | BackwardResponse:
+        peers = self._servers.peers
+        forward = msgspec.structs.replace(asked.request, keep=False, nonce=secrets.token_bytes(NONCE_BYTES))
+        if isinstance(call, ForwardCall):
+            return await peers.with_adapters(
+                peer, asked.adapters, lambda: peers.request(peer, "rpc_forward", forward, ForwardResponse)
+            )
+        backward: BackwardRequest = msgspec.structs.replace(call.request, ticket=None, forward=forward)
+        return await peers.with_adapters(
+            peer, asked.adapters, lambda: peers.request(peer, "rpc_backward", backward, BackwardResponse)
+        )
+
+
+def _compared(
+    call: ForwardCall | BackwardCall,
+    asked: Asked,
+    one: _Response,
+    other: _Response,
+) -> list[Verdict]:
+    if isinstance(one, ForwardResponse) and isinstance(other, ForwardResponse):
+        return forward_verdicts(asked, one, [*other.hidden_states, other.hidden], is_mixture=True)
+    if isinstance(call, BackwardCall) and isinstance(one, BackwardResponse) and isinstance(other, BackwardResponse):
+        hidden = [other.grad_hidden] if other.grad_hidden is not None else []
+        expected = [*hidden, *other.grad_adapters, *other.grad_prefix]
+        return backward_verdicts(asked, call.request, one, expected, is_mixture=True)
+    return []
+
+
+def _is_wrong(verdicts: list[Verdict]) -> bool:
+    return any(verdict.is_wrong for verdict in verdicts)
