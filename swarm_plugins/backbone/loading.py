@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +12,6 @@ from swarm_plugins.backbone.arguments import register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.local_blocks import keep_attention, local_tensors
 from swarm_plugins.backbone.probe import probe_layer_loop
-from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import (
     Checkpoint,
     client_tensors,
@@ -21,6 +20,9 @@ from swarm_plugins.checkpoint import (
     model_from_tensors,
 )
 from swarm_plugins.checkpoint.loading import take_generation_config
+
+if TYPE_CHECKING:
+    from swarm_plugins.backbone.stack import RemoteStack
 
 
 def load_remote(
