@@ -8,6 +8,8 @@ from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 
+_CHOICES = {"codec": ("none", "float16", "int8"), "discovery": ("dht", "static"), "verify": ("auto", "off")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmConfig:
@@ -65,17 +67,20 @@ class SwarmConfig:
             raise ConfigError(f"max_retries must be 0 or more, got {self.max_retries}")
         if self.min_batch_tokens < 1:
             raise ConfigError(f"min_batch_tokens must be at least 1, got {self.min_batch_tokens}")
-        if self.verify not in ("auto", "off"):
-            raise ConfigError(f"unknown verify {self.verify!r}; known: auto, off")
         if self.verify_bytes < 0:
             raise ConfigError(f"verify_bytes must be 0 or more, got {self.verify_bytes}")
-        if self.codec not in ("none", "float16", "int8"):
-            raise ConfigError(f"unknown codec {self.codec!r}; known: none, float16, int8")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         object.__setattr__(self, "local_blocks", _checked_local_blocks(self.local_blocks))
-        if self.discovery not in ("dht", "static"):
-            raise ConfigError(f"unknown discovery {self.discovery!r}; known: dht, static")
+        object.__setattr__(self, "identity", _path(self.identity))
+        object.__setattr__(self, "secret_file", _path(self.secret_file))
         if self.allowed_peers is not None and not self.allowed_peers:
             raise ConfigError("allowed_peers is empty, so no server could be used; pass None to allow any")
+
+
+def _path(given: Path | str | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _checked_local_blocks(local: object) -> tuple[int, int]:

@@ -152,10 +152,11 @@ def _report(server: SwarmServer, addresses: tuple[str, ...], embedding: Embeddin
         return
     peers = " ".join(f"--initial-peers {address}" for address in addresses)
     revision = f" --revision {shlex.quote(config.revision)}" if config.revision else ""
+    secret = " --secret-file FILE" if config.secret_file else ""
     part = "" if info.slice is None else f", slice {info.slice[0]}/{info.slice[1]}"
     what = "" if info.experts is None else f"experts {info.experts[0]}:{info.experts[1]}{part} of "
     sys.stdout.write(
         f"Serving {what}blocks {info.start}:{info.end} of {info.num_blocks} of {info.model}@{info.version}; "
-        f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}\n"
+        f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}{secret}\n"
     )
     sys.stdout.flush()

@@ -77,12 +77,8 @@ class SwarmDHT:
         except RuntimeError as exc:
             raise TransportError(
                 f"initial peers {', '.join(self._config.initial_peers)} do not answer as members of a swarm: "
-                "give the address of a running server, with its current peer id"
-                + (
-                    "; all peers need the same --secret-file"
-                    if self._gate.is_secret
-                    else ", and --secret-file if the swarm is private"
-                )
+                "give the address of a running server, with its current peer id; a private swarm needs its "
+                "--secret-file, one without a DHT --discovery static"
             ) from exc
 
     async def _join(self) -> None:

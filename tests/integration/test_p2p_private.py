@@ -150,6 +150,7 @@ def test_a_server_with_a_list_of_peers_serves_no_others(tmp_path: Path) -> None:
 
     async def body() -> None:
         async with server(allowed_peers=(guest_id,)) as host:
+            await host.serve({"rpc_info": tell_info})
             await host.announce(INFO, 60.0)
             addresses = await host.addresses()
             async with client(*addresses, identity_path=tmp_path / "guest") as guest:
@@ -159,7 +160,8 @@ def test_a_server_with_a_list_of_peers_serves_no_others(tmp_path: Path) -> None:
                 async with client(*addresses):
                     pass
             async with client(*addresses, discovery="static") as stranger:
-                assert await stranger.servers("v1", 8) == {}
+                with pytest.raises(TransportError, match="is not among the allowed peers of"):
+                    await stranger.servers("v1", 8)
                 assert not await is_served(stranger, host.peer_id)
 
     run(body)

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 
+
 Open = Callable[..., Awaitable[Channel]]
 """A transport's ``open``."""
 
@@ -38,11 +39,15 @@ async def ask_info(open_channel: Open, peer: str, *, timeout_s: float) -> Server
     finally:
         await channel.close()
     if isinstance(answer, Failure):
-        raise RemoteError(f"peer {peer} refuses: {answer.message}")
+        raise RemoteError(f"server {peer} answered {answer.kind}: {_printable(answer.message)}")
     if not isinstance(answer, ServerInfo):
         raise ProtocolError(f"peer {peer} answered with {type(answer).__name__}, expected ServerInfo")
     check_server_info(answer)
     return answer
+
+
+def _printable(text: str) -> str:
+    return "".join(char for char in text[:300] if char.isprintable())
 
 
 class StaticPeers:
@@ -104,13 +109,19 @@ class StaticPeers:
     async def _infos(self) -> dict[str, ServerInfo]:
         peers = list(self._places)
         answers = await asyncio.gather(*(self._info(peer) for peer in peers))
-        return {peer: info for peer, info in zip(peers, answers, strict=True) if info is not None}
+        infos = {peer: info for peer, info in zip(peers, answers, strict=True) if isinstance(info, ServerInfo)}
+        refusal = next((one for one in answers if isinstance(one, RemoteError)), None)
+        if refusal is not None and not infos:
+            raise refusal
+        return infos
 
-    async def _info(self, peer: str) -> ServerInfo | None:
+    async def _info(self, peer: str) -> ServerInfo | RemoteError | None:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._connect(peer)
                 return await ask_info(self._open, peer, timeout_s=_ANSWER_S)
+        except RemoteError as exc:
+            return exc
         except (TransportError, TimeoutError) as exc:
             log.info("server %s does not answer: %s", peer, exc or f"within {_ANSWER_S:g} s")
             return None
