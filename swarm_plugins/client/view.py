@@ -264,8 +264,9 @@ class SwarmView:
         return range(info.start, info.end)
 
     def _sample(self, online: dict[str, Sequence[Hashable]]) -> list[str]:
-        """Chooses servers to ask; a flood of announcements cannot crowd out those that have answered before."""
-        known = {peer: span for peer, span in online.items() if peer in self.entries}
+        """Chooses servers to ask; no flood of others crowds out initial peers and those that have answered before."""
+        named = {address.rpartition("/")[2] for address in self.initial_peers}
+        known = {peer: span for peer, span in online.items() if peer in self.entries or peer in named}
         again = spread_sample(known, _MAX_PROBES // 2)
         others = {peer: span for peer, span in online.items() if peer not in again}
         return [*again, *spread_sample(others, _MAX_PROBES - len(again))]

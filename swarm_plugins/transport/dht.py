@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Collection, Coroutine, Iterable
+from typing import Any, TypeVar, cast
 
 from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import PeerID
 
 from swarm_plugins.errors import ConfigError, ProtocolError, TransportError
 from swarm_plugins.transport.admission.calls import Admission, node_id_of
@@ -43,6 +47,13 @@ from swarm_plugins.transport.records import (
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+Item = tuple[str, str, bytes, float]
+"""Key, owner, content and expiration of a record."""
+
+_CROWD = 64
+"""As many servers as a client asks at once."""
+_MAX_INITIAL = 8
 
 _BOOTSTRAP_TIMEOUT_S = 30.0
 _LEAVE_TIMEOUT_S = 3.0
@@ -164,15 +175,23 @@ class SwarmDHT:
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version, by peer id; see `Directory`."""
-        found = {}
-        for peer, record in await self._find(server_keys(version)):
-            if isinstance(record, ServerRecord) and record.info.num_blocks == num_blocks:
-                found[peer] = record.info
-        return found
+        keys = server_keys(version)
+        found = _servers_in(await self._find(keys), num_blocks)
+        if len(found) <= _CROWD:
+            return found
+        # Any node can make up thousands of servers. Those that it was started with were named by this node's user.
+        near = _servers_in(await self._find_near(keys), num_blocks)
+        if _is_whole(near.values(), num_blocks):
+            return near
+        others = [peer for peer in found if peer not in near]
+        return near | {peer: found[peer] for peer in random.sample(others, min(len(others), _CROWD))}
 
     async def models(self) -> dict[str, ModelInfo]:
         """Returns all announced model versions, by version; see `majority`."""
-        return majority(record for _, record in await self._find(model_keys()) if isinstance(record, ModelRecord))
+        found = await self._find(model_keys())
+        if len(found) > _CROWD:
+            found = await self._find_near(model_keys()) or found
+        return majority(record for _, record in found if isinstance(record, ModelRecord))
 
     def _gone(self) -> dict[str, Record]:
         version = self._version or ""
@@ -218,15 +237,50 @@ class SwarmDHT:
             self._there(work), timeout_s=self._config.dht_timeout_s, what="announcing to the DHT"
         )
         self._expirations.update(expirations)
+        if len(dht.protocol.routing_table.peer_id_to_uid) > dht.num_replicas:
+            ids = [DHTID.generate(source=key) for key in keys]
+            subkeys = [self._daemon.peer_id] * len(keys)
+            # Others that joined by the same peers trust what these have heard themselves.
+            calls = (dht.protocol.call_store(peer, ids, values, times, subkeys) for peer in self._initial)
+            work = self._there(_all(*calls))
+            await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="announcing to initial peers")
         return all(stored.values())
 
     async def _own_expirations(self, keys: Iterable[str]) -> dict[str, float]:
         items = await self._look_up(keys)
         return {key: expiration for key, peer, _, expiration in items if peer == self._daemon.peer_id}
 
+    @property
+    def _initial(self) -> list[PeerID]:
+        addresses = (*self._config.initial_peers, *self._config.known_peers)
+        return [PeerID.from_base58(peer) for peer in dict.fromkeys(map(peer_id_in, addresses[:_MAX_INITIAL]))]
+
     async def _find(self, keys: Iterable[str]) -> list[tuple[str, Record]]:
+        return await self._opened(await self._look_up(keys))
+
+    async def _find_near(self, keys: Iterable[str]) -> list[tuple[str, Record]]:
+        """Returns the records that this node and its initial peers keep themselves."""
+        protocol = self._running().protocol
+        names = {DHTID.generate(source=key): key for key in keys}
+
+        async def ask() -> list[Item]:
+            answers = await asyncio.gather(*(protocol.call_find(peer, list(names)) for peer in self._initial))
+            values = [(name, protocol.storage.get(name)) for name in names]
+            values += [(name, value) for answer in answers for name, (value, _) in (answer or {}).items()]
+            return [
+                (names[name], peer, cast(bytes, TypedSerializer.loads(item.value)), item.expiration_time)
+                for name, value in values
+                if value is not None and isinstance(value.value, DictionaryDHTValue)
+                for peer, item in value.value.items()
+            ]
+
+        work = self._there(ask())
+        return await self._opened(
+            await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="asking initial peers")
+        )
+
+    async def _opened(self, items: Iterable[Item]) -> list[tuple[str, Record]]:
         opened: list[tuple[str, Record]] = []
-        items = await self._look_up(keys)
 
         async def open_all() -> None:
             for key, peer, blob, expiration in items:
@@ -238,8 +292,8 @@ class SwarmDHT:
         await self._there(open_all())  # thousands of signatures may take a second
         return opened
 
-    async def _look_up(self, keys: Iterable[str]) -> list[tuple[str, str, bytes, float]]:
-        """Returns key, owner, content and expiration of all records under some keys."""
+    async def _look_up(self, keys: Iterable[str]) -> list[Item]:
+        """Returns all records under some keys."""
         keys = list(keys)
         if self.is_alone:
             await self._call_lost()
@@ -260,7 +314,7 @@ class SwarmDHT:
         work = self._there(self._neighbors.call_lost())
         return await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="calling lost peers")
 
-    async def _ask(self, keys: list[str]) -> list[tuple[str, str, bytes, float]]:
+    async def _ask(self, keys: list[str]) -> list[Item]:
         # Infinity: do not stop at the first node with an answer, which may know only some of the servers.
         dht = self._running()
 
@@ -276,3 +330,21 @@ class SwarmDHT:
             if result is not None and isinstance(result.value, dict)
             for peer, item in result.value.items()
         ]
+
+
+def _servers_in(records: Iterable[tuple[str, Record]], num_blocks: int) -> dict[str, ServerInfo]:
+    return {
+        peer: record.info
+        for peer, record in records
+        if isinstance(record, ServerRecord) and record.info.num_blocks == num_blocks
+    }
+
+
+def _is_whole(infos: Collection[ServerInfo], num_blocks: int) -> bool:
+    """Returns whether some servers hold all blocks, and need no experts of others."""
+    held = {block for info in infos if info.experts is None for block in range(info.start, info.end)}
+    return len(held) == num_blocks and not any(info.needs for info in infos)
+
+
+async def _all(*calls: Coroutine[Any, Any, object]) -> None:
+    await asyncio.gather(*calls)

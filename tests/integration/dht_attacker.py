@@ -1,4 +1,4 @@
-"""A hostile peer of the DHT, in a process of its own: ``dht_attacker.py ADDRESS KIND``, until it is ended.
+"""A hostile peer of the DHT, in a process of its own: ``dht_attacker.py ADDRESS``, until it is ended.
 
 Prints a line when the first call has been answered.
 """
@@ -13,7 +13,7 @@ import time
 from hivemind.p2p import P2P, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 
-AT_ONCE = 16
+AT_ONCE = 6
 
 
 def make(kind: str) -> tuple[str, bytes]:
@@ -28,14 +28,13 @@ def make(kind: str) -> tuple[str, bytes]:
     return "rpc_ping", dht_pb2.PingRequest().SerializeToString()
 
 
-async def main(address: str, kind: str) -> None:
+async def main(address: str) -> None:
     """Sends calls without end."""
     p2p = await P2P.create(initial_peers=[address], dht_mode="client", no_listen=True)
     peer = PeerID.from_base58(address.rpartition("/")[2])
-    rpc, call = make(kind)
     is_said = False
 
-    async def flood() -> None:
+    async def flood(rpc: str, call: bytes) -> None:
         nonlocal is_said
         while True:
             with contextlib.suppress(P2PHandlerError):
@@ -45,8 +44,9 @@ async def main(address: str, kind: str) -> None:
                 sys.stdout.flush()
                 is_said = True
 
-    await asyncio.gather(*(flood() for _ in range(AT_ONCE)))
+    calls = [make(kind) for kind in ("look-ups", "records", "pings")]
+    await asyncio.gather(*(flood(*call) for call in calls for _ in range(AT_ONCE)))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(sys.argv[1]))

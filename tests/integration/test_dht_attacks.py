@@ -1,4 +1,4 @@
-"""Hostile peers of the DHT at a real ``swarm serve``: decoding goes on meanwhile."""
+"""Hostile peers of the DHT at a real ``swarm serve``: decoding goes on, and new clients find the servers."""
 
 from __future__ import annotations
 
@@ -6,29 +6,52 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import psutil
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage
+from hivemind.proto import crypto_pb2
+from hivemind.utils import MSGPackSerializer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
 from swarm_plugins.client import connect
 from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.transport.identity import Identity, peer_id_of
 from swarm_plugins.transport.messages import InfoRequest, ServerInfo
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key, sign_record
 
 pytestmark = pytest.mark.swarm
 
 ATTACKER = Path(__file__).with_name("dht_attacker.py")
-def P(*a): open("/tmp/figs","a").write(repr(a)+"\n")
 ATTACK_S = 4.0
+NUM_SYBILS = 4200
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def swarm(model: Path) -> Iterator[LocalSwarm]:
+    with LocalSwarm(model, num_servers=2) as swarm:
+        yield swarm
+
+
+def generate(honest: PreTrainedModel) -> Tensor:
+    return honest.generate(torch.tensor([[5, 6, 7, 8, 9, 10]]), max_new_tokens=6, do_sample=False)
 
 
 class Seen(NamedTuple):
@@ -41,8 +64,8 @@ class Seen(NamedTuple):
 
 
 @contextmanager
-def attack(address: str, kind: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, str(ATTACKER), address, kind], stdout=subprocess.PIPE, text=True)
+def calls_without_end(address: str) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, str(ATTACKER), address], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
@@ -56,18 +79,17 @@ def attack(address: str, kind: str) -> Iterator[None]:
 
 async def watch(swarm: LocalSwarm, honest: PreTrainedModel, expected: Tensor) -> Seen:
     ended = asyncio.Event()
+    config = NodeConfig(initial_peers=tuple(swarm.initial_peers), client_mode=True, discovery="static")
 
     async def longest_answer() -> float:
         longest = 0.0
-        async with SwarmNode(
-            NodeConfig(initial_peers=tuple(swarm.initial_peers), client_mode=True, discovery="static")
-        ) as node:
+        async with SwarmNode(config) as node:
             channel = await node.open(swarm.servers[0].peer_id, "rpc_info", timeout_s=20.0)
             while not ended.is_set():
-                started = time.perf_counter()
+                started = time.monotonic()
                 await channel.send(InfoRequest())
                 assert isinstance(await channel.receive(timeout_s=20.0), ServerInfo)
-                longest = max(longest, time.perf_counter() - started)
+                longest = max(longest, time.monotonic() - started)
                 await asyncio.sleep(0.02)
         return longest
 
@@ -83,23 +105,58 @@ async def watch(swarm: LocalSwarm, honest: PreTrainedModel, expected: Tensor) ->
     return Seen(await watching, len(rounds), max(rounds))
 
 
-def generate(honest: PreTrainedModel) -> Tensor:
-    return honest.generate(torch.tensor([[5, 6, 7, 8, 9, 10]]), max_new_tokens=6, do_sample=False)
-
-
-def test_calls_of_the_dht_without_end_hold_up_no_decoding(tmp_path: Path) -> None:
-    model = save_tiny("llama", tmp_path / "tiny-llama")
-    with LocalSwarm(model, num_servers=1) as swarm, connect(swarm.initial_peers, SwarmConfig()) as connection:
+def test_calls_without_end_hold_up_no_decoding(model: Path, swarm: LocalSwarm) -> None:
+    with connect(swarm.initial_peers, SwarmConfig()) as connection:
         honest = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
         expected = generate(honest)
         memory = psutil.Process(swarm.servers[0].pid).memory_info
         before = memory().rss
-        P("calm", asyncio.run(watch(swarm, honest, expected)))
-        for kind in ("look-ups", "records", "pings"):
-            with attack(swarm.initial_peers[0], kind):
-                seen = asyncio.run(watch(swarm, honest, expected))
-                P(kind, seen, (memory().rss - before) / MIB)
-            # Without the bounds one call of look-ups or records stops the loop for 3 to 24 s.
-            assert seen.longest_answer_s < 2.0
-            assert seen.longest_round_s < 4.0
+        calm = asyncio.run(watch(swarm, honest, expected))
+        with calls_without_end(swarm.initial_peers[0]):
+            seen = asyncio.run(watch(swarm, honest, expected))
+        # Alone on the machine the longest answer takes 0.06 s, and 9 in 10 rounds are left: before, 1 in 7.
+        assert seen.longest_answer_s < 2.0
+        assert seen.longest_round_s < 4.0
+        assert seen.rounds > calm.rounds / 5
         assert memory().rss - before < 100 * MIB
+
+
+def sybil() -> Identity:
+    key = ed25519.Ed25519PrivateKey.generate()
+    public = crypto_pb2.PublicKey(key_type=crypto_pb2.Ed25519, data=key.public_key().public_bytes_raw())
+    encoded = public.SerializeToString()
+    return Identity(key, encoded, peer_id_of(encoded))
+
+
+@asynccontextmanager
+async def node_full_of_sybils(addresses: list[str]) -> AsyncIterator[SwarmNode]:
+    """A node of the DHT that knows thousands of servers, all faster than any other, none of which exists."""
+    async with SwarmNode(NodeConfig(initial_peers=tuple(addresses))) as node:
+        ((version, found),) = (await node.models()).items()
+        honest = next(iter((await node.servers(version, found.num_blocks)).values()))
+        info = msgspec.structs.replace(honest, start=0, end=honest.num_blocks, throughput=1e9, decode_s=1e-6)
+        storage = node._dht._dht.protocol.storage
+        expiration = time.time() + 3500.0
+        for one in (sybil() for _ in range(NUM_SYBILS)):
+            key = own_server_key(version, one.peer_id)
+            blob = MSGPackSerializer.dumps(sign_record(one, key, ServerRecord(info=info), expiration))
+            # As a node without bounds keeps them.
+            DHTLocalStorage.store_subkey(storage, DHTID.from_bytes(key_id(key)), one.peer_id, blob, expiration)
+        await node.announce(msgspec.structs.replace(info, version="other"), 60.0)
+        yield node
+
+
+def test_a_node_that_names_thousands_of_servers_hides_none(model: Path, swarm: LocalSwarm) -> None:
+    async def body() -> None:
+        async with node_full_of_sybils(swarm.initial_peers) as node:
+            # A client of both, and one of the honest servers, which have met the hostile node.
+            for peers in ([*swarm.initial_peers, *await node.addresses()], swarm.initial_peers):
+                assert await asyncio.to_thread(is_served, peers)
+
+    def is_served(peers: list[str]) -> bool:
+        with connect(peers, SwarmConfig(request_timeout_s=60.0)) as connection:
+            started = time.monotonic()
+            generate(AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection))
+            return time.monotonic() - started < 20.0  # 1 to 2 s; before, MissingBlocksError
+
+    asyncio.run(asyncio.wait_for(body(), 240))
