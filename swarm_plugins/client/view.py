@@ -71,7 +71,6 @@ class SwarmView:
         self.model = model or version.name
         """Directory or id, as the user wrote it."""
         self.initial_peers = tuple(initial_peers)
-        """Addresses used to join the swarm; for messages."""
         self.seed = random.getrandbits(64)
         """Decides between servers that are alike: differently for each client, always alike for one."""
         self.bans = BanList()
@@ -265,8 +264,8 @@ class SwarmView:
 
     def _sample(self, online: dict[str, Sequence[Hashable]]) -> list[str]:
         """Chooses servers to ask; no flood of others crowds out initial peers and those that have answered before."""
-        named = {address.rpartition("/")[2] for address in self.initial_peers}
-        known = {peer: span for peer, span in online.items() if peer in self.entries or peer in named}
+        named = self.entries.keys() | {address.rpartition("/")[2] for address in self.initial_peers}
+        known = {peer: span for peer, span in online.items() if peer in named}
         again = spread_sample(known, _MAX_PROBES // 2)
         others = {peer: span for peer, span in online.items() if peer not in again}
         return [*again, *spread_sample(others, _MAX_PROBES - len(again))]
