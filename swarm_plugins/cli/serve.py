@@ -59,6 +59,10 @@ def serve(
     identity: Annotated[
         Path | None, typer.Option(help="Key file of the peer id, made if it does not exist.", dir_okay=False)
     ] = None,
+    points: Annotated[
+        Path | None,
+        typer.Option(help="File of who has served whom here.  [default: KEY.points, with --identity]", dir_okay=False),
+    ] = None,
     host_maddrs: Annotated[
         list[str] | None,
         typer.Option(help="Address to listen on, such as /ip4/0.0.0.0/tcp/31337.  [default: a port of 127.0.0.1]"),
@@ -170,6 +174,7 @@ def serve(
             auto_relay=auto_relay,
             nat_port_map=nat_port_map,
             identity=identity,
+            points=points,
             announce_maddrs=tuple(announce_maddrs or ()),
             device=device,
             dtype=dtype,

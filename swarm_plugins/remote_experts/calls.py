@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -67,11 +67,20 @@ class _Chunk(NamedTuple):
 
 
 class Holders:
-    """Asks the holders of experts; all methods run on one event loop."""
+    """Asks the holders of experts; all methods run on one event loop.
 
-    def __init__(self, peers: Peers, view: HolderView) -> None:
+    Args:
+        peers: Sends the requests.
+        view: Knows the holders.
+        on_answer: Called with the holder and the number of rows of each answer that has been checked.
+    """
+
+    def __init__(
+        self, peers: Peers, view: HolderView, on_answer: Callable[[str, int], None] = lambda peer, rows: None
+    ) -> None:
         self.peers = peers
         self.view = view
+        self._on_answer = on_answer
 
     async def run(self, rows: ExpertRows) -> Tensor:
         """Returns the outputs of the experts (or gradients of their rows), ``[N, D]``; zeros outside all spans.
@@ -191,6 +200,7 @@ class Holders:
         answer = await self.peers.request(peer, "rpc_experts", request, ExpertsResponse)
         like = rows.hidden[:1, :1].expand(chunk.places.shape[0], rows.hidden.shape[1])
         check_tensor(answer.rows, like, peer, "the rows of its experts")
+        self._on_answer(peer, answer.rows.shape[0])
         return answer.rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -53,6 +53,7 @@ class RemoteShare:
         model: The model's directory or id; for messages.
         device: Where the blocks compute.
         own: Experts that this server has itself. None: none.
+        on_answer: Called with the holder and the number of rows of each good answer.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RemoteShare:
         model: str,
         device: torch.device,
         own: HeldExperts | None,
+        on_answer: Callable[[str, int], None] = lambda peer, rows: None,
     ) -> None:
         self.own = own
         self.num_experts: dict[int, int] = {}
@@ -86,7 +88,7 @@ class RemoteShare:
             # Clients wait and ask again themselves.
             may_pause=False,
         )
-        self.experts = RemoteExperts(Holders(peers, view), _ServerLoop(asyncio.get_running_loop()), own)
+        self.experts = RemoteExperts(Holders(peers, view, on_answer), _ServerLoop(asyncio.get_running_loop()), own)
 
     def attach(self, block: int, module: nn.Module, outline: nn.Module) -> None:
         """Makes the experts of a block run at holders."""

@@ -50,12 +50,13 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 
 async def sweep(service: Service | ExpertsService) -> None:
-    """Drops expired graphs from time to time, and returns freed memory to the system after busy periods."""
+    """Drops expired graphs, saves points, and returns freed memory to the system after busy periods."""
     was_busy = False
     while True:
         await asyncio.sleep(_SWEEP_EVERY_S)
         if isinstance(service, Service):
             service.activations.drop_expired()
+        await in_thread(service.points.save)
         is_busy = service.scheduler.load > _IDLE_LOAD
         if was_busy and not is_busy:
             await in_thread(return_free_memory)

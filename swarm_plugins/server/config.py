@@ -154,6 +154,10 @@ class ServeConfig:
     """Memory of one running forward or backward besides its inputs and outputs; larger ones are cut. None: like
     ``request_bytes``."""
 
+    points: Path | None = None
+    """File of what other identities have computed for this server, and it for them. None: beside ``identity``, with
+    ``.points`` at the end of its name; without an identity, nothing is kept."""
+
     adapters: tuple[str, ...] = ()
     """Published adapters to keep loaded: directories, or ``REPO`` or ``REPO@TAG`` on the Hub."""
 
@@ -198,6 +202,13 @@ class ServeConfig:
             raise ConfigError(f"unknown quantization {self.quantization!r}; known: {', '.join(QUANTIZATIONS)}")
         self._check_experts()
         self._check_numbers()
+
+    @property
+    def points_file(self) -> Path | None:
+        """Where points are kept; None: not at all."""
+        if self.points is not None or self.identity is None:
+            return self.points
+        return self.identity.with_name(f"{self.identity.name}.points")
 
     @property
     def is_holder(self) -> bool:

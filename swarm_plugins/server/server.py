@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import torch
@@ -44,9 +45,10 @@ from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
+from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.server.state.slices import RunLimits
-from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
 
@@ -71,9 +73,13 @@ _SLICE_S = 0.25
 
 def service_handlers(service: Service | ExpertsService) -> dict[str, Handler]:
     """Returns the handlers of a service, by rpc name."""
-    if isinstance(service, ExpertsService):
-        return {name: functools.partial(handler, service) for name, handler in _EXPERTS_HANDLERS.items()}
-    return {name: functools.partial(handler, service) for name, handler in _HANDLERS.items()}
+    handlers: Mapping[str, Any] = _EXPERTS_HANDLERS if isinstance(service, ExpertsService) else _HANDLERS
+
+    async def run(handler: Any, channel: Channel) -> None:
+        service.points.met(channel.remote_peer, channel.remote_address)
+        await handler(service, channel)
+
+    return {name: functools.partial(run, handler) for name, handler in handlers.items()}
 
 
 class SwarmServer:
@@ -86,6 +92,7 @@ class SwarmServer:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self._ledger = Ledger(config.request_bytes or MAX_REQUEST_BYTES, max_peer_share=config.max_peer_share)
+        self._points = Points(config.points_file)
         self._presence: Presence | None = None
         self._service: Service | ExpertsService | None = None
         self._info: ServerInfo | None = None
@@ -148,6 +155,7 @@ class SwarmServer:
     async def _start(self, on_joined: Callable[[SwarmServer], object] | None) -> None:
         config = self.config
         device = checked_device(config.device)
+        await in_thread(self._points.load)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
         identity = await in_thread(lambda: identity_of(checkpoint, config))
         version = identity.version.key
@@ -209,6 +217,7 @@ class SwarmServer:
                 config.model,
                 device,
                 self._held,
+                self._points.earned,
             )
         load = functools.partial(self._load_span, checkpoint, device)
         span = await in_thread(lambda: load(blocks))
@@ -242,7 +251,7 @@ class SwarmServer:
 
     async def _serve_experts(self, held: HeldExperts, version: str) -> None:
         speed = await in_thread(lambda: measure_held(held))
-        scheduler = Scheduler(held)
+        scheduler = Scheduler(held, points=self._points)
         self._service = ExpertsService(
             version=version,
             held=held,
@@ -286,7 +295,7 @@ class SwarmServer:
     async def _serve(self, span: Span, version: str, num_blocks: int) -> Service:
         config = self.config
         spans = self._spans = HostedSpans(span)
-        scheduler = Scheduler(spans, SchedulerConfig(max_pack_tokens=config.max_pack_tokens))
+        scheduler = Scheduler(spans, SchedulerConfig(max_pack_tokens=config.max_pack_tokens), self._points)
         limits = config.limits
         speed = await self._measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
@@ -363,6 +372,7 @@ class SwarmServer:
         finally:
             if service is not None:
                 await asyncio.get_running_loop().run_in_executor(None, service.scheduler.close)
+                self._points.save()
             if isinstance(service, Service):
                 service.activations.clear()
             for part in (self._spans, self._held):

@@ -12,12 +12,14 @@ from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.ledger import Ledger
-from swarm_plugins.server.compute.scheduler import Interruptible, Scheduler, SchedulerRunner
+from swarm_plugins.server.compute.scheduler import Scheduler
+from swarm_plugins.server.compute.work import Interruptible, SchedulerRunner
 from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.draining import Draining
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.gradients import KeptForward
+from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.server.state.slices import RunLimits
 from swarm_plugins.transport.identity import Identity
@@ -60,6 +62,11 @@ class Service:
     """Signs receipts. None: there are none."""
 
     @property
+    def points(self) -> Points:
+        """What other identities have done for this server, and it for them."""
+        return self.scheduler.points
+
+    @property
     def spec(self) -> SpanSpec:
         """What the span holds and accepts."""
         return self.runner.spec
@@ -100,3 +107,8 @@ class ExpertsService:
     ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
     """What the requests of each peer hold."""
     draining: Draining = field(default_factory=Draining)
+
+    @property
+    def points(self) -> Points:
+        """What other identities have done for this server, and it for them."""
+        return self.scheduler.points

@@ -61,6 +61,7 @@ class _LocalChannel:
 
     def __init__(self, remote_peer: str, outgoing: _Pipe, incoming: _Pipe, limits: WireLimits) -> None:
         self.remote_peer = remote_peer
+        self.remote_address = ""
         self._outgoing = outgoing
         self._incoming = incoming
         self._limits = limits
@@ -244,6 +245,10 @@ class _FaultyChannel:
     @property
     def remote_peer(self) -> str:
         return self._inner.remote_peer
+
+    @property
+    def remote_address(self) -> str:
+        return self._inner.remote_address
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         await self._count()

@@ -148,6 +148,7 @@ class Acceptor:
         try:
             peer = info.peer_id.to_base58()
             stream = FrameStream(peer, self._limits, self._ledger, self._parting, is_served=True)
+            stream.remote_address = str(info.addr)
             channel = await _take_over(stream, reader, writer)
             try:
                 await self._serve(handler, channel)

@@ -8,26 +8,38 @@ blocks and waiting steps run right there, so a decode step waits for about one b
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import threading
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanOutputs
-from swarm_plugins.blocks.runner import SpanRunner, StepInputs
+from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.ledger import room_of
 from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
-from swarm_plugins.server.compute.work import Call, Step, Turns, Work, choose_pack
+from swarm_plugins.server.compute.turns import Turns
+from swarm_plugins.server.compute.work import (
+    LITTLE,
+    Call,
+    Interruptible,
+    Load,
+    SchedulerRunner,
+    Step,
+    Work,
+    choose_pack,
+    log_outcome,
+    without_frames,
+)
 from swarm_plugins.server.failures import RequestError
+from swarm_plugins.server.state.points import Points
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +47,6 @@ T = TypeVar("T")
 
 _PACKS_BEFORE_TRAINING = 8
 """Packs that may go before a waiting training item in a row. It then starts, and steps run between its blocks."""
-
-
-class Interruptible(Protocol):
-    """What calls back where other work may run in between."""
-
-    on_block_boundary: Callable[[], None] | None
-
-
-class SchedulerRunner(SpanRunner, Interruptible, Protocol):
-    """A span that calls back between its blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class SchedulerConfig:
     """Forward and backward requests that may wait."""
 
     max_peer_share: float = 0.5
-    """Share of the waiting requests, of either kind, that may be one peer's."""
+    """Share of the waiting requests, of either kind, that may be one peer's; less when others wait too."""
 
     def __post_init__(self) -> None:
         for name in ("max_pack_tokens", "max_waiting_steps", "max_waiting_trainings"):
@@ -81,9 +83,15 @@ class Scheduler:
     Args:
         runner: The span; what only holds experts, and takes no steps, will do too.
         config: Bounds of the queue.
+        points: How peers share the turns. None: alike, newcomers of one address together.
     """
 
-    def __init__(self, runner: SchedulerRunner | Interruptible, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self,
+        runner: SchedulerRunner | Interruptible,
+        config: SchedulerConfig | None = None,
+        points: Points | None = None,
+    ) -> None:
         self.config = config or SchedulerConfig()
         self.chunk_tokens = self.config.max_pack_tokens
         """Tokens in one packed forward; the server lowers it so that a pack takes a bounded time here."""
@@ -96,7 +104,8 @@ class Scheduler:
         self._packs_since_training = 0
         self._num_submitted = {"step": 0, "training": 0}
         self._num_of_peer: Counter[tuple[str, str]] = Counter()
-        self._step_turns, self._training_turns = Turns(), Turns()
+        self.points = points or Points()
+        self._turns = Turns(self.points)
         self._busy = BusyMeter()
         self._rhythm = Rhythm()
         self._thread: threading.Thread | None = None
@@ -131,28 +140,28 @@ class Scheduler:
             log.warning("the compute thread is still busy after %.0f s; it is left to end with the process", timeout_s)
         self._thread = None
 
-    async def call(self, function: Callable[[], T], *, timeout_s: float, peer: str = "") -> T:
+    async def call(self, function: Callable[[], T], *, timeout_s: float, peer: str = "", load: Load = LITTLE) -> T:
         """Runs a short function, such as a cache operation, before any waiting step; peers take turns.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: T = await self._submit(Call(function, is_training=False, peer=peer), "step", timeout_s)
+        result: T = await self._submit(Call(function, is_training=False, peer=peer, load=load), "step", timeout_s)
         return result
 
     def post(self, function: Callable[[], object]) -> None:
         """Runs a short function before any waiting step, without a result; it is never refused."""
-        item = Call(function, is_training=False)
-        item.future.add_done_callback(_log_outcome)
+        item = Call(function, is_training=False, load=LITTLE)
+        item.future.add_done_callback(log_outcome)
         self._inbox.put(item)
 
-    async def train(self, function: Callable[[], T], *, timeout_s: float, peer: str = "") -> T:
+    async def train(self, function: Callable[[], T], *, timeout_s: float, peer: str = "", load: Load = LITTLE) -> T:
         """Runs a training forward or backward; steps run between its blocks, and peers take turns.
 
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: T = await self._submit(Call(function, is_training=True, peer=peer), "training", timeout_s)
+        result: T = await self._submit(Call(function, is_training=True, peer=peer, load=load), "training", timeout_s)
         return result
 
     async def step(
@@ -180,12 +189,12 @@ class Scheduler:
                 "later",
             )
         of_peer = (kind, item.peer)
-        most = max(1, int(limit * self.config.max_peer_share))
-        if item.peer and self._num_of_peer[of_peer] >= most:
+        own, free = self._num_of_peer[of_peer], limit - self._num_submitted[kind]
+        if item.peer and not room_of(free, own, self.config.max_peer_share):
             raise RequestError(
                 "overloaded",
-                f"{self._num_of_peer[of_peer]} {kind} requests of this client wait here, the limit is {most}: wait for "
-                "their answers, or use more servers",
+                f"{own} {kind} requests of this client wait here, and {limit - free} of at most {limit} in all: wait "
+                "for their answers, or use more servers",
             )
         self._num_submitted[kind] += 1
         self._num_of_peer[of_peer] += 1
@@ -257,15 +266,15 @@ class Scheduler:
             (self._trainings if item.is_training else self._calls).append(item)
 
     def _next_training(self) -> Call:
-        item = self._training_turns.order(self._trainings)[0]
+        item = self._turns.order(self._trainings)[0]
         self._trainings.remove(item)
-        self._training_turns.had({item.peer})
         return item
 
     def _run_training(self, item: Call) -> None:
         self._packs_since_training = 0
         if item.abandoned:
             return
+        self._turns.had(item.peer, item.num_tokens)
         self._current_training = item
         self._runner.on_block_boundary = self._between_blocks
         try:
@@ -294,8 +303,9 @@ class Scheduler:
         except AbandonedError:
             log.debug("a training request was abandoned in mid-run")
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            item.finish(error=_without_frames(error))
+            item.finish(error=without_frames(error))
         else:
+            self.points.served(item.peer, item.load.tokens * item.load.blocks)
             item.finish(result)
 
     def _run_urgent(self) -> None:
@@ -306,10 +316,9 @@ class Scheduler:
                     self._run_call(call)
             self._steps = [step for step in self._steps if self._is_ready(step)]
             groups: dict[range, list[tuple[Step, int]]] = {}
-            chosen = choose_pack(self._step_turns.order(self._steps), self.chunk_tokens)
-            if len(chosen) < len(self._steps):
-                self._step_turns.had({step.peer for step, _ in chosen})
+            chosen = choose_pack(self._turns.order(self._steps), self.chunk_tokens)
             for step, num_tokens in chosen:
+                self._turns.had(step.peer, num_tokens * step.batch_size)
                 groups.setdefault(step.inputs.blocks, []).append((step, num_tokens))
             for group in groups.values():
                 self._run_group(group)
@@ -334,7 +343,7 @@ class Scheduler:
                 return False
             step.begin()
         except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-            step.finish(error=_without_frames(error))
+            step.finish(error=without_frames(error))
             return False
         return True
 
@@ -348,6 +357,7 @@ class Scheduler:
             ended = time.monotonic()
             for (step, _), chunk, output in zip(group, chunks, outputs, strict=True):
                 step.add(chunk, output)
+                self.points.served(step.peer, chunk.num_tokens * len(chunk.blocks))
         except Exception as error:  # noqa: BLE001 - raised where the result is awaited
             if len(group) > 1:
                 # One step is at fault: run alone, only that one fails.
@@ -371,7 +381,7 @@ class Scheduler:
             step.undo()
         except Exception:
             log.exception("a failed step could not be taken back")
-        step.finish(error=_without_frames(error))
+        step.finish(error=without_frames(error))
 
     def _fail_waiting(self) -> None:
         self._collect(is_waiting=False)
@@ -381,14 +391,3 @@ class Scheduler:
         self._calls.clear()
         self._steps.clear()
         self._trainings.clear()
-
-
-def _log_outcome(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled() and future.exception() is not None:
-        log.error("a cache operation failed", exc_info=future.exception())
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """Drops the locals (tensors, graphs) that a traceback keeps alive; its lines stay for the log."""
-    traceback.clear_frames(error.__traceback__)
-    return error

@@ -5,18 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from swarm_plugins.block_io import SpanOutputs, join_outputs
-from swarm_plugins.blocks.runner import StepInputs
+from swarm_plugins.blocks.runner import SpanRunner, StepInputs
 from swarm_plugins.server.failures import RequestError
 
 log = logging.getLogger(__name__)
 
-_MAX_PEERS = 1024
-"""Peers whose last turn is remembered; a forgotten one counts as having waited for long."""
+
+class Interruptible(Protocol):
+    """What calls back where other work may run in between."""
+
+    on_block_boundary: Callable[[], None] | None
+
+
+class SchedulerRunner(SpanRunner, Interruptible, Protocol):
+    """A span that calls back between its blocks."""
+
+
+class Load(NamedTuple):
+    """How much a function computes."""
+
+    tokens: int = 1
+    blocks: int = 0
+
+
+LITTLE = Load()
+"""Of cache operations and the like."""
 
 
 class Work:
@@ -54,12 +72,18 @@ class Work:
 class Call(Work):
     """A function to run, urgent (cache operations) or not (training)."""
 
-    __slots__ = ("function", "is_training")
+    __slots__ = ("function", "is_training", "load")
 
-    def __init__(self, function: Callable[[], Any], *, is_training: bool, peer: str = "") -> None:
+    def __init__(self, function: Callable[[], Any], *, is_training: bool, peer: str = "", load: Load) -> None:
         super().__init__(peer)
         self.function = function
         self.is_training = is_training
+        self.load = load
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it runs."""
+        return self.load.tokens
 
 
 class Step(Work):
@@ -90,6 +114,11 @@ class Step(Work):
     def num_left(self) -> int:
         """Tokens per row that have not run."""
         return int(self.inputs.hidden.shape[1]) - self._num_done
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows that have not run."""
+        return self.batch_size * self.num_left
 
     def begin(self) -> None:
         """Prepares the cache and notes its length before the first chunk. Idempotent."""
@@ -140,37 +169,13 @@ def choose_pack(waiting: Sequence[Step], max_tokens: int) -> list[tuple[Step, in
     return chosen
 
 
-W = TypeVar("W", bound=Work)
+def log_outcome(future: asyncio.Future[Any]) -> None:
+    """Logs the failure of work that nobody awaits."""
+    if not future.cancelled() and future.exception() is not None:
+        log.error("a cache operation failed", exc_info=future.exception())
 
 
-class Turns:
-    """Orders waiting work so that one peer's flood does not keep others waiting. Belongs to one thread."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, int] = {}
-        self._num_turns = 0
-
-    def order(self, waiting: Sequence[W]) -> list[W]:
-        """Returns the first item of each peer, then the second of each, and so on.
-
-        Within a round, peers whose last turn is longest ago go first; equals keep their order.
-        """
-        if not waiting or all(item.peer == waiting[0].peer for item in waiting):
-            return list(waiting)
-        seen: Counter[str] = Counter()
-        keys = []
-        for item in waiting:
-            keys.append((seen[item.peer], self._last.get(item.peer, 0)))
-            seen[item.peer] += 1
-        order = sorted(range(len(waiting)), key=keys.__getitem__)
-        return [waiting[index] for index in order]
-
-    def had(self, peers: set[str]) -> None:
-        """Notes that these peers have just had a turn."""
-        self._num_turns += 1
-        for peer in peers:
-            # Re-inserted at the end, so that the first is the oldest.
-            self._last.pop(peer, None)
-            self._last[peer] = self._num_turns
-        while len(self._last) > _MAX_PEERS:
-            del self._last[next(iter(self._last))]
+def without_frames(error: BaseException) -> BaseException:
+    """Drops the locals (tensors, graphs) that a traceback keeps alive; its lines stay for the log."""
+    traceback.clear_frames(error.__traceback__)
+    return error

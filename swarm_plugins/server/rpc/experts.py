@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_finite, checked_output
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
@@ -31,7 +32,10 @@ async def experts_handler(service: ExpertsService, channel: Channel) -> None:
         is_urgent = request.grad is None and request.rows.shape[0] <= _URGENT_ROWS
         submit = service.scheduler.call if is_urgent else service.scheduler.train
         found = await submit(
-            lambda: _run(service, request, spans), timeout_s=service.limits.request_timeout_s, peer=peer
+            lambda: _run(service, request, spans),
+            timeout_s=service.limits.request_timeout_s,
+            peer=peer,
+            load=Load(request.rows.shape[0] * (1 if request.grad is None else 3), 1),
         )
         rows = checked_output(found, request.hidden.dtype, "the output of the experts")
         return ExpertsResponse(rows=rows), request.reply_codec

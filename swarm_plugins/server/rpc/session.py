@@ -243,7 +243,7 @@ async def _make_room(service: Service, peer: str, asked: int, *, besides: Sessio
     total = service.kv_tokens * len(service.spec.blocks)
     free, held = total - sessions.held_tokens(), sessions.held_tokens(peer)
     victims: list[Session] = []
-    left = iter(sessions.expired(limits.session_lease_s))
+    left = iter(sessions.expired(limits.session_lease_s, rank=service.points.rank))
     while asked > room_of(free, held, limits.max_peer_kv_share):
         victim = next((one for one in left if one is not besides), None)
         if victim is None:

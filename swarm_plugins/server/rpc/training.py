@@ -10,6 +10,7 @@ import torch
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.rpc.checks import (
     check_batch,
@@ -41,7 +42,10 @@ async def forward_handler(service: Service, channel: Channel) -> None:
         with checked_inputs(service, peer, request, charge) as inputs:
             slices = cut_batch(inputs, service.spec, service.run_limits)
             outputs, ticket = await service.scheduler.train(
-                lambda: _forward(service, peer, slices, keep=request.keep), timeout_s=timeout_s, peer=peer
+                lambda: _forward(service, peer, slices, keep=request.keep),
+                timeout_s=timeout_s,
+                peer=peer,
+                load=Load(inputs.num_tokens, len(inputs.blocks)),
             )
         checked = checked_outputs(outputs, request.hidden.dtype)
         response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
@@ -147,7 +151,10 @@ async def _backward(
             prefix=tuple(tensor.cpu() for tensor in found.prefix),
         )
 
-    return await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s, peer=peer)
+    # Gradients of inputs cost twice a forward, and most of it runs again.
+    work = 3 if isinstance(parts[0], Slice) else 2
+    load = Load(work * sum(part.inputs.num_tokens for part in parts), len(parts[0].inputs.blocks))
+    return await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s, peer=peer, load=load)
 
 
 def _gradient_response(found: Gradients, dtype: torch.dtype) -> BackwardResponse:

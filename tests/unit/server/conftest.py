@@ -22,7 +22,7 @@ def runner() -> FakeRunner:
 
 @pytest.fixture
 def scheduler(runner: FakeRunner) -> Iterator[Scheduler]:
-    scheduler = Scheduler(runner, SchedulerConfig(max_pack_tokens=64, max_waiting_steps=16, max_waiting_trainings=4))
+    scheduler = Scheduler(runner, SchedulerConfig(max_pack_tokens=64, max_waiting_steps=16, max_waiting_trainings=8))
     scheduler.start()
     yield scheduler
     scheduler.close()

@@ -1,0 +1,182 @@
+"""Points: what other identities have computed for this server, and this server for them (Petals, section 4).
+
+The figures are this server's own: nothing that a peer claims counts. Who has served gets a larger share of the turns,
+up to ``_MAX_WEIGHT`` times a newcomer's. An identity costs nothing, so those without points share one newcomer's
+turns with all others of their address; where the address is unknown, each has its own.
+
+Work is counted in tokens times blocks, and counts half after a week.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from swarm_plugins.errors import one_line
+
+log = logging.getLogger(__name__)
+
+_MAX_PEERS = 10_000
+_MAX_WEIGHT = 4.0
+_PRIOR = 100_000.0
+"""Work for this server that earns half of what can be earned, from a peer that asks for nothing."""
+_HALF_LIFE_S = 7 * 86_400.0
+
+
+class _Account(msgspec.Struct):
+    earned: float = 0.0
+    """Work the peer has done for this server."""
+    served: float = 0.0
+    """Work this server has done for the peer."""
+    at: float = 0.0
+    """When both were last brought up to date."""
+
+
+class _File(msgspec.Struct):
+    version: int
+    peers: dict[str, _Account]
+
+
+class Points:
+    """A server's accounts of other identities.
+
+    Args:
+        path: File that keeps them across restarts. None: they end with the process.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._accounts: dict[str, _Account] = {}
+        self._hosts: dict[str, str] = {}
+        self._has_changed = False
+
+    def load(self) -> None:
+        """Reads the file, if there is one. A damaged file is kept under another name, and the accounts start anew."""
+        file = self.path
+        if file is None or not file.exists():
+            return
+        try:
+            found = msgspec.json.decode(file.read_bytes(), type=_File)
+            accounts = found.peers
+            if found.version != 1 or not all(_is_sound(account) for account in accounts.values()):
+                raise ValueError(f"version {found.version} or figures that cannot be")
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            aside: Path | str = _unused(file)
+            try:
+                file.rename(aside)
+            except OSError as refusal:
+                self.path, aside = None, f"it is, as it cannot be renamed ({one_line(refusal)})"
+            log.warning(
+                "the points in %s cannot be read (%s): kept as %s, and started anew", file, one_line(error), aside
+            )
+            return
+        self._accounts = dict(list(accounts.items())[:_MAX_PEERS])
+
+    def save(self) -> None:
+        """Writes the file if something has changed; a failure is logged, and tried again the next time."""
+        if self.path is None or not self._has_changed:
+            return
+        self._has_changed = False
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(_File(version=1, peers=dict(self._accounts))))
+            part.replace(self.path)
+        except OSError as error:
+            self._has_changed = True
+            log.warning("cannot save the points in %s: %s", self.path, one_line(error))
+
+    def met(self, peer: str, address: str) -> None:
+        """Notes the address that a peer calls from."""
+        host = host_of(address)
+        self._hosts.pop(peer, None)
+        if host:
+            self._hosts[peer] = host
+        while len(self._hosts) > _MAX_PEERS:
+            del self._hosts[next(iter(self._hosts))]
+
+    def earned(self, peer: str, work: int) -> None:
+        """Notes work that a peer has done for this server."""
+        self._account(peer).earned += work
+        self._has_changed = True
+
+    def served(self, peer: str, work: int) -> None:
+        """Notes work that this server has done for a peer."""
+        if peer:
+            self._account(peer).served += work
+            self._has_changed = True
+
+    def group(self, peer: str) -> str:
+        """Returns the group in which a peer shares its turns; see `Standing`."""
+        account = self._accounts.get(peer)
+        return peer if account is not None and account.earned else self._hosts.get(peer, peer)
+
+    def weight(self, group: str) -> float:
+        """Returns the weight of a group: 1 for newcomers, more for those who have served."""
+        account = self._accounts.get(group)
+        if account is None or not account.earned:
+            return 1.0
+        return 1.0 + (_MAX_WEIGHT - 1.0) * account.earned / (account.earned + account.served + _PRIOR)
+
+    def rank(self, peer: str) -> float:
+        """Returns what a peer has done for this server, and it for the peer: strangers have 0."""
+        account = self._accounts.get(peer)
+        return 0.0 if account is None else account.earned + account.served
+
+    def summary(self, most: int = 5) -> str:
+        """Returns the accounts with most work in one line."""
+        busiest = sorted(self._accounts.items(), key=lambda pair: -pair[1].earned - pair[1].served)[:most]
+        parts = [f"{peer} {account.served:.0f} served, {account.earned:.0f} earned" for peer, account in busiest]
+        return f"{len(self._accounts)} peers; {'; '.join(parts)}" if parts else "no peers yet"
+
+    def _account(self, peer: str) -> _Account:
+        now = time.time()
+        account = self._accounts.get(peer)
+        if account is None:
+            account = self._accounts[peer] = _Account(at=now)
+            if len(self._accounts) > _MAX_PEERS:
+                self._forget_one()
+        elif now > account.at:
+            left = 0.5 ** ((now - account.at) / _HALF_LIFE_S)
+            account.earned *= left
+            account.served *= left
+        account.at = now
+        return account
+
+    def _forget_one(self) -> None:
+        """Drops the account with least work: first of those that have earned nothing."""
+        least: Mapping[str, _Account] = self._accounts
+        del self._accounts[min(least, key=lambda peer: (least[peer].earned, least[peer].at))]
+
+
+def host_of(address: str) -> str:
+    """Returns the host in a multiaddress, of IPv6 the network of 64 bits; empty if it has none."""
+    parts = address.strip("/").split("/")
+    for kind, value in itertools.pairwise(parts):
+        if kind in ("ip4", "ip6"):
+            try:
+                found = ipaddress.ip_address(value)
+            except ValueError:
+                return ""
+            if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+                return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+            return str(found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else found)
+    return ""
+
+
+def _is_sound(account: _Account) -> bool:
+    return all(math.isfinite(value) and value >= 0 for value in (account.earned, account.served, account.at))
+
+
+def _unused(path: Path) -> Path:
+    """Returns a name beside ``path`` for a damaged file."""
+    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in range(1000))
+    return next((name for name in names if not name.exists()), path.with_name(f"{path.name}.damaged"))

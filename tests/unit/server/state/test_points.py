@@ -1,0 +1,91 @@
+"""Points: kept across restarts, bounded, and never lost to a damaged file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import swarm_plugins.server.state.points as points_module
+from swarm_plugins.server.state.points import Points, host_of
+
+
+def test_points_survive_a_restart(tmp_path: Path) -> None:
+    first = Points(tmp_path / "folder" / "key.points")
+    first.load()
+    first.earned("a", 10**7)
+    first.served("b", 500)
+    first.save()
+    again = Points(first.path)
+    again.load()
+    assert again.weight("a") == pytest.approx(first.weight("a"), rel=1e-3)
+    assert again.weight("a") > 3.5
+    assert again.rank("b") == 500
+    assert "2 peers; a 0 served, 10000000 earned; b 500 served" in again.summary()
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["key.points"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{not json",
+        b'{"version": 1, "peers": {"a": {"earned": -1}}}',
+        b'{"version": 1, "peers": {"a": {"earned": "much"}}}',
+        b'{"version": 2, "peers": {}}',
+        b"\x80\x04\x95.",
+    ],
+    ids=["empty", "cut", "negative", "text", "newer", "pickle"],
+)
+def test_a_damaged_file_is_kept_aside_and_said(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "key.points"
+    for number in ("", "1"):
+        path.write_bytes(content)
+        points = Points(path)
+        points.load()
+        assert (tmp_path / f"key.points.damaged{number}").read_bytes() == content
+    assert f"the points in {path} cannot be read" in caplog.text
+    assert "started anew" in caplog.text
+    assert points.weight("a") == 1.0
+    points.served("a", 1)
+    points.save()
+    assert path.exists()
+
+
+def test_work_counts_half_after_a_week(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr(points_module.time, "time", lambda: now)
+    points = Points()
+    points.served("a", 1000)
+    now += 7 * 86_400
+    points.served("a", 0)
+    assert points.rank("a") == pytest.approx(500)
+
+
+def test_strangers_do_not_push_out_who_has_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points_module, "_MAX_PEERS", 10)
+    points = Points()
+    points.earned("friend", 1000)
+    for number in range(100):
+        points.served(f"stranger {number}", 10**9)
+        points.met(f"stranger {number}", f"/ip4/203.0.113.{number}/tcp/1")
+    assert points.weight("friend") > 1
+    assert len(points._accounts) == len(points._hosts) == 10
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("/ip4/203.0.113.7/tcp/4001", "203.0.113.7"),
+        ("/ip4/203.0.113.7/udp/4001/quic", "203.0.113.7"),
+        ("/ip6/2001:db8:1:2:3:4:5:6/tcp/4001", "2001:db8:1:2::/64"),
+        ("/ip6/::ffff:203.0.113.7/tcp/4001", "203.0.113.7"),
+        ("/p2p/QmRelay/p2p-circuit", ""),
+        ("/ip4/nonsense/tcp/1", ""),
+        ("", ""),
+    ],
+)
+def test_hosts_of_addresses(address: str, host: str) -> None:
+    assert host_of(address) == host
