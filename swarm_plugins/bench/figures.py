@@ -83,11 +83,13 @@ class SwarmReport(Report):
     """The figures of a swarm."""
 
     figures: list[Figure] = field(default_factory=list)
+    headings: tuple[str, str] = ("local", "swarm")
+    """Of the two sides that are compared."""
 
     def tables(self) -> Iterator[Table]:
         """Yields one table with a row per figure."""
         table = Table(title=f"{self.command}: {self.model}", title_justify="left")
-        for heading in ("figure", "local", "swarm", "unit", "ratio", "goal", "", "CPU ratio"):
+        for heading in ("figure", *self.headings, "unit", "ratio", "goal", "", "CPU ratio"):
             table.add_column(heading, justify="left" if heading in ("figure", "unit", "") else "right", no_wrap=True)
         for one in self.figures:
             digits = 2 if one.unit == "GB" else 1

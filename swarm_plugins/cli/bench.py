@@ -231,6 +231,18 @@ def quality(
 
 
 @app.command()
+def verify(model: Model, servers: Servers = 1, rounds: Rounds = 5, json: Json = None) -> None:
+    """Measure what receipts and spot checks cost at their floor, against the same calls without them."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.verify import bench_verify
+
+        return bench_verify(model, num_servers=servers, rounds=rounds, progress=progress)
+
+    _measure("verify", run, json)
+
+
+@app.command()
 def privacy(
     model: Model,
     depth: Annotated[

@@ -35,6 +35,7 @@ from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.evidence import evidence_of, save_evidence
 from swarm_plugins.verification.examiner import NONCE_BYTES, Examiner
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
+from swarm_plugins.verification.norms import NormRanges, norm_ratio
 from swarm_plugins.verification.openings import Opening
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
 from swarm_plugins.verification.rates import CheckRates, When
@@ -101,11 +102,17 @@ class Verifier:
         self.checked: Counter[str] = Counter()
         """Checks that came to a result, by peer."""
         self._blocks = blocks
+        self._norms = NormRanges()
         self._examiner = Examiner(servers, blocks)
         self._running: set[asyncio.Task[None]] = set()
         self._shadows: weakref.WeakKeyDictionary[History, tuple[Shadow, When]] = weakref.WeakKeyDictionary()
         self._unchecked: dict[Server, float] = {}
         """Servers whose answers could not be checked, and when to try again."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether checks are under way in the background."""
+        return bool(self._running)
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a peer is in quarantine."""
@@ -188,6 +195,9 @@ class Verifier:
             return
         server = Server(call.peer, what, info.start, info.end, info.dtype, info.quantization)
         when = self._when(server)
+        ratio = _norm_ratio(call)
+        if self._norms.is_odd(_norm_key(call), ratio) and server not in self._unchecked:
+            when = "before"
         if when == "never":
             return
         # Copied now: what trains is changed in place by the next optimizer step.
@@ -239,6 +249,7 @@ class Verifier:
         blocks = range(asked.request.start, asked.request.end)
         reason = self._judged(server, blocks, found.verdicts)
         if not reason:
+            self._norms.learn(_norm_key(call), _norm_ratio(call))
             return
         if found.others:
             raise WrongAnswerError(f"server {call.peer} gave another answer than {', '.join(found.others)}: {reason}")
@@ -306,6 +317,19 @@ def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:
     said = (asked.request.version, asked.kind.dtype, asked.kind.quantization)
     if signed != said:
         raise ProtocolError(f"server {call.peer} signed for {signed}, it is asked for and announces {said}")
+
+
+def _norm_ratio(call: ForwardCall | BackwardCall) -> float:
+    if isinstance(call, ForwardCall):
+        return norm_ratio(call.response.hidden, call.request.hidden)
+    found = call.response.grad_hidden
+    return 1.0 if found is None else norm_ratio(found, call.request.grad_hidden)
+
+
+def _norm_key(call: ForwardCall | BackwardCall) -> tuple[str, int, int]:
+    if isinstance(call, ForwardCall):
+        return "forward", call.request.start, call.request.end
+    return "backward", call.forward.start, call.forward.end
 
 
 def _as_sent(call: ForwardCall | BackwardCall) -> ForwardCall | BackwardCall:

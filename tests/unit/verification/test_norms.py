@@ -1,0 +1,46 @@
+"""Answers of an odd length are checked whatever the rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from lies_kit import CHECKED, IDS, with_liar
+
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.testing import Liar
+from swarm_plugins.verification import Quarantine, Verifier
+from swarm_plugins.verification.norms import NormRanges, norm_ratio
+from swarm_plugins.verification.rates import CheckRates
+
+
+def test_ranges_are_learnt_before_anything_is_odd() -> None:
+    ranges = NormRanges()
+    for ratio in (1.0, 1.2, 1.1):
+        ranges.learn("a", ratio)
+        assert not ranges.is_odd("a", 9.0)
+    ranges.learn("a", 1.3)
+    assert [ranges.is_odd("a", ratio) for ratio in (0.6, 0.7, 1.9, 2.0, float("nan"))] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert not ranges.is_odd("b", 9.0)
+    assert norm_ratio(torch.full((1, 2, 3), 2.0), torch.ones(1, 2, 3)) == 2.0
+
+
+def test_a_sleeper_with_an_odd_answer_is_checked_before_it_is_used(llama: Path, cache: Path) -> None:
+    liar = Liar("scaled", factor=3.0, honest_calls=12)
+    with with_liar(llama, liar, config=CHECKED) as swarm:
+        model = AutoSwarmModelForCausalLM.from_pretrained(llama, connection=swarm.connection)
+        stack = next(module.swarm_stack for module in model.modules() if hasattr(module, "swarm_stack"))
+        verifier = stack.remote.view.observer
+        assert isinstance(verifier, Verifier)
+        verifier.rates = CheckRates(chance=lambda: 0.999)  # nothing is checked after the first calls
+        with torch.no_grad():
+            outputs = [model(input_ids=IDS, use_cache=False).logits for _ in range(14)]
+        assert all(one.equal(outputs[0]) for one in outputs)
+        assert liar.calls == 13
+        assert list(Quarantine(cache / "quarantine.json").peers()) == [swarm.peers[1]]
