@@ -65,7 +65,7 @@ class LocalServer:
         self._log_path = log_path
         self._line = b""
         self._events: dict[str, _Event] = {}
-        with log_path.open("wb") as log:
+        with log_path.open("ab") as log:
             # A session of its own: Ctrl-C in a terminal reaches only the parent, which then ends its servers in order.
             self._process = subprocess.Popen(
                 command,
@@ -247,10 +247,8 @@ class LocalSwarm:
         self._directory = Path(tempfile.mkdtemp(prefix="swarm-local-"))
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            for index, blocks in enumerate(self._blocks):
-                shares = {name: values[index] for name, values in self._shares.items() if values is not None}
-                for _ in range(self._replicas):
-                    self._spawn(blocks, {name: value for name, value in shares.items() if value is not None})
+            for index in range(len(self._blocks) * self._replicas):
+                self._servers.append(self._spawn(index, {}))
             first, *others = self._servers
             first.tell_peers([])
             self._wait_for([first], "joined", deadline)
@@ -281,18 +279,44 @@ class LocalSwarm:
     ) -> None:
         self.close()
 
-    def _spawn(self, blocks: str, shares: Mapping[str, object]) -> None:
+    def restart(self, index: int, *, model: str | os.PathLike[str] | None = None) -> None:
+        """Ends a server at once and starts it again, with its identity, ports and blocks; waits until it serves.
+
+        Args:
+            index: The server.
+            model: Directory of another model to serve. None: this swarm's.
+
+        Raises:
+            TransportError: If it ends or is not ready in time; the message quotes the end of its log.
+        """
+        if not self._servers:
+            raise ConfigError("this swarm is not running: start it first")
+        old = self._servers[index]
+        old.kill()
+        ports = [address.partition("/p2p/")[0] for address in old.addresses]
+        options = {} if "host_maddrs" in self._options else {"host_maddrs": ports}
+        new = self._servers[index] = self._spawn(index, options, model=model)
+        new.tell_peers(self.initial_peers)
+        self._wait_for([new], "ready", time.monotonic() + self._start_timeout_s)
+
+    def _spawn(
+        self, index: int, options: Mapping[str, object], *, model: str | os.PathLike[str] | None = None
+    ) -> LocalServer:
         if self._directory is None:
             raise ConfigError("this swarm is closed")
-        chosen = ["--blocks", blocks] if self._num_blocks is None else ["--num-blocks", str(self._num_blocks)]
-        command = [sys.executable, "-m", "swarm_plugins", "serve", self.model, "--embedded", *chosen]
+        name = self.model if model is None else str(Path(model).expanduser().resolve())
+        span = index // self._replicas
+        by_number = self._num_blocks is not None
+        chosen = ["--num-blocks", str(self._num_blocks)] if by_number else ["--blocks", self._blocks[span]]
+        command = [sys.executable, "-m", "swarm_plugins", "serve", name, "--embedded", *chosen]
         if self._threads is not None:
             command += ["--threads", str(self._threads)]
-        for name, value in {**self._options, **shares}.items():
+        shares = {share: values[span] for share, values in self._shares.items() if values is not None}
+        known = {"identity": self._directory / f"server-{index}.key", **self._options, **options}
+        for option, value in {**known, **{share: one for share, one in shares.items() if one is not None}}.items():
             for item in value if isinstance(value, (list, tuple)) else (value,):
-                command += [f"--{name.replace('_', '-')}", str(item)]
-        log_path = self._directory / f"server-{len(self._servers)}.log"
-        self._servers.append(LocalServer(command, _environment(self._threads), log_path))
+                command += [f"--{option.replace('_', '-')}", str(item)]
+        return LocalServer(command, _environment(self._threads), self._directory / f"server-{index}.log")
 
     def _wait_for(self, servers: Sequence[LocalServer], event: str, deadline: float) -> None:
         while True:
@@ -301,7 +325,7 @@ class LocalSwarm:
             late = next((server for server in servers if not server.has_reached(event)), None)
             if late is None:
                 return
-            dead = next((server for server in self._servers if not server.is_alive), None)
+            dead = next((server for server in servers if not server.is_alive), None)
             if dead is not None:
                 raise TransportError(f"a local server ended before it served (pid {dead.pid}){_end_of_log(dead)}")
             if time.monotonic() > deadline:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from swarm_plugins.testing.in_process import InProcessSwarm
     from swarm_plugins.testing.liars import Liar
     from swarm_plugins.testing.models import save_tiny, tiny_config, tiny_model, tiny_tokenizer
+    from swarm_plugins.testing.nemesis import Nemesis
     from swarm_plugins.testing.transports import Faults, FaultyTransport, LocalTransport
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "InProcessSwarm",
     "Liar",
     "LocalTransport",
+    "Nemesis",
     "save_tiny",
     "tiny_config",
     "tiny_model",
@@ -30,6 +32,7 @@ _HOMES = {
     "models": ("save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"),
     "in_process": ("InProcessSwarm",),
     "liars": ("Liar",),
+    "nemesis": ("Nemesis",),
     "transports": ("Faults", "FaultyTransport", "LocalTransport"),
 }
 

@@ -26,7 +26,8 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
-from swarm_plugins.transport.identity import new_identity
+from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.identity import Identity, new_identity
 from swarm_plugins.transport.messages import ServerInfo
 
 _STORE_BYTES = 1 << 28
@@ -67,7 +68,9 @@ class InProcessSwarm:
         """Ids of the servers: ``peer0`` and so on; those of keys, if answers are verified."""
         self.services: dict[str, Service] = {}
         self._movers: dict[str, Mover] = {}
-        self.transport = LocalTransport({})
+        self._handlers: dict[str, dict[str, Handler]] = {}
+        self._num_started = 0
+        self.transport = LocalTransport(self._handlers)
         self.connection = SwarmConnection(self._open_network, self.config)
 
     async def _open_network(self) -> LocalTransport:
@@ -79,22 +82,57 @@ class InProcessSwarm:
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         spans = self.spans or [(0, num_blocks // 2), (num_blocks // 2, num_blocks)]
         for index, (start, end) in enumerate(spans):
-            span = load_span(checkpoint, range(start, end), dtype=self.dtype)
-            if index in self.liars:
-                self.liars[index].corrupt(span)
-            # Liars are preferred: a lie that is never asked for shows nothing.
-            speed = 2.0 if index in self.liars else 1.0
-            is_verified = self.config.verify != "off" and self.config.allowed_peers is None
-            identity = new_identity() if is_verified else None
-            self.peers.append(f"peer{index}" if identity is None else identity.peer_id)
-            service = self._service(self.peers[-1], checkpoint, span, num_blocks, speed)
-            service.identity = identity
-            self.services[self.peers[-1]] = service
-        self.transport = LocalTransport({peer: service_handlers(service) for peer, service in self.services.items()})
+            self._add(index, range(start, end), self.liars.get(index))
         self.connection.start()
         return self
 
-    def _service(self, peer: str, checkpoint: Checkpoint, span: Span, num_blocks: int, speed: float) -> Service:
+    def _add(self, index: int, blocks: range, liar: Liar | None) -> str:
+        """Starts a server that was never seen before."""
+        is_verified = self.config.verify != "off" and self.config.allowed_peers is None
+        identity = new_identity() if is_verified else None
+        peer = f"peer{self._num_started}" if identity is None else identity.peer_id
+        self._num_started += 1
+        self.peers[index : index + 1] = [peer]
+        self._serve(peer, self.directory, blocks, identity, liar)
+        return peer
+
+    def _serve(
+        self, peer: str, directory: str | Path, blocks: range, identity: Identity | None, liar: Liar | None
+    ) -> None:
+        checkpoint = Checkpoint.open(directory)
+        span = load_span(checkpoint, blocks, dtype=self.dtype)
+        if liar is not None:
+            liar.corrupt(span)
+        # Liars are preferred: a lie that is never asked for shows nothing.
+        service = self._service(peer, checkpoint, span, 1.0 if liar is None else 2.0)
+        service.identity = identity
+        self.services[peer] = service
+        self._handlers[peer] = service_handlers(service)
+
+    def restart(self, peer: str, *, directory: str | Path | None = None) -> None:
+        """Starts a killed server again, under its identity, without its sessions, graphs and adapters.
+
+        Args:
+            peer: The server.
+            directory: Another model to serve. None: this swarm's.
+        """
+        old = self.services[peer]
+        old.scheduler.close()
+        info = old.info()
+        self._serve(peer, directory or self.directory, range(info.start, info.end), old.identity, None)
+        self.transport.revive(peer)
+
+    def replace(self, peer: str, liar: Liar | None = None) -> str:
+        """Kills a server and starts one with the same blocks and a new identity; returns its id."""
+        self.kill(peer)
+        old = self.services.pop(peer)
+        del self._handlers[peer]
+        old.scheduler.close()
+        info = old.info()
+        return self._add(self.peers.index(peer), range(info.start, info.end), liar)
+
+    def _service(self, peer: str, checkpoint: Checkpoint, span: Span, speed: float) -> Service:
+        num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         spans = HostedSpans(span)
         scheduler = Scheduler(spans)
         scheduler.start()

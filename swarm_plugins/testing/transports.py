@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
@@ -21,6 +21,7 @@ from swarm_plugins.transport.wire import decode, encode
 log = logging.getLogger(__name__)
 
 _PIPE_FRAMES = 8
+_FAULT_POLL_S = 0.02
 
 
 class _Pipe:
@@ -56,10 +57,37 @@ class _Pipe:
             self._changed.notify_all()
 
 
+class Line:
+    """The way between the client and one peer; what is wrong with it may change at any time."""
+
+    def __init__(self) -> None:
+        self.loses_requests = False
+        """Messages to the peer vanish."""
+        self.loses_answers = False
+        """Messages from the peer vanish."""
+        self.is_frozen = False
+        """Answers arrive only after this has ended, as from a stopped process."""
+        self.delay_s = 0.0
+        """How long each message takes, in each direction."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether a new stream can be opened."""
+        return not (self.loses_requests or self.loses_answers or self.is_frozen)
+
+    async def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Waits for the end of a fault."""
+        while not is_over():
+            await asyncio.sleep(_FAULT_POLL_S)
+
+
 class _LocalChannel:
     """One end of two pipes."""
 
-    def __init__(self, remote_peer: str, outgoing: _Pipe, incoming: _Pipe, limits: WireLimits) -> None:
+    def __init__(
+        self, remote_peer: str, outgoing: _Pipe, incoming: _Pipe, limits: WireLimits, line: Line | None = None
+    ) -> None:
+        self._line = line or Line()
         self.remote_peer = remote_peer
         self.remote_address = ""
         self._outgoing = outgoing
@@ -69,15 +97,30 @@ class _LocalChannel:
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         self._check_open()
-        await self._outgoing.put(b"".join(encode(message, codec=codec)))
+        if self._line.delay_s:
+            await asyncio.sleep(self._line.delay_s)
+        if not self._line.loses_requests:
+            await self._outgoing.put(b"".join(encode(message, codec=codec)))
 
     async def receive(self, *, timeout_s: float) -> Message | None:
         self._check_open()
         try:
-            frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
+            frame = await asyncio.wait_for(self._arrived(), timeout_s)
         except TimeoutError as exc:
             raise RequestTimeoutError(f"no message from {self.remote_peer} within {timeout_s:g} s") from exc
         return None if frame is None else decode(frame, limits=self._limits)
+
+    async def _arrived(self) -> bytes | None:
+        line = self._line
+        while True:
+            frame = await self._incoming.get()
+            if line.delay_s:
+                await asyncio.sleep(line.delay_s)
+            await line.wait_until(lambda: not line.is_frozen)
+            # The end of a stream is lost too.
+            if not line.loses_answers:
+                return frame
+            await line.wait_until(lambda: not line.loses_answers)
 
     async def close(self) -> None:
         if not self.is_closed:
@@ -114,6 +157,8 @@ class LocalTransport:
         self._client = client
         self._limits = limits
         self._killed: set[str] = set()
+        self._lines: dict[str, Line] = {}
+        self._announced: dict[str, ServerInfo] = {}
         self._live: dict[asyncio.Task[None], tuple[str, _LocalChannel]] = {}
 
     @property
@@ -128,27 +173,48 @@ class LocalTransport:
         handler = self._handlers_by_peer.get(peer, {}).get(rpc)
         if handler is None or peer in self._killed:
             raise TransportError(f"peer {peer} cannot be reached, or does not serve {rpc}")
+        line = self.line(peer)
+        try:
+            await asyncio.wait_for(line.wait_until(lambda: line.is_sound), timeout_s)
+        except TimeoutError as exc:
+            raise RequestTimeoutError(f"peer {peer} did not answer within {timeout_s:g} s") from exc
+        if peer in self._killed:
+            raise TransportError(f"peer {peer} cannot be reached")
         forth, back = _Pipe(), _Pipe()
-        near = _LocalChannel(peer, forth, back, self._limits)
+        near = _LocalChannel(peer, forth, back, self._limits, line)
         far = _LocalChannel(self._client, back, forth, self._limits)
         task = asyncio.create_task(_run(handler, far), name=f"local {rpc} of {peer}")
         self._live[task] = (peer, near)
         task.add_done_callback(lambda done: self._live.pop(done, None))
         return near
 
+    def line(self, peer: str) -> Line:
+        """Returns the way to a peer."""
+        return self._lines.setdefault(peer, Line())
+
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
-        """Asks every live peer for its ``rpc_info``; see `Directory`."""
+        """Asks every live peer for its ``rpc_info``; of one that cannot be reached, tells the last; see `Directory`."""
         found = {}
         for peer in list(self._handlers_by_peer):
             if peer in self._killed or "rpc_info" not in self._handlers_by_peer[peer]:
                 continue
+            info = await self._info_of(peer) if self.line(peer).is_sound else self._announced.get(peer)
+            if info is not None and info.version == version and info.num_blocks == num_blocks:
+                found[peer] = info
+        return found
+
+    async def _info_of(self, peer: str) -> ServerInfo | None:
+        try:
             channel = await self.open(peer, "rpc_info", timeout_s=5.0)
             await channel.send(InfoRequest())
             info = await channel.receive(timeout_s=5.0)
             await channel.close()
-            if isinstance(info, ServerInfo) and info.version == version and info.num_blocks == num_blocks:
-                found[peer] = info
-        return found
+        except TransportError:
+            return self._announced.get(peer)
+        if isinstance(info, ServerInfo):
+            self._announced[peer] = info
+            return info
+        return None
 
     async def kill(self, peer: str) -> None:
         """Makes a peer vanish: its streams break, its handlers are cancelled, it cannot be reached."""
