@@ -15,11 +15,12 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short pictures test test-all study lint format types docs build clean
+.PHONY: help venv demo demo-short pictures test test-all chaos chaos-short study lint format types docs build clean
 
 help:
 	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
 	@echo "make test    the default test suite; make test-all: also the long matrices"
+	@echo "make chaos   ten minutes of faults on a swarm, with a printed seed; make chaos-short: half a minute"
 	@echo "make study   DeepSpeed-MoE's claims about small models, trained and measured here (hours)"
 	@echo "make lint | types | docs | pictures | build | format | clean"
 
@@ -57,6 +58,17 @@ test: $(STAMP)
 test-all: export SWARM_TEST_SMOLLM2 ?= 1
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not network" $(PYTEST_ARGS)
+
+# Servers fail on a schedule while models generate and train. Repeat one: make chaos CHAOS_SEED=7
+ifdef CHAOS_SEED
+export CHAOS_SEED
+endif
+chaos: export CHAOS_SECONDS ?= 120
+chaos: $(STAMP)
+	$(BIN)/python -m pytest -n 0 -s -m slow tests/integration/test_chaos.py $(PYTEST_ARGS)
+
+chaos-short: $(STAMP)
+	$(BIN)/python -m pytest -n 0 -s -m slow tests/integration/test_chaos.py -k in_process
 
 # The paper's claims about small models: hours on two cores. Killed, it goes on; what has finished is kept.
 study: $(STAMP)

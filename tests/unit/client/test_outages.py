@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import MissingBlocksError, RequestTimeoutError, TransportError
 from swarm_plugins.routing import Demand
+from swarm_plugins.testing import InProcessSwarm, save_tiny
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import Failure, ForwardRequest, ForwardResponse, Message, ServerInfo
@@ -239,3 +242,17 @@ def test_deadlines_of_streams_that_do_not_open_are_learnt_too() -> None:
         assert 5.0 <= timeouts[1] < 6.0
 
     run({"a": (0, 4), "b": (0, 4)}, use)
+
+
+def test_a_banned_server_is_asked_when_the_one_preferred_to_it_has_gone(tmp_path: Path) -> None:
+    directory = save_tiny("llama", tmp_path)
+    inputs = SpanInputs(blocks=range(4), hidden=torch.ones(1, 2, 32))
+    with InProcessSwarm(directory, spans=[(0, 4), (0, 4)]) as swarm:
+        blocks = swarm.connection.blocks(version=Checkpoint.open(directory).version, num_blocks=4)
+        want = blocks.forward(inputs).hidden
+        swarm.kill("peer1")
+        # As found when a call begins: one has just been banned, and nobody has missed the other one yet.
+        blocks.view.ban("peer0", TransportError("gone"))
+        blocks.view.entries = {}
+        blocks.view.doubt()
+        assert torch.equal(blocks.forward(inputs).hidden, want)
