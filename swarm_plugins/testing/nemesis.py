@@ -18,15 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Literal, Protocol, get_args
 
 import psutil
 
 from swarm_plugins.errors import ConfigError
-
-if TYPE_CHECKING:
-    from swarm_plugins.local_swarm import LocalSwarm
-    from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.liars import Liar
 
 FaultKind = Literal[
     "kill",  # the server vanishes; at the end of the fault it starts again with the same identity and no memory
@@ -231,8 +230,6 @@ class _InProcess:
             vars(line).update(self._LINE[fault.kind])
             return lambda: vars(line).update(sound)
         if fault.kind == "lie":
-            from swarm_plugins.testing.liars import Liar
-
             liar = swarm.replace(peer, Liar("scaled", factor=1.05))
 
             def honest() -> None:
@@ -285,9 +282,6 @@ class _Processes:
 
 
 def _victim(swarm: InProcessSwarm | LocalSwarm | Victim, other_model: str | Path | None) -> Victim:
-    from swarm_plugins.local_swarm import LocalSwarm
-    from swarm_plugins.testing.in_process import InProcessSwarm
-
     if isinstance(swarm, InProcessSwarm):
         return _InProcess(swarm, other_model)
     return _Processes(swarm, other_model) if isinstance(swarm, LocalSwarm) else swarm
