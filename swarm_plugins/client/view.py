@@ -86,8 +86,6 @@ class SwarmView:
         """Servers that answered the last refresh, and have not failed since."""
         self._answered_at: dict[str, float] = {}
         self._refreshed_at = float("-inf")
-        self._made_way = False
-        """Whether the last refresh left out banned servers whose blocks others have."""
         self._lock = asyncio.Lock()
         self._looking_up: asyncio.Task[dict[str, ServerInfo]] | None = None
         self._probes = Probes(self._probe)
@@ -109,12 +107,9 @@ class SwarmView:
         wanted_at = time.monotonic()
         await self.refresh(force=False)
         chain = self._plan(blocks, demand, without)
-        # Banned servers that made way for one that has failed too are asked the next time.
-        is_hopeful = self._refreshed_at < wanted_at or self._made_way
-        while chain is None and is_hopeful:
+        if chain is None and self._refreshed_at < wanted_at:
             await self.refresh(force=True)
             chain = self._plan(blocks, demand, without)
-            is_hopeful = self._made_way and time.monotonic() - wanted_at < _HURRY_S
         if chain is None:
             raise MissingBlocksError(self._missing_text(blocks, without, failure))
         await self.pause_for(span.peer for span in chain)
@@ -223,9 +218,7 @@ class SwarmView:
                 if info.state == "online" and self.is_of_use(info) and not self.observer.is_excluded(peer)
             }
             # Banned servers must not crowd others out of the sample.
-            usable = {peer: online[peer] for peer in self.bans.usable(online)}
-            self._made_way = len(usable) < len(online)
-            online = usable
+            online = {peer: online[peer] for peer in self.bans.usable(online)}
             limit_s = self.config.info_timeout_s if is_first else min(_HURRY_S, self.config.info_timeout_s)
             asked = {peer: online[peer] for peer in self._sample(online)}
             self._refreshed_at = time.monotonic()
