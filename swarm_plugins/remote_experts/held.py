@@ -47,8 +47,10 @@ class HeldExperts:
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
+    rows_at_once: int = 1 << 40
+    """Rows of one expert that run at a time; urgent work waits for so many."""
     on_block_boundary: Callable[[], None] | None = None
-    """Called between two experts; may call `run`."""
+    """Called between two experts, and between the parts of one; may call `run`."""
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -72,22 +74,26 @@ class HeldExperts:
         result = rows.new_zeros(rows.shape)
         with closing(loans.borrow(list(spans), is_backward=grad is not None)) as lent:
             for expert, tensors in lent:
-                span = spans[expert]
-                if grad is None:
-                    with torch.no_grad():
-                        result[span] = loans.run(module, rows[span], tensors)
-                else:
-                    with torch.inference_mode(False), torch.enable_grad():
-                        leaf = rows[span].detach().clone().requires_grad_()
-                        output = loans.run(module, leaf, tensors)
-                    (result[span],) = torch.autograd.grad(output, leaf, grad[span].to(output.dtype))
-                if self.on_block_boundary is not None and isinstance(self.cache, _Resident):
-                    self.on_block_boundary()
+                for span in _cut(spans[expert], self.rows_at_once):
+                    if grad is None:
+                        with torch.no_grad():
+                            result[span] = loans.run(module, rows[span], tensors)
+                    else:
+                        with torch.inference_mode(False), torch.enable_grad():
+                            leaf = rows[span].detach().clone().requires_grad_()
+                            output = loans.run(module, leaf, tensors)
+                        (result[span],) = torch.autograd.grad(output, leaf, grad[span].to(output.dtype))
+                    if self.on_block_boundary is not None and isinstance(self.cache, _Resident):
+                        self.on_block_boundary()
         return result
 
     def close(self) -> None:
         """Closes the readers of offloaded experts. Idempotent."""
         self.cache.close()
+
+
+def _cut(span: slice, size: int) -> list[slice]:
+    return [slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size)]
 
 
 class _Resident:

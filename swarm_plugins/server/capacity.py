@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.cache.budget import free_host_bytes
 from swarm_plugins.server.config import MIN_REQUEST_BYTES, ServeConfig
-from swarm_plugins.server.service import MAX_REQUEST_BYTES
+from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.state.activations import GraphMeter
 
 _MEASURE_S = 1.0
@@ -100,6 +101,22 @@ def checked_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} not found: torch sees {torch.cuda.device_count()} CUDA devices; use cpu")
     return device
+
+
+def set_budgets(service: Service | ExpertsService, config: ServeConfig) -> int:
+    """Sets a loaded service's budgets for requests and runs; returns the largest batch of one request, in tokens.
+
+    One client's share holds such a batch; clients cut theirs by it. A token counts four times: as it arrives, joined or
+    converted, as output, packed.
+    """
+    service.ledger.limit, run_bytes = work_bytes(config)
+    hidden_size = service.spec.hidden_size if isinstance(service, Service) else service.held.hidden_size
+    if isinstance(service, Service):
+        service.run_limits = replace(service.run_limits, run_bytes=run_bytes)
+    token_bytes = 4 * hidden_size * torch.float32.itemsize
+    tokens = max(1, min(config.limits.max_batch_tokens, service.ledger.most_of_peer // token_bytes))
+    service.limits = replace(service.limits, max_batch_tokens=tokens)
+    return tokens
 
 
 class Speed(NamedTuple):

@@ -24,7 +24,7 @@ from swarm_plugins.ledger import Ledger
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.server.background import drain, in_thread, sweep
-from swarm_plugins.server.capacity import Speed, checked_device, measure, work_bytes
+from swarm_plugins.server.capacity import Speed, checked_device, measure, set_budgets
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
@@ -252,6 +252,7 @@ class SwarmServer:
     async def _serve_experts(self, held: HeldExperts, version: str) -> None:
         speed = await in_thread(lambda: measure_held(held))
         scheduler = Scheduler(held, points=self._points)
+        held.rows_at_once = max(_MIN_PACK_TOKENS, int(speed.throughput * _SLICE_S))
         self._service = ExpertsService(
             version=version,
             held=held,
@@ -271,9 +272,7 @@ class SwarmServer:
 
     async def _go_online(self, service: Service | ExpertsService) -> None:
         presence = self._joined()
-        self._ledger.limit, run_bytes = work_bytes(self.config)
-        if isinstance(service, Service):
-            service.run_limits = dataclasses.replace(service.run_limits, run_bytes=run_bytes)
+        self._describe(max_batch_tokens=set_budgets(service, self.config))
         service.scheduler.start()
         self._sweeper = asyncio.create_task(sweep(service), name="drop expired graphs")
         handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)

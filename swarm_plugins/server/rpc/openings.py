@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server.compute.work import Load
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.rpc.checks import check_hidden
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
@@ -50,6 +51,7 @@ async def opening_handler(service: Service, channel: Channel) -> None:
                 lambda: _hashed(_inner_states(service, inputs, request.grad)),
                 timeout_s=service.limits.request_timeout_s,
                 peer=peer,
+                load=Load(inputs.num_tokens * (1 if request.grad is None else 4), len(inputs.blocks)),
             )
         states.extend(found)
         return await signed(service, request, Commitment(hashes=hashes)), "none"

@@ -13,6 +13,8 @@ import pytest
 import torch
 from holders_kit import Held, Holders, serving
 
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.remote_experts.held import load_held_experts
 from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse, Failure, ForwardRequest, Message
 
@@ -144,3 +146,17 @@ def test_one_owner_cannot_fill_the_queue(mixtral: Path) -> None:
     kinds = {answer.kind if isinstance(answer, Failure) else "served" for answer in answers}
     assert "served" in kinds
     assert kinds <= {"served", "overloaded"}
+
+
+@pytest.mark.parametrize("grad", [None, torch.ones(9, WIDTH)], ids=["forward", "backward"])
+def test_many_rows_of_one_expert_run_in_parts(mixtral: Path, grad: torch.Tensor | None) -> None:
+    held = load_held_experts(Checkpoint.open(mixtral), range(1, 2), range(4), device=torch.device("cpu"))
+    rows = torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(0))
+    spans = {0: slice(0, 2), 2: slice(2, 9)}
+    whole = held.run(1, rows, spans, grad)
+    boundaries: list[int] = []
+    held.rows_at_once = 3
+    held.on_block_boundary = lambda: boundaries.append(1)
+    torch.testing.assert_close(held.run(1, rows, spans, grad), whole)
+    assert len(boundaries) == 1 + 3
+    held.close()

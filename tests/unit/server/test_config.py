@@ -10,7 +10,7 @@ import torch
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig
-from swarm_plugins.server.capacity import blocks_that_fit
+from swarm_plugins.server.capacity import blocks_that_fit, work_bytes
 from swarm_plugins.server.config import ServeConfig, ServiceLimits
 from swarm_plugins.server.server import SwarmServer
 from swarm_plugins.testing.models import save_tiny
@@ -72,6 +72,7 @@ def test_wrong_setting_names_value_and_cure(settings: dict[str, Any], words: str
     [
         pytest.param({"max_batch_tokens": 0}, "max_batch_tokens must be above 0, got 0", id="zero"),
         pytest.param({"max_peer_kv_share": 1.5}, "at most 1, got 1.5", id="share"),
+        pytest.param({"session_lease_s": 60, "idle_session_s": 50}, "60, idle_session_s 50", id="lease"),
     ],
 )
 def test_wrong_limit_names_value(values: dict[str, Any], words: str) -> None:
@@ -104,3 +105,30 @@ def test_blocks_that_fit_leave_the_budgets_their_room(tmp_path: Path) -> None:
     assert blocks_that_fit(checkpoint, halves, available_bytes=available) == 4
     with pytest.raises(ConfigError, match=r"not one block of .* fits: a block takes about"):
         blocks_that_fit(checkpoint, config, available_bytes=2500)
+
+
+@pytest.mark.parametrize(
+    ("settings", "free_gib", "expected_mib"),
+    [
+        pytest.param({}, 30, (4096, 4096), id="plenty"),
+        pytest.param({}, 4, (512, 512), id="half-of-it-set-aside"),
+        pytest.param({}, 1, (16, 16), id="none-left"),
+        pytest.param({"request_bytes": 100 << 20}, 4, (100, 512), id="given"),
+        pytest.param({"run_bytes": 100 << 20, "device": "cuda"}, 4.5, (1024, 100), id="cuda"),
+    ],
+)
+def test_budgets_for_work_are_a_quarter_of_what_is_left(
+    settings: dict[str, Any], free_gib: float, expected_mib: tuple[int, int]
+) -> None:
+    config = ServeConfig(model="m", kv_bytes=1 << 30, activation_bytes=1 << 29, adapter_bytes=1 << 29, **settings)
+    found = work_bytes(config, free_bytes=int(free_gib * (1 << 30)))
+    assert found == tuple(size << 20 for size in expected_mib)
+
+
+def test_budgets_too_small_for_any_request_are_refused() -> None:
+    with pytest.raises(ConfigError, match="run_bytes is 1000, expected at least 16777216"):
+        ServeConfig(model="m", run_bytes=1000)
+    with pytest.raises(ConfigError, match="max_peer_share must be above 0 and at most 1, got 0"):
+        ServeConfig(model="m", max_peer_share=0)
+    assert ServeConfig(model="m", identity=Path("a/key")).points_file == Path("a/key.points")
+    assert ServeConfig(model="m").points_file is None
