@@ -53,7 +53,7 @@ def bench_verify(directory: Path, *, num_servers: int, rounds: int, progress: Pr
         command="swarm bench verify", model=directory.resolve().name, headings=("without checks", "with checks")
     )
     with LocalSwarm(directory, num_servers=num_servers, dtype="float32", threads=1) as swarm:
-        models = [_model(directory, swarm, verify) for verify in ("off", "auto")]
+        models = [_model(directory, swarm, verify) for verify in ("off", "on")]
         verifier = models[1][1]
         pids = (os.getpid(), *(server.pid for server in swarm.servers))
         tokens = prompt_tokens(directory, length=_TOKENS, vocab_size=models[0][0].config.vocab_size)
@@ -69,7 +69,7 @@ def bench_verify(directory: Path, *, num_servers: int, rounds: int, progress: Pr
 
 
 def _model(directory: Path, swarm: LocalSwarm, verify: str) -> tuple[PreTrainedModel, Verifier | None]:
-    config = SwarmConfig(verify="auto" if verify == "auto" else "off")
+    config = SwarmConfig(verify="on" if verify == "on" else "off")
     peers = list(swarm.initial_peers)
     load = AutoSwarmModelForCausalLM.from_pretrained
     model = frozen(load(directory, initial_peers=peers, swarm=config, dtype=torch.float32))

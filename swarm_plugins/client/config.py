@@ -8,7 +8,7 @@ from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 
-_CHOICES = {"codec": ("none", "float16", "int8"), "discovery": ("dht", "static"), "verify": ("auto", "off")}
+_CHOICES = {"codec": ("none", "float16", "int8"), "discovery": ("dht", "static"), "verify": ("auto", "on", "off")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,9 @@ class SwarmConfig:
     """How many blocks at the start and at the end of the model run here with their own weights: servers see only
     hidden states from the middle of the model. Someone who knows the model can still read most tokens from those."""
 
-    verify: Literal["auto", "off"] = "off"
-    """Whether answers are spot-checked against the checkpoint; ``auto``: unless only ``allowed_peers`` are used."""
+    verify: Literal["auto", "on", "off"] = "auto"
+    """Whether answers are spot-checked against the checkpoint. ``auto``: unless only ``allowed_peers`` are used, or the
+    swarm is joined by addresses of this machine (``/ip4/127...``) alone."""
 
     verify_bytes: int = 1 << 30
     """Most bytes of blocks that are kept in memory for checks."""

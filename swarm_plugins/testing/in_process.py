@@ -88,8 +88,7 @@ class InProcessSwarm:
 
     def _add(self, index: int, blocks: range, liar: Liar | None) -> str:
         """Starts a server that was never seen before."""
-        is_verified = self.config.verify != "off" and self.config.allowed_peers is None
-        identity = new_identity() if is_verified else None
+        identity = new_identity() if self.config.verify == "on" else None
         peer = f"peer{self._num_started}" if identity is None else identity.peer_id
         self._num_started += 1
         self.peers[index : index + 1] = [peer]

@@ -218,7 +218,7 @@ class _InProcess:
     @property
     def kinds(self) -> Sequence[FaultKind]:
         # A lie shows only where answers are checked.
-        left_out = set() if self._swarm.config.verify != "off" else {"lie"}
+        left_out = set() if self._swarm.config.verify == "on" else {"lie"}
         left_out |= {"other_version"} if self._other_model is None else set()
         return [kind for kind in KINDS if kind not in {"freeze_daemon", *left_out}]
 

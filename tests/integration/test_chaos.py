@@ -22,7 +22,7 @@ from swarm_plugins.testing import InProcessSwarm, Nemesis, save_tiny, tiny_model
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "15"))
 SEED = int(os.environ["CHAOS_SEED"]) if "CHAOS_SEED" in os.environ else None
-CONFIG = SwarmConfig(refresh_s=1.0, info_timeout_s=2.0, request_timeout_s=10.0, verify="auto")
+CONFIG = SwarmConfig(refresh_s=1.0, info_timeout_s=2.0, request_timeout_s=10.0, verify="on")
 SPANS = [(0, 2), (0, 2), (2, 4), (2, 4)]
 pytestmark = pytest.mark.slow
 

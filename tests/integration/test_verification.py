@@ -59,7 +59,7 @@ def test_a_liar_is_caught_over_real_connections(tmp_path: Path, monkeypatch: pyt
             return AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
 
         # The loss would not show this lie: the final norm hides the scale of the last block's output.
-        checking = load(SwarmConfig(verify="auto"))
+        checking = load(SwarmConfig(verify="on"))
         loss = checking(input_ids=IDS, labels=IDS).loss
         trusting = load(SwarmConfig(allowed_peers=tuple(one.peer_id for one in swarm.servers)))
         assert loss.item() == trusting(input_ids=IDS, labels=IDS).loss.item()

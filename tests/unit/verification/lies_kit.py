@@ -13,7 +13,7 @@ from swarm_plugins.testing import InProcessSwarm, Liar
 
 IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 HONEST = SwarmConfig(verify="off")
-CHECKED = SwarmConfig(verify="auto")
+CHECKED = SwarmConfig(verify="on")
 
 
 def train(swarm: InProcessSwarm, *, steps: int = 3) -> list[float]:

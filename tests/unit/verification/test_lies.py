@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lies_kit import CHECKED, HONEST, train, with_liar
 
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.testing import InProcessSwarm, Liar
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.view import Servers, SwarmView
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.testing import InProcessSwarm, Liar, LocalTransport
 from swarm_plugins.testing.liars import LIES
-from swarm_plugins.verification import Quarantine
+from swarm_plugins.verification import Quarantine, Verifier, make_observer
+from swarm_plugins.versions import ModelVersion
 
 
 @functools.cache
@@ -41,7 +47,7 @@ def test_a_mixture_is_checked_too(mixtral: Path, cache: Path) -> None:
 
 
 def test_without_checks_a_lie_is_believed(llama: Path, cache: Path) -> None:
-    for config in (HONEST, SwarmConfig(verify="auto", allowed_peers=("peer0", "peer1"))):
+    for config in (HONEST, SwarmConfig(allowed_peers=("peer0", "peer1"))):
         with with_liar(llama, Liar("echo"), config=config) as swarm:
             assert train(swarm, steps=1) != clean_losses(llama)[:1]
     assert not listed(cache)
@@ -53,3 +59,29 @@ def test_a_caught_server_stays_excluded_for_later_clients(llama: Path, cache: Pa
         Quarantine(cache / "quarantine.json").add(swarm.peers[1], model="tiny", reason="a lie")
         assert train(swarm, steps=1) == clean_losses(llama)[:1]
     assert liar.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("addresses", "settings", "is_verified"),
+    [
+        (["/ip4/203.0.113.7/tcp/1/p2p/Qm"], {}, True),
+        (["/ip4/127.0.0.1/tcp/1/p2p/Qm", "/ip4/203.0.113.7/tcp/1/p2p/Qm"], {}, True),
+        (["/ip4/127.0.0.1/tcp/1/p2p/Qm"], {}, False),
+        (["/ip4/127.0.0.1/tcp/1/p2p/Qm"], {"verify": "on"}, True),
+        (["/ip4/203.0.113.7/tcp/1/p2p/Qm"], {"verify": "off"}, False),
+        (["/ip4/203.0.113.7/tcp/1/p2p/Qm"], {"allowed_peers": ("Qm",)}, False),
+        (["/ip4/203.0.113.7/tcp/1/p2p/Qm"], {"allowed_peers": ("Qm",), "verify": "on"}, True),
+    ],
+)
+def test_strangers_are_checked(addresses: list[str], settings: dict[str, Any], is_verified: bool) -> None:
+    config = SwarmConfig(**settings)
+    version = ModelVersion("tiny", "a" * 40)
+    network = LocalTransport({})
+    view = SwarmView(network, Peers(network, config), config, version=version, num_blocks=4, initial_peers=addresses)
+    observer = make_observer(Servers(view.peers, view), lambda: Checkpoint.open("nowhere"))
+    assert isinstance(observer, Verifier) == is_verified
+
+
+def test_unknown_verify_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown verify 'yes'; known: auto, on, off"):
+        SwarmConfig(verify="yes")  # type: ignore[arg-type]
