@@ -132,7 +132,8 @@ class Retries:
                 is_over = time.monotonic() - self._progress_at > (_HELP_S if is_help_coming else _PATIENCE_S)
                 # A call that begins in an outage waits as one that began before it.
                 is_outage = self.last is not None or bool(self.view.bans.banned())
-                if not is_outage or self.failures >= self.limit or not self.may_pause or is_over:
+                is_hopeless = not is_help_coming and (not is_outage or self.failures >= self.limit)
+                if is_hopeless or not self.may_pause or is_over:
                     if isinstance(self.last, MissingExpertsError):
                         # It names what to serve; more servers of the blocks would miss the same experts.
                         raise self.last from None

@@ -24,8 +24,10 @@ from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.placing import mobility_of, snapshot_of
 from swarm_plugins.server.preload import preload_adapter
+from swarm_plugins.server.pulse import Pulse
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.gradients import KeptForward
+from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ class Place(Protocol):
 
     async def announce(self, info: Callable[[], ServerInfo]) -> None:
         """Announces the server."""
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        """Opens a stream to another peer."""
 
 
 class Mover:
@@ -88,6 +93,7 @@ class Mover:
         self.describe = describe
         self.load = load
         self._resting_until = 0.0
+        self._pulse = Pulse(presence, presence.peer_id)
 
     async def run(self) -> None:
         """Looks at the swarm from time to time, and moves when it is this server's turn."""
@@ -115,7 +121,7 @@ class Mover:
     async def _look(self) -> Snapshot:
         info = self.info()
         try:
-            infos = await self.presence.servers(info.version, info.num_blocks)
+            infos = await self._pulse.living(await self.presence.servers(info.version, info.num_blocks))
         except TransportError as error:
             log.debug("no look at the swarm this time: %s", error)
             infos = {}

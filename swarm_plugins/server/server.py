@@ -32,6 +32,7 @@ from swarm_plugins.server.experts import load_held, measure_held
 from swarm_plugins.server.hosted import HostedSpans, storages
 from swarm_plugins.server.identity import identity_of
 from swarm_plugins.server.moving import Mover
+from swarm_plugins.server.network_rate import network_rate
 from swarm_plugins.server.placing import choose_blocks, may_move
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
@@ -297,6 +298,7 @@ class SwarmServer:
         scheduler = Scheduler(spans, SchedulerConfig(max_pack_tokens=config.max_pack_tokens), self._points)
         limits = config.limits
         speed = await self._measured(span)
+        token_bytes = span.spec.hidden_size * span.spec.dtype.itemsize
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
         scheduler.chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
         kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
@@ -307,6 +309,7 @@ class SwarmServer:
             state="online",
             throughput=round(speed.throughput, 3),
             decode_s=speed.decode_s,
+            network_tokens_s=await network_rate(self._joined(), version, num_blocks, token_bytes),
             total_kv_tokens=kv_tokens,
             max_session_tokens=min(limits.max_session_tokens, span.spec.max_positions, kv_tokens),
             needs=() if self._share is None else self._share.needs,

@@ -26,7 +26,7 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
-from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.identity import Identity, new_identity
 from swarm_plugins.transport.messages import ServerInfo
 
@@ -214,3 +214,6 @@ class _Place:
 
     async def announce(self, info: Callable[[], ServerInfo]) -> None:
         info()
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        return await self._transport().open(peer, rpc, timeout_s=timeout_s)

@@ -55,6 +55,23 @@ class InfoRequest(_Message, kw_only=True):
     """Asks a server for its [`ServerInfo`][swarm_plugins.transport.messages.ServerInfo]."""
 
 
+MAX_ECHO_BYTES = 1 << 18
+"""Largest payload of an echo."""
+
+
+class EchoRequest(_Message, kw_only=True):
+    """Asks for the same bytes back, as the first message or between others of ``rpc_info``: measures the network."""
+
+    payload: Tensor
+    """``[bytes]``, uint8, at most ``MAX_ECHO_BYTES``."""
+
+
+class EchoResponse(_Message, kw_only=True):
+    """Returns the bytes of an echo request."""
+
+    payload: Tensor
+
+
 class ServerInfo(_Message, kw_only=True):
     """A server's description of itself, in ``rpc_info`` and (signed) in the DHT."""
 
@@ -320,6 +337,8 @@ class DrainAccepted(_Message, kw_only=True):
 Message = (
     Failure
     | InfoRequest
+    | EchoRequest
+    | EchoResponse
     | ServerInfo
     | ForwardRequest
     | ForwardResponse

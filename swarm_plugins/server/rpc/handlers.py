@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
@@ -13,7 +14,14 @@ from swarm_plugins.ledger import Charge, Ledger
 from swarm_plugins.server.failures import BadRequestError, failure_of
 from swarm_plugins.server.service import ExpertsService, Service
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import Codec, InfoRequest, Message
+from swarm_plugins.transport.messages import (
+    MAX_ECHO_BYTES,
+    Codec,
+    EchoRequest,
+    EchoResponse,
+    InfoRequest,
+    Message,
+)
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +107,26 @@ async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
 
 
 async def info_handler(service: Service | ExpertsService, channel: Channel) -> None:
-    """Answers what is served here."""
+    """Answers what is served here, and echoes."""
 
-    async def answer(_: InfoRequest, __: Charge) -> Answer:
-        return service.info(), "none"
+    async def answer(request: InfoRequest | EchoRequest, _: Charge) -> Answer:
+        if isinstance(request, InfoRequest):
+            return service.info(), "none"
+        payload = request.payload
+        if payload.dtype != torch.uint8 or payload.ndim != 1 or payload.nbytes > MAX_ECHO_BYTES:
+            raise BadRequestError(
+                f"the echo has shape {list(payload.shape)} and {payload.dtype}, expected at most [{MAX_ECHO_BYTES}] "
+                "of uint8"
+            )
+        return EchoResponse(payload=payload), "none"
 
     await answer_requests(
-        channel, "rpc_info", (InfoRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
+        channel,
+        "rpc_info",
+        (InfoRequest, EchoRequest),
+        answer,
+        idle_s=service.limits.idle_stream_s,
+        ledger=service.ledger,
     )
 
 

@@ -24,6 +24,19 @@ def test_table_names_peers_loads_and_missing_blocks() -> None:
     assert "  swarm serve tiny --blocks 6:8 --initial-peers ADDRESS\n" in text
 
 
+def test_table_shows_spans_in_motion() -> None:
+    servers = [
+        server("QmGoing", 0, 4, target=(4, 8)),
+        server("QmCame", 4, 8, leaving=(0, 4)),
+        server("QmDropped", 2, 6, state="joining", target=(2, 6)),
+    ]
+    out = io.StringIO()
+    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
+    rows = out.getvalue().splitlines()
+    for peer, blocks in (("QmGoing", "0:4 > 4:8"), ("QmCame", "0:4 > 4:8"), ("QmDropped", " 2:6 ")):
+        assert any(peer in row and blocks in row for row in rows)
+
+
 def test_table_names_holders_of_experts_and_what_no_one_holds() -> None:
     servers = [
         server("QmOwner", 0, 8, needs=((0, 8, 0, 4),)),

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -256,3 +257,23 @@ def test_a_banned_server_is_asked_when_the_one_preferred_to_it_has_gone(tmp_path
         blocks.view.entries = {}
         blocks.view.doubt()
         assert torch.equal(blocks.forward(inputs).hidden, want)
+
+
+def test_blocks_that_another_server_is_loading_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.retries._PATIENCE_S", 0.1)
+
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        mover = swarm.machines["spare"]
+        await swarm.kill("a")
+        swarm.named.discard("a")
+        with pytest.raises(MissingBlocksError, match="0:2"):
+            await forward(servers)
+        mover.info = msgspec.structs.replace(mover.info, target=(0, 2))
+        running = asyncio.create_task(forward(servers))
+        await asyncio.sleep(1.0)
+        assert not running.done()
+        mover.info = msgspec.structs.replace(mover.info, target=None, start=0, end=2)
+        await running
+
+    run({"a": (0, 2), "b": (2, 4), "spare": (2, 4)}, use, max_retries=2)

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.blocks.span import Span
+from swarm_plugins.errors import CapacityError
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
@@ -101,3 +103,44 @@ def test_the_only_server_of_a_block_stays(directory: Path) -> None:
         swarm.kill(swarm.peers[1])
         swarm.move(swarm.peers[0], 1, 3)
         assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
+
+
+def test_without_room_for_two_spans_the_old_one_is_dropped_first(directory: Path) -> None:
+    with InProcessSwarm(directory, spans=[(0, 3), (0, 3), (2, 4)]) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        expected = remote(PROMPT).logits
+        mover = swarm.peers[0]
+        swarm._movers[mover].describe(mobility="drops-first")
+        swarm.move(mover, 1, 4)
+        assert swarm.services[mover].spec.blocks == range(1, 4)
+        assert swarm.services[mover].info().state == "online"
+        torch.testing.assert_close(remote(PROMPT).logits, expected)
+        # Block 0 is held by the other one alone: a shift that keeps it would leave it without a server meanwhile.
+        other = swarm.peers[1]
+        swarm._movers[other].describe(mobility="drops-first")
+        swarm.move(other, 0, 3)
+        swarm.move(other, 1, 4)
+        assert swarm.services[other].spec.blocks == range(3)
+
+
+def test_a_span_that_cannot_be_loaded_leaves_the_old_one(directory: Path) -> None:
+    with InProcessSwarm(directory, spans=SPANS) as swarm:
+        for mobility in ("loads-first", "drops-first"):
+            mover = swarm._movers[swarm.peers[0]]
+            mover.describe(mobility=mobility)
+            load = mover.load
+
+            def fail(blocks: range, load: Callable[[range], Span] = load) -> Span:
+                if blocks == range(2, 4):
+                    raise CapacityError("no memory left")
+                return load(blocks)
+
+            mover.load = fail
+            with pytest.raises(CapacityError, match="no memory left"):
+                swarm.move(swarm.peers[0], 2, 4)
+            mover.load = load
+            info = swarm.services[swarm.peers[0]].info()
+            assert (info.start, info.end, info.state, info.target) == (0, 2, "online", None)
+            assert swarm.services[swarm.peers[0]].spec.blocks == range(2)
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        assert torch.isfinite(remote(PROMPT).logits).all()

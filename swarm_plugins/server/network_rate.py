@@ -1,0 +1,86 @@
+"""How many tokens a server's network carries: measured by echoes of a few other servers, in bounded time and bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import MAX_ECHO_BYTES, EchoRequest, EchoResponse, ServerInfo
+
+log = logging.getLogger(__name__)
+
+_MAX_PEERS = 3
+_ROUNDS = 2
+_PEER_TIMEOUT_S = 2.0
+"""Longest measurement with one peer. In all: 6 s and 3 MB at most."""
+_SMALL_BYTES = 64
+
+
+class Network(Protocol):
+    """What the measurement needs of `Presence`."""
+
+    @property
+    def peer_id(self) -> str:
+        """Id of this server."""
+
+    async def servers(self, version: str, num_blocks: int) -> Mapping[str, ServerInfo]:
+        """Returns the servers of a model version."""
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        """Opens a stream; see `Transport`."""
+
+
+async def network_rate(network: Network, version: str, num_blocks: int, token_bytes: int) -> float:
+    """Returns how many hidden states a second this network carries, in and out; 0 if no other server answers.
+
+    The best of a few peers counts: the others' own networks may be slower.
+
+    Args:
+        network: The server's place in the swarm.
+        version: Model version.
+        num_blocks: Blocks of the whole model.
+        token_bytes: Bytes of one token's hidden states.
+    """
+    try:
+        infos = await network.servers(version, num_blocks)
+    except SwarmError as error:
+        log.debug("no measurement of the network: %s", error)
+        return 0.0
+    peers = [peer for peer, info in infos.items() if peer != network.peer_id and info.state == "online"]
+    rates = [0.0]
+    for peer in random.sample(peers, min(_MAX_PEERS, len(peers))):
+        try:
+            async with asyncio.timeout(_PEER_TIMEOUT_S):
+                rates.append(await _bytes_per_s(network, peer) / token_bytes)
+        except (SwarmError, TimeoutError) as error:
+            log.debug("no measurement of the network with %s: %s", peer, error)
+    return round(max(rates), 1)
+
+
+async def _bytes_per_s(network: Network, peer: str) -> float:
+    """Returns bytes per second there and back at the same time, without the round trip itself."""
+    channel = await network.open(peer, "rpc_info", timeout_s=_PEER_TIMEOUT_S)
+    try:
+        round_trip_s = min([await _echo_s(channel, _SMALL_BYTES) for _ in range(_ROUNDS)])
+        echo_s = min([await _echo_s(channel, MAX_ECHO_BYTES) for _ in range(_ROUNDS)])
+        return MAX_ECHO_BYTES / max(echo_s - round_trip_s, 1e-6)
+    finally:
+        await channel.close()
+
+
+async def _echo_s(channel: Channel, num_bytes: int) -> float:
+    payload = torch.zeros(num_bytes, dtype=torch.uint8).random_(0, 256)
+    started = time.perf_counter()
+    await channel.send(EchoRequest(payload=payload))
+    answer = await channel.receive(timeout_s=_PEER_TIMEOUT_S)
+    if not isinstance(answer, EchoResponse) or not torch.equal(answer.payload, payload):
+        raise SwarmError(f"server {channel.remote_peer} does not echo")
+    return time.perf_counter() - started
