@@ -7,10 +7,9 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import msgspec
 import torch
@@ -36,51 +35,24 @@ from swarm_plugins.server.network_rate import network_rate
 from swarm_plugins.server.placing import choose_blocks, may_move
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
-from swarm_plugins.server.rpc.adapter import adapter_handler
 from swarm_plugins.server.rpc.drain import operator_handlers
-from swarm_plugins.server.rpc.experts import experts_handler
-from swarm_plugins.server.rpc.handlers import info_handler, push_handler
-from swarm_plugins.server.rpc.openings import opening_handler
-from swarm_plugins.server.rpc.session import session_handler
-from swarm_plugins.server.rpc.training import backward_handler, forward_handler
+from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.server.state.slices import RunLimits
-from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
 
-_HANDLERS = {
-    "rpc_info": info_handler,
-    "rpc_forward": forward_handler,
-    "rpc_backward": backward_handler,
-    "rpc_session": session_handler,
-    "rpc_adapter": adapter_handler,
-    "rpc_open": opening_handler,
-    "rpc_push": push_handler,
-}
-_EXPERTS_HANDLERS = {"rpc_info": info_handler, "rpc_experts": experts_handler}
 _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
 _MIN_PACK_TOKENS = 64
 _SLICE_S = 0.25
 """Batches of training are cut so that a forward through one block takes about this time, a backward a few times it."""
-
-
-def service_handlers(service: Service | ExpertsService) -> dict[str, Handler]:
-    """Returns the handlers of a service, by rpc name."""
-    handlers: Mapping[str, Any] = _EXPERTS_HANDLERS if isinstance(service, ExpertsService) else _HANDLERS
-
-    async def run(handler: Any, channel: Channel) -> None:
-        service.points.met(channel.remote_peer, channel.remote_address)
-        await handler(service, channel)
-
-    return {name: functools.partial(run, handler) for name, handler in handlers.items()}
 
 
 class SwarmServer:

@@ -20,7 +20,7 @@ from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServiceLimits
-from swarm_plugins.server.server import service_handlers
+from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import ExpertsService
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler

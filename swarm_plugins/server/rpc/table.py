@@ -1,0 +1,38 @@
+"""Which handler answers which rpc."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from swarm_plugins.server.rpc.adapter import adapter_handler
+from swarm_plugins.server.rpc.experts import experts_handler
+from swarm_plugins.server.rpc.handlers import info_handler, push_handler
+from swarm_plugins.server.rpc.openings import opening_handler
+from swarm_plugins.server.rpc.session import session_handler
+from swarm_plugins.server.rpc.training import backward_handler, forward_handler
+from swarm_plugins.server.service import ExpertsService, Service
+from swarm_plugins.transport.channel import Channel, Handler
+
+_HANDLERS = {
+    "rpc_info": info_handler,
+    "rpc_forward": forward_handler,
+    "rpc_backward": backward_handler,
+    "rpc_session": session_handler,
+    "rpc_adapter": adapter_handler,
+    "rpc_open": opening_handler,
+    "rpc_push": push_handler,
+}
+_EXPERTS_HANDLERS = {"rpc_info": info_handler, "rpc_experts": experts_handler}
+
+
+def service_handlers(service: Service | ExpertsService) -> dict[str, Handler]:
+    """Returns the handlers of a service, by rpc name."""
+    handlers: Mapping[str, Any] = _EXPERTS_HANDLERS if isinstance(service, ExpertsService) else _HANDLERS
+    return {name: functools.partial(_run, service, handler) for name, handler in handlers.items()}
+
+
+async def _run(service: Service | ExpertsService, handler: Any, channel: Channel) -> None:
+    service.points.met(channel.remote_peer, channel.remote_address)
+    await handler(service, channel)
