@@ -177,14 +177,15 @@ class SwarmDHT:
         """Returns the servers of a model version, by peer id; see `Directory`."""
         keys = server_keys(version)
         found = _servers_in(await self._find(keys), num_blocks)
-        if len(found) <= _CROWD:
+        is_crowd = len(found) > _CROWD
+        if not is_crowd and _is_whole(found.values(), num_blocks):
             return found
-        # Any node can make up thousands of servers. Those that it was started with were named by this node's user.
+        # Any node can make up thousands of servers, or name none. Initial peers were named by this node's user.
         near = _servers_in(await self._find_near(keys), num_blocks)
-        if _is_whole(near.values(), num_blocks):
+        if is_crowd and _is_whole(near.values(), num_blocks):
             return near
-        others = [peer for peer in found if peer not in near]
-        return near | {peer: found[peer] for peer in random.sample(others, min(len(others), _CROWD))}
+        others = random.sample(sorted(found), min(len(found), _CROWD))
+        return {peer: found[peer] for peer in others} | near
 
     async def models(self) -> dict[str, ModelInfo]:
         """Returns all announced model versions, by version; see `majority`."""

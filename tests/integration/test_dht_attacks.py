@@ -34,7 +34,7 @@ from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key
 pytestmark = pytest.mark.swarm
 
 ATTACKER = Path(__file__).with_name("dht_attacker.py")
-ATTACK_S = 4.0
+ATTACK_S = 2.5
 NUM_SYBILS = 4200
 MIB = 1 << 20
 

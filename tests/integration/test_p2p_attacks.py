@@ -246,6 +246,21 @@ def test_a_crowd_of_one_address_does_not_push_out_a_server_that_answers(
     run(body)
 
 
+def test_nodes_that_name_no_server_hide_none_of_an_initial_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def name_none(*_: Any, **__: Any) -> dict[str, None]:
+        return {}
+
+    async def body() -> None:
+        async with server() as victim:
+            await victim.announce(INFO, 60.0)
+            async with client(*await victim.addresses()) as asking:
+                # As if the nodes around the key were all hostile.
+                monkeypatch.setattr(asking._dht._dht, "get_many", name_none)
+                assert await asking.servers("v1", 8) == {victim.peer_id: INFO}
+
+    run(body)
+
+
 def test_one_peer_cannot_fill_the_routing_table() -> None:
     async def body() -> None:
         async with victim_and_attacker() as (victim, attacker):

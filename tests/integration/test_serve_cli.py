@@ -111,6 +111,9 @@ WRONG = {
     "log-level": ("--log-level loud", r"invalid --log-level 'loud': expected debug, info"),
     "peer": ("--initial-peers 1.2.3.4:5", r"'1.2.3.4:5' is not a libp2p address"),
     "peer-without-id": ("--initial-peers /ip4/1.2.3.4/tcp/5", r"has no peer id"),
+    "discovery": ("--discovery mdns", r"unknown discovery 'mdns'; known: dht, static"),
+    "allowed-peers": ("--allowed-peers bob", r"'bob' is not a peer id: expected 12D3Koo"),
+    "relay": ("--relay /ip4/1.2.3.4/tcp/5", r"peer address '/ip4/1.2.3.4/tcp/5' has no peer id"),
     "host": ("--host-maddrs here", r"'here' is not a libp2p address"),
 }
 
@@ -172,6 +175,19 @@ def test_unreachable_peer_is_one_sentence(model: Path) -> None:
     code, text = refusal(str(model), "--initial-peers", UNREACHABLE)
     assert code == 1
     assert UNREACHABLE in text
+
+
+@pytest.mark.swarm
+def test_a_relay_that_is_none_and_a_secret_that_is_none_are_one_sentence(model: Path, tmp_path: Path) -> None:
+    code, text = refusal(str(model), "--relay", UNREACHABLE)
+    assert code == 1
+    assert re.search(rf"relay {UNREACHABLE} cannot be reached: check that a server runs there", text), text
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    assert re.search(r"secret \S+ is empty: write one into it", refusal(str(model), "--secret-file", str(secret))[1])
+    secret.write_text("correct horse battery staple")
+    secret.chmod(0o644)
+    assert re.search(r"open to other users .* chmod 600", refusal(str(model), "--secret-file", str(secret))[1])
 
 
 @pytest.mark.swarm

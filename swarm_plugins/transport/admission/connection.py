@@ -98,10 +98,13 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
         self, handle_name: str, handler: Callable[..., Any], input_protobuf_type: Any, balanced: bool = False
     ) -> None:
         async def answer(request: bytes, remote_id: PeerID) -> bytes:
-            await self._check(len(request), remote_id.to_base58())
+            peer = remote_id.to_base58()
+            await self._check(len(request), peer)
             context = P2PContext(handle_name=handle_name, local_id=self.peer_id, remote_id=remote_id)
             response = await handler(input_protobuf_type.FromString(request), context)
-            return bytes(response.SerializeToString())
+            content = bytes(response.SerializeToString())
+            self.paces.charge(peer, await self.origins.of(peer), len(content))
+            return content
 
         await self._client.add_unary_handler(handle_name, answer, balanced=balanced)
 

@@ -23,7 +23,7 @@ import shlex
 import stat
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
@@ -47,7 +47,8 @@ _VALID_S = 3600.0
 _FRESH_S = 10.0
 """A proof younger than this is not repeated: the other side may have been restarted since."""
 _MAX_PROVEN = 4096
-_MAX_AT_ONCE = 64
+_MAX_AT_ONCE = 256
+_MAX_OF_PEER = 4
 
 Open = Callable[[str, str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
@@ -102,7 +103,7 @@ class Gate:
         self._key = None if secret is None else Scrypt(salt=_DOMAIN, length=32, n=2**14, r=8, p=1).derive(secret)
         self._proven: OrderedDict[str, float] = OrderedDict()
         self._lock = threading.Lock()
-        self._answering = 0
+        self._answering: Counter[str] = Counter()
 
     @property
     def is_secret(self) -> bool:
@@ -163,11 +164,11 @@ class Gate:
         """Answers a caller's proof; says nothing to one that fails."""
         peer = info.peer_id.to_base58()
         with contextlib.closing(writer):
-            if self._key is None or self._answering >= _MAX_AT_ONCE:
+            if self._key is None or self._answering.total() >= _MAX_AT_ONCE or self._answering[peer] >= _MAX_OF_PEER:
                 return
             if self._allowed is not None and peer not in self._allowed:
                 return
-            self._answering += 1
+            self._answering[peer] += 1
             try:
                 async with asyncio.timeout(_PROOF_TIMEOUT_S):
                     theirs = await reader.readexactly(_NONCE_BYTES)
@@ -183,7 +184,7 @@ class Gate:
             except (TimeoutError, OSError, asyncio.IncompleteReadError) as exc:
                 log.debug("peer %s did not prove the secret: %r", peer, exc)
             finally:
-                self._answering -= 1
+                self._answering -= Counter([peer])
 
     async def _call(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         ours = secrets.token_bytes(_NONCE_BYTES)

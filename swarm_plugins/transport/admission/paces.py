@@ -9,6 +9,8 @@ from collections.abc import Callable
 from swarm_plugins.transport.admission.origins import Origin
 
 _MAX_CALLERS = 4096
+_CALL_BYTES = 64 << 10
+"""Of an answer that takes as much work as a call."""
 
 
 class Pace:
@@ -28,14 +30,21 @@ class Pace:
 
     def take(self, caller: object) -> bool:
         """Counts a call; returns whether the caller had one left."""
-        now = self._clock()
-        left, since = self._left.pop(caller, (self._burst, now))
-        left = min(self._burst, left + (now - since) * self.per_s)
-        is_allowed = left >= 1
-        self._left[caller] = (left - is_allowed, now)
+        is_allowed = self._left_of(caller) >= 1
+        if is_allowed:
+            self.charge(caller, 1.0)
+        return is_allowed
+
+    def charge(self, caller: object, calls: float) -> None:
+        """Counts work as so many calls, which may leave a debt."""
+        self._left[caller] = (self._left_of(caller) - calls, self._clock())
+        self._left.move_to_end(caller)
         if len(self._left) > _MAX_CALLERS:
             self._left.popitem(last=False)
-        return is_allowed
+
+    def _left_of(self, caller: object) -> float:
+        left, since = self._left.get(caller, (self._burst, self._clock()))
+        return min(self._burst, left + (self._clock() - since) * self.per_s)
 
 
 class Paces:
@@ -51,12 +60,19 @@ class Paces:
 
     def refusal(self, peer: str, origin: Origin) -> str | None:
         """Counts a call; returns why it is refused, or None."""
-        levels = (
+        for pace, caller, whose in self._levels(peer, origin):
+            if not pace.take(caller):
+                return f"more than {pace.per_s:g} calls of the DHT a second {whose}"
+        return None
+
+    def charge(self, peer: str, origin: Origin, answer_bytes: int) -> None:
+        """Counts an answer that has been made: a long one costs as much as several calls."""
+        for pace, caller, _ in self._levels(peer, origin):
+            pace.charge(caller, answer_bytes / _CALL_BYTES)
+
+    def _levels(self, peer: str, origin: Origin) -> tuple[tuple[Pace, object, str], ...]:
+        return (
             (self._of_peer, peer, "of one peer"),
             (self._of_host, origin.host, "of one address"),
             (self._of_all, None, "of all peers"),
         )
-        for pace, caller, whose in levels:
-            if not pace.take(caller):
-                return f"more than {pace.per_s:g} calls of the DHT a second {whose}"
-        return None

@@ -155,3 +155,20 @@ def test_a_list_of_peers_holds_in_both_directions(monkeypatch: pytest.MonkeyPatc
         assert len(full._proven) == 3
 
     asyncio.run(body())
+
+
+def test_a_stranger_cannot_keep_others_from_proving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "_PROOF_TIMEOUT_S", 0.3)
+
+    async def body() -> None:
+        theirs = gate_of("b")
+        silent = Wire("stranger", theirs)
+        for _ in range(300):
+            await silent.open("b", "")
+        await asyncio.sleep(0)
+        assert theirs._answering.total() == 4
+        await Gate("a", Wire("a", theirs).open, secret=SECRET).enter("b", 5.0)
+        await asyncio.gather(*silent.tasks)
+        assert theirs._answering.total() == 0
+
+    asyncio.run(body())

@@ -44,3 +44,15 @@ def test_origins_are_read_from_addresses() -> None:
     assert origin_of(bytes([0x04, 10, 1, 2, 3, 0x06, 0, 1])) == (bytes([10, 1, 2, 3]), bytes([10, 1, 2]))
     assert origin_of(bytes([0x29, *range(16), 0x06, 0, 1])) == (bytes(range(8)), bytes(range(6)))
     assert origin_of(b"") == origin_of(b"\x04\x01") == origin_of(b"\x35abc") == UNKNOWN
+
+
+def test_long_answers_count_as_several_calls() -> None:
+    now = 0.0
+    budgets = Paces(clock=lambda: now)
+    here = origin_of(b"\x04\x01\x02\x03\x04\x06")
+    for _ in range(3):
+        assert budgets.refusal("peer", here) is None
+        budgets.charge("peer", here, 3 << 20)
+    assert budgets.refusal("peer", here) == "more than 10 calls of the DHT a second of one peer"
+    now = 10.0
+    assert budgets.refusal("peer", here) is None
