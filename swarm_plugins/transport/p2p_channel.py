@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 # Increment it on incompatible changes: old and new peers then refuse each other's streams by name.
 _PROTOCOL_VERSION = 1
+_IDLE_S = 30.0
+"""Streams that have waited for longer may be ended for peers that have none."""
+_END_CHECKS, _END_CHECK_S = 20, 0.01
 
 
 def protocol_name(rpc: str) -> str:
@@ -132,6 +135,7 @@ class Acceptor:
         self._ledger = ledger
         self._parting = parting or Parting()
         self._streams = Ledger(limits.max_streams, max_peer_share=limits.max_peer_stream_share, noun="streams")
+        self._open: set[FrameStream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -179,10 +183,13 @@ class Acceptor:
             return
         peer = channel.remote_peer
         try:
+            if not self._streams.held(peer) and self._streams.used >= self._streams.limit:
+                await self._end_idlest()
             self._streams.claim(peer, 1)
         except CapacityError as error:
             await channel.send(Failure(kind="overloaded", message=str(error)))
             return
+        self._open.add(channel)
         try:
             await _await_first_message(channel, self._limits)
             await handler(channel)
@@ -193,7 +200,20 @@ class Acceptor:
             text = f"the server failed ({type(exc).__name__}); its log says more"
             await channel.send(Failure(kind="internal", message=text))
         finally:
+            self._open.discard(channel)
             self._streams.release(peer, 1)
+
+    async def _end_idlest(self) -> None:
+        """Ends the stream that has waited longest for a request, to let in a peer that has none."""
+        idlest = min(self._open, key=lambda stream: stream.waits_since, default=None)
+        if idlest is None or asyncio.get_running_loop().time() - idlest.waits_since < _IDLE_S:
+            return
+        used = self._streams.used
+        idlest.abort(TransportError("ended after a long silence, to let in another peer"))
+        for _ in range(_END_CHECKS):
+            if self._streams.used < used:
+                return
+            await asyncio.sleep(_END_CHECK_S)
 
 
 async def _await_first_message(stream: FrameStream, limits: WireLimits) -> None:

@@ -7,6 +7,7 @@ size, no task per message. Memory grows as bytes arrive, never by what a peer me
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
@@ -112,6 +113,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self.is_closed = False
         self._is_parting = False
         self.received_bytes = 0
+        self.waits_since = math.inf
+        """When the wait for the next message has begun; infinity while none is awaited."""
 
     # -- called by the transport -------------------------------------------------------------------------------
 
@@ -243,7 +246,9 @@ class FrameStream(asyncio.BufferedProtocol):
 
         if not self._frames and not self._has_ended:
             self._check_usable()
+            self.waits_since = self._loop.time()
             await self._receiver.wait(timeout_s, give_up)
+            self.waits_since = math.inf
             if not self._frames and not self._has_ended:
                 self._check_usable()
 

@@ -15,6 +15,7 @@ import torch
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
+import swarm_plugins.transport.p2p_channel as p2p_channel
 from swarm_plugins.errors import TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import Channel, Handler
@@ -28,8 +29,11 @@ PEER_ID = "12D3KooWGRUfnLkV7dVvRbEy3Wp3PZXYGJXhYZPFMeSKzYxkbYpT"
 
 
 class _Peer:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
     def to_base58(self) -> str:
-        return "peer-x"
+        return self.name
 
 
 async def echo(channel: Channel) -> None:
@@ -38,10 +42,10 @@ async def echo(channel: Channel) -> None:
 
 
 @asynccontextmanager
-async def connected(acceptor: Acceptor, handler: Handler) -> AsyncIterator[FrameStream]:
+async def connected(acceptor: Acceptor, handler: Handler, peer: str = "peer-x") -> AsyncIterator[FrameStream]:
     near, far = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=far)
-    info = SimpleNamespace(peer_id=_Peer())
+    info = SimpleNamespace(peer_id=_Peer(peer), addr="/ip4/203.0.113.7/tcp/1")
     serving = asyncio.create_task(acceptor.accept(handler, info, reader, writer))  # type: ignore[arg-type]
     _, writer = await asyncio.open_unix_connection(sock=near)
     stream = FrameStream("server", DEFAULT_LIMITS, Ledger(1 << 30))
@@ -108,6 +112,37 @@ def test_all_peers_together_are_bounded_too() -> None:
             answer = await second.receive(timeout_s=5.0)
             assert isinstance(answer, Failure)
             assert "this client holds 1 streams here and all hold 1 of 1" in answer.message
+
+    asyncio.run(main())
+
+
+def test_five_peers_that_take_all_they_get_leave_streams_for_others() -> None:
+    acceptor = acceptor_with()
+    for peer in ("a", "b", "c", "d", "e"):
+        while acceptor._streams.room(peer):
+            acceptor._streams.claim(peer, 1)
+    assert acceptor._streams.room("honest") >= 20
+
+
+def test_a_peer_without_a_stream_gets_that_of_the_idlest(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        acceptor = acceptor_with(max_streams=2)
+        async with connected(acceptor, echo, "one") as first, connected(acceptor, echo, "two") as second:
+            for channel in (first, second):
+                await channel.send(InfoRequest())
+                assert await channel.receive(timeout_s=5.0) == InfoRequest()
+            async with connected(acceptor, echo, "three") as third:
+                answer = await third.receive(timeout_s=5.0)
+                assert isinstance(answer, Failure)
+                assert "all hold 2 of 2" in answer.message
+            monkeypatch.setattr(p2p_channel, "_IDLE_S", 0.0)
+            async with connected(acceptor, echo, "three") as third:
+                await third.send(InfoRequest())
+                assert await third.receive(timeout_s=5.0) == InfoRequest()
+                with pytest.raises(TransportError):
+                    await first.receive(timeout_s=5.0)
+                await second.send(InfoRequest())
+                assert await second.receive(timeout_s=5.0) == InfoRequest()
 
     asyncio.run(main())
 
