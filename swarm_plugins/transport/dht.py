@@ -111,7 +111,7 @@ class SwarmDHT:
         dht.protocol.serializer = TypedSerializer
         dht.protocol.cache.maxsize = 1
         addresses = (*self._config.initial_peers, *self._config.known_peers)
-        neighbors = Neighbors(connection, dht, addresses)
+        neighbors = Neighbors(connection, self._daemon.socket_path, dht, addresses)
         if self._config.known_peers:
             await neighbors.call_lost()
         self._neighbors, self._dht = neighbors, dht
@@ -129,7 +129,10 @@ class SwarmDHT:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._loop.call_soon(connection.close)
-        await asyncio.to_thread(self._loop.close)
+        try:
+            await asyncio.to_thread(self._loop.close)
+        except RuntimeError:  # at the end of the interpreter no thread starts any more
+            self._loop.close()
 
     @property
     def is_alone(self) -> bool:

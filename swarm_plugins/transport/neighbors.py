@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
-from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.transport.config import peer_id_in, place_in
+from swarm_plugins.transport.p2p_channel import connect_peer
 
 log = logging.getLogger(__name__)
 
@@ -34,14 +34,16 @@ class Neighbors:
 
     Args:
         p2p: The node's connection to its daemon.
+        socket_path: The daemon's socket.
         dht: The node.
         addresses: Addresses that the node was started with; they are never forgotten.
     """
 
-    def __init__(self, p2p: P2P, dht: DHTNode, addresses: Sequence[str]) -> None:
+    def __init__(self, p2p: P2P, socket_path: str, dht: DHTNode, addresses: Sequence[str]) -> None:
         self._p2p = p2p
+        self._socket_path = socket_path
         self._dht = dht
-        self._initial = {PeerID.from_base58(peer_id_in(address)): Multiaddr(place_in(address)) for address in addresses}
+        self._initial = {PeerID.from_base58(peer_id_in(address)): place_in(address) for address in addresses}
         self._addresses: dict[PeerID, str] = {}
         self._seen_at: OrderedDict[PeerID, float] = OrderedDict()
         self._lock = asyncio.Lock()
@@ -99,10 +101,10 @@ class Neighbors:
         return any(answered)
 
     async def _call(self, peer: PeerID) -> bool:
-        address = self._initial.get(peer)  # of others the daemon knows the address for a while
+        place = self._initial.get(peer)  # of others the daemon knows the address for a while
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._p2p._client.connect(peer, [] if address is None else [address])
+                await connect_peer(self._socket_path, peer.to_base58(), [] if place is None else [place])
                 if await self._dht.protocol.call_ping(peer, strict=False) is None:
                     return False
         except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as exc:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
-
-from hivemind.p2p import P2PDaemonError, PeerID
-from hivemind.utils.multiaddr import Multiaddr
+from collections.abc import Awaitable, Callable
 
 from swarm_plugins.errors import ProtocolError, RemoteError, TransportError
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.config import NodeConfig, peer_id_in, place_in
 from swarm_plugins.transport.daemon import Daemon
 from swarm_plugins.transport.messages import Failure, InfoRequest, ServerInfo
+from swarm_plugins.transport.p2p_channel import connect_peer
 from swarm_plugins.transport.records import ModelInfo, ModelRecord, check_server_info, majority
 
 log = logging.getLogger(__name__)
@@ -127,12 +124,10 @@ class StaticPeers:
             return None
 
     async def _connect(self, peer: str) -> None:
-        work: Coroutine[Any, Any, None] = self._daemon.p2p._client.connect(
-            PeerID.from_base58(peer), [Multiaddr(self._places[peer])]
-        )
+        work = connect_peer(self._daemon.socket_path, peer, [self._places[peer]])
         try:
             await self._daemon.race(work, timeout_s=_ANSWER_S, what=f"connecting to {peer}")
-        except (P2PDaemonError, OSError, asyncio.IncompleteReadError, TransportError) as exc:
+        except (OSError, asyncio.IncompleteReadError) as exc:  # a TransportError is an OSError
             log.debug("cannot connect to %s: %s", peer, exc)
             self._reached.discard(peer)
         else:

@@ -1,0 +1,136 @@
+"""Outages of real servers and their libp2p daemons: a running client says so soon, and works again soon after them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
+from swarm_plugins.client import SwarmConfig, connect
+from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.local_swarm import LocalServer
+from swarm_plugins.testing.models import save_tiny
+
+pytestmark = pytest.mark.swarm
+
+IDS = torch.arange(5, 10)[None]
+CURE_S = 10.0
+"""Deadline of a call after an outage; it takes a second or two, at most 5 on an idle machine."""
+ERROR_S = 16.0
+"""Deadline of an error in an outage; it is 8 s on an idle machine."""
+
+LEAVING = """
+import sys, torch
+from swarm_plugins import AutoSwarmModelForCausalLM
+model = AutoSwarmModelForCausalLM.from_pretrained(sys.argv[1], initial_peers=[sys.argv[2]])
+print(model(torch.arange(5, 10)[None]).logits.shape)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama"))
+
+
+@contextlib.contextmanager
+def client_of(swarm: LocalSwarm, model: Path) -> Iterator[PreTrainedModel]:
+    with connect(swarm.initial_peers[:1], SwarmConfig()) as connection:
+        yield AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+
+
+@contextlib.contextmanager
+def frozen(servers: Sequence[LocalServer], part: str = "both") -> Iterator[None]:
+    """Stops servers, their daemons or both, as a paused machine does."""
+    processes = [one for server in servers for one in processes_of(server)[part]]
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+def processes_of(server: LocalServer) -> dict[str, list[psutil.Process]]:
+    process = psutil.Process(server.pid)
+    daemons = process.children(recursive=True)
+    return {"server": [process], "daemon": daemons, "both": [process, *daemons]}
+
+
+def tokens(client: PreTrainedModel) -> list[int]:
+    found = client.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    return [int(token) for token in found[0]]
+
+
+def check_works(client: PreTrainedModel, expected: list[int], *, within_s: float = CURE_S) -> None:
+    """Calls until a call works, which must be soon."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            assert tokens(client) == expected
+        except MissingBlocksError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            return
+
+
+def check_fails(client: PreTrainedModel) -> None:
+    started = time.monotonic()
+    with pytest.raises(MissingBlocksError, match="no living server holds blocks"):
+        tokens(client)
+    assert time.monotonic() - started < ERROR_S
+
+
+def test_a_client_says_that_all_servers_are_frozen_and_goes_on_after_that_and_after_lost_daemons(model: Path) -> None:
+    with LocalSwarm(model, num_servers=2, dtype="float32") as swarm, client_of(swarm, model) as client:
+        expected = tokens(client)
+        with frozen(swarm.servers):
+            check_fails(client)
+        check_works(client, expected)
+        for server in swarm.servers:
+            [daemon] = processes_of(server)["daemon"]
+            daemon.kill()
+            check_works(client, expected)
+            assert server.is_alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "seconds"), [("both", 30), ("both", 60), ("server", 20), ("daemon", 20)])
+def test_servers_frozen_for_long_are_found_again(model: Path, part: str, seconds: float) -> None:
+    with LocalSwarm(model, num_servers=2, replicas=2, dtype="float32") as swarm, client_of(swarm, model) as client:
+        expected = tokens(client)
+        until = time.monotonic() + seconds
+        with frozen(swarm.servers, part):
+            while time.monotonic() < until:
+                check_fails(client)
+                time.sleep(0.5)
+        check_works(client, expected)
+
+
+@pytest.mark.slow
+def test_an_outage_before_the_first_request_is_an_error_soon(model: Path) -> None:
+    with LocalSwarm(model, num_servers=2, replicas=2, dtype="float32") as swarm, client_of(swarm, model) as client:
+        with frozen(swarm.servers):
+            check_fails(client)
+        for server in swarm.servers:
+            server.kill()
+        check_fails(client)
+
+
+@pytest.mark.slow
+def test_a_program_that_closes_nothing_ends_without_a_traceback(model: Path) -> None:
+    with LocalSwarm(model, num_servers=1, dtype="float32") as swarm:
+        command = [sys.executable, "-c", LEAVING, str(model), swarm.initial_peers[0]]
+        left = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert "torch.Size" in left.stdout
+        assert "Traceback" not in left.stderr
