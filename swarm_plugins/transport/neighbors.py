@@ -14,9 +14,12 @@ from collections.abc import Sequence
 
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
 
+from swarm_plugins.errors import TransportError
 from swarm_plugins.transport.config import peer_id_in, place_in
-from swarm_plugins.transport.p2p_channel import connect_peer
 
 log = logging.getLogger(__name__)
 
@@ -116,3 +119,26 @@ class Neighbors:
 
     def _table(self) -> set[PeerID]:
         return set(self._dht.protocol.routing_table.peer_id_to_uid)
+
+
+async def connect_peer(socket_path: str, peer: str, places: Sequence[str]) -> None:
+    """Connects to a peer at some addresses (without its id), besides those that the daemon knows.
+
+    hivemind's own call leaves its socket open when it is cancelled or the daemon dies.
+
+    Raises:
+        TransportError: If the peer cannot be reached.
+        OSError: If the daemon does not answer.
+    """
+    request = p2pd_pb2.ConnectRequest(
+        peer=PeerID.from_base58(peer).to_bytes(), addrs=[Multiaddr(place).to_bytes() for place in places]
+    )
+    reader, writer = await asyncio.open_unix_connection(socket_path)
+    try:
+        await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
+        response = p2pd_pb2.Response()
+        await read_pbmsg_safe(reader, response)
+    finally:
+        writer.transport.abort()
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise TransportError(f"peer {peer} cannot be reached: {' '.join(response.error.msg.split())}")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import CapacityError, ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
@@ -91,29 +90,6 @@ async def open_stream(socket_path: str, peer: str, protocol: str) -> tuple[async
         writer.transport.abort()
         raise
     return reader, writer
-
-
-async def connect_peer(socket_path: str, peer: str, places: Sequence[str]) -> None:
-    """Connects to a peer at some addresses (without its id), besides those that the daemon knows.
-
-    hivemind's own call leaves its socket open when it is cancelled or the daemon dies.
-
-    Raises:
-        TransportError: If the peer cannot be reached.
-        OSError: If the daemon does not answer.
-    """
-    request = p2pd_pb2.ConnectRequest(
-        peer=PeerID.from_base58(peer).to_bytes(), addrs=[Multiaddr(place).to_bytes() for place in places]
-    )
-    reader, writer = await asyncio.open_unix_connection(socket_path)
-    try:
-        await write_pbmsg(writer, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request))
-        response = p2pd_pb2.Response()
-        await read_pbmsg_safe(reader, response)
-    finally:
-        writer.transport.abort()
-    if response.type == p2pd_pb2.Response.ERROR:
-        raise TransportError(f"peer {peer} cannot be reached: {' '.join(response.error.msg.split())}")
 
 
 async def _request_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, protocol: str) -> None:

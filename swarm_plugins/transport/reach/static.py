@@ -11,7 +11,7 @@ from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.config import NodeConfig, peer_id_in, place_in
 from swarm_plugins.transport.daemon import Daemon
 from swarm_plugins.transport.messages import Failure, InfoRequest, ServerInfo
-from swarm_plugins.transport.p2p_channel import connect_peer
+from swarm_plugins.transport.neighbors import connect_peer
 from swarm_plugins.transport.records import ModelInfo, ModelRecord, check_server_info, majority
 
 log = logging.getLogger(__name__)
