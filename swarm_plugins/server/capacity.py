@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -20,10 +21,13 @@ from swarm_plugins.server.config import MIN_REQUEST_BYTES, ServeConfig
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.state.activations import GraphMeter
 
+log = logging.getLogger(__name__)
+
 _MEASURE_S = 1.0
 _MAX_ROUNDS = 5
 _FORWARD_TOKENS = 64
 _USABLE_SHARE = 0.9
+_SCARCE_BYTES = 64 << 20
 _QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.57}
 """Bytes per weight, scales included."""
 _EXPERTS = ".experts."
@@ -76,14 +80,19 @@ def free_device_bytes(device: torch.device) -> int:
     return free_host_bytes()
 
 
-def work_bytes(config: ServeConfig, *, free_bytes: int | None = None) -> tuple[int, int]:
-    """Returns the budgets for requests and for a run: as configured, or each a quarter of what loading has left."""
-    free = free_host_bytes() if free_bytes is None else free_bytes
-    if torch.device(config.device).type == "cpu":
-        free -= config.kv_bytes + config.activation_bytes
-    free -= config.adapter_bytes
-    share = min(max(free // 4, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES)
-    return config.request_bytes or share, config.run_bytes or share
+def work_bytes(config: ServeConfig, *, host_bytes: int, device_bytes: int | None = None) -> tuple[int, int]:
+    """Returns the budgets for requests and for a run: as configured, or each a quarter of what loading has left.
+
+    Args:
+        config: Settings.
+        host_bytes: Free memory of this machine, for requests.
+        device_bytes: Free memory of a device of its own, for caches, graphs and runs. None: the CPU computes.
+    """
+    on_device = config.kv_bytes + config.activation_bytes
+    host_bytes -= config.adapter_bytes + (on_device if device_bytes is None else 0)
+    run_bytes = host_bytes if device_bytes is None else device_bytes - on_device
+    requests, run = (min(max(free // 4, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES) for free in (host_bytes, run_bytes))
+    return config.request_bytes or requests, config.run_bytes or run
 
 
 def checked_device(name: str) -> torch.device:
@@ -109,7 +118,16 @@ def set_budgets(service: Service | ExpertsService, config: ServeConfig) -> int:
     One client's share holds such a batch; clients cut theirs by it. A token counts four times: as it arrives, joined or
     converted, as output, packed.
     """
-    service.ledger.limit, run_bytes = work_bytes(config)
+    device = torch.device(config.device)
+    device_bytes = None if device.type == "cpu" else free_device_bytes(device)
+    service.ledger.limit, run_bytes = work_bytes(config, host_bytes=free_host_bytes(), device_bytes=device_bytes)
+    if min(service.ledger.limit, run_bytes) < _SCARCE_BYTES:
+        log.warning(
+            "only %d MB are left for requests and %d MB for a forward or backward: large ones are refused; lower "
+            "--kv-bytes, --activation-bytes or --adapter-bytes, or serve fewer blocks",
+            service.ledger.limit // 10**6,
+            run_bytes // 10**6,
+        )
     hidden_size = service.spec.hidden_size if isinstance(service, Service) else service.held.hidden_size
     if isinstance(service, Service):
         service.run_limits = replace(service.run_limits, run_bytes=run_bytes)

@@ -347,6 +347,7 @@ class SwarmServer:
             if service is not None:
                 await asyncio.get_running_loop().run_in_executor(None, service.scheduler.close)
                 self._points.save()
+                log.info("points: %s", self._points.summary())
             if isinstance(service, Service):
                 service.activations.clear()
             for part in (self._spans, self._held):

@@ -114,15 +114,20 @@ def test_blocks_that_fit_leave_the_budgets_their_room(tmp_path: Path) -> None:
         pytest.param({}, 4, (512, 512), id="half-of-it-set-aside"),
         pytest.param({}, 1, (16, 16), id="none-left"),
         pytest.param({"request_bytes": 100 << 20}, 4, (100, 512), id="given"),
-        pytest.param({"run_bytes": 100 << 20, "device": "cuda"}, 4.5, (1024, 100), id="cuda"),
+        pytest.param({"run_bytes": 100 << 20}, 4, (512, 100), id="run-given"),
     ],
 )
 def test_budgets_for_work_are_a_quarter_of_what_is_left(
     settings: dict[str, Any], free_gib: float, expected_mib: tuple[int, int]
 ) -> None:
     config = ServeConfig(model="m", kv_bytes=1 << 30, activation_bytes=1 << 29, adapter_bytes=1 << 29, **settings)
-    found = work_bytes(config, free_bytes=int(free_gib * (1 << 30)))
+    found = work_bytes(config, host_bytes=int(free_gib * (1 << 30)))
     assert found == tuple(size << 20 for size in expected_mib)
+    # Caches, graphs and runs are on the device.
+    if not settings:
+        requests, run = work_bytes(config, host_bytes=5 << 29, device_bytes=int(free_gib * (1 << 30)))
+        assert requests == 512 << 20
+        assert run == min(4096 << 20, max(16 << 20, int((free_gib - 1.5) * (1 << 28))))
 
 
 def test_budgets_too_small_for_any_request_are_refused() -> None:
