@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -21,9 +22,11 @@ from hivemind.dht.storage import DHTLocalStorage
 from hivemind.proto import crypto_pb2
 from hivemind.utils import MSGPackSerializer
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig
+from swarm_plugins.cli import app
 from swarm_plugins.client import connect
 from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.identity import Identity, peer_id_of
@@ -160,3 +163,16 @@ def test_a_node_that_names_thousands_of_servers_hides_none(model: Path, swarm: L
             return time.monotonic() - started < 20.0  # 1 to 2 s; before, MissingBlocksError
 
     asyncio.run(asyncio.wait_for(body(), 240))
+
+
+def test_a_static_client_asks_the_servers_themselves(model: Path, swarm: LocalSwarm) -> None:
+    with connect(swarm.initial_peers, SwarmConfig(discovery="static")) as connection:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        assert torch.equal(generate(remote), generate(AutoModelForCausalLM.from_pretrained(model)))
+    arguments = ["status", "--json", "--discovery", "static"]
+    shown = CliRunner().invoke(app, [*arguments, *(f"--initial-peers={one}" for one in swarm.initial_peers)])
+    (found,) = json.loads(shown.stdout)
+    assert found["coverage"] == [1, 1, 1, 1]
+    shown = CliRunner().invoke(app, [*arguments, f"--initial-peers={swarm.initial_peers[0]}"])
+    (found,) = json.loads(shown.stdout)
+    assert found["missing_blocks"] == [2, 3], "nobody else is asked"
