@@ -129,10 +129,7 @@ class SwarmDHT:
         connection, self._connection = self._connection, None
         if connection is not None:
             self._loop.call_soon(connection.close)
-        try:
-            await asyncio.to_thread(self._loop.close)
-        except RuntimeError:  # at the end of the interpreter no thread starts any more
-            self._loop.close()
+        await self._loop.aclose()
 
     @property
     def is_alone(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from swarm_plugins.errors import SwarmError, TransportError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_END_S = 5.0
 _LEAVE_S = 2.0
 """Time for tasks to clean up when the loop ends."""
 
@@ -82,7 +84,20 @@ class LoopThread:
 
     def close(self) -> None:
         """Stops the loop and waits for the thread. Idempotent."""
-        if self._loop is not None and self._thread is not None and self._thread.is_alive():
+        thread = self._stop()
+        if thread is not None:
+            thread.join(timeout=_END_S)
+
+    async def aclose(self) -> None:
+        """Like `close`, for callers on another loop, which goes on meanwhile; also while the interpreter ends."""
+        thread = self._stop()
+        until = time.monotonic() + _END_S
+        # An executor that could join the thread takes no more work when the interpreter ends.
+        while thread is not None and thread.is_alive() and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+
+    def _stop(self) -> threading.Thread | None:
+        thread, self._thread = self._thread, None
+        if self._loop is not None and thread is not None and thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=5.0)
-        self._thread = None
+        return thread

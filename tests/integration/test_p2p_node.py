@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -356,5 +357,25 @@ def test_a_port_in_use_and_a_shared_identity_are_refused(tmp_path: Path) -> None
         async with SwarmNode(NodeConfig(identity_path=tmp_path / "id", host_maddrs=(port_address,))) as again:
             assert again.peer_id == peer
             assert await again.addresses() == (address,)
+
+    run(body)
+
+
+def test_a_script_that_closes_nothing_ends_without_a_word() -> None:
+    script = (
+        "import sys; from swarm_plugins import SwarmConfig; from swarm_plugins.client import connect; "
+        "kept = connect(sys.argv[1:], SwarmConfig()).start(); print(kept.network is not None)"
+    )
+
+    async def body() -> None:
+        async with server() as host:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", script, *await host.addresses()),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            said, complained = await process.communicate()
+            assert said == b"True\n"
+            assert b"Traceback" not in complained, complained.decode()
 
     run(body)

@@ -75,3 +75,15 @@ def test_an_error_arrives_without_what_lies_behind_it() -> None:
     assert shown.count("Traceback") == 1
     # Frames: this test and the one that waits.
     assert shown.count("  File ") == 2
+
+
+def test_a_loop_is_closed_from_another_one() -> None:
+    async def body() -> None:
+        inner = LoopThread("inner")
+        inner.start()
+        assert await asyncio.wrap_future(inner.submit(asyncio.sleep(0, "done"))) == "done"
+        await inner.aclose()
+        await inner.aclose()
+        assert "inner" not in [thread.name for thread in threading.enumerate()]
+
+    asyncio.run(body())
