@@ -22,6 +22,7 @@ from swarm_plugins.verification.scores import (
     compare_gradients,
     compare_outputs,
     compare_parameters,
+    is_conclusive,
 )
 
 if TYPE_CHECKING:
@@ -79,8 +80,11 @@ def forward_verdicts(
     """Compares a forward's answer with the outputs of the last blocks, ``[B, S, D]`` each."""
     hidden, mask = asked.request.hidden, asked.request.attention_mask
     claimed = [*response.hidden_states, response.hidden]
+    num_blocks = asked.request.end - asked.request.start
+    if not is_conclusive(asked.precision, hidden.shape[0] * hidden.shape[1], is_mixture=is_mixture):
+        return []
     return [
-        compare_outputs(hidden, one, here, asked.precision, mask=mask, is_mixture=is_mixture)
+        compare_outputs(hidden, one, here, asked.precision, mask=mask, is_mixture=is_mixture, num_blocks=num_blocks)
         for one, here in zip(claimed, expected[-len(claimed) :], strict=True)
     ]
 
@@ -117,14 +121,21 @@ def backward_verdicts(
     is_mixture: bool,
 ) -> list[Verdict]:
     """Compares a backward's answer with gradients: of the hidden states if asked for, then of adapters and prefix."""
+    hidden = asked.request.hidden
+    if not is_conclusive(asked.precision, hidden.shape[0] * hidden.shape[1], is_mixture=is_mixture):
+        return []
     rest, verdicts = list(expected), []
+    num_blocks = asked.request.end - asked.request.start
     if request.needs_hidden and response.grad_hidden is not None:
         mask, here = asked.request.attention_mask, rest.pop(0)
         verdicts.append(
-            compare_gradients(response.grad_hidden, here, asked.precision, mask=mask, is_mixture=is_mixture)
+            compare_gradients(
+                response.grad_hidden, here, asked.precision, mask=mask, is_mixture=is_mixture, num_blocks=num_blocks
+            )
         )
     if rest:
-        verdicts.append(compare_parameters((*response.grad_adapters, *response.grad_prefix), rest, asked.precision))
+        found = (*response.grad_adapters, *response.grad_prefix)
+        verdicts.append(compare_parameters(found, rest, asked.precision, num_blocks=num_blocks))
     return verdicts
 
 
@@ -151,6 +162,8 @@ async def recompute_opened(
             [expected] = await blocks.outputs(one, asked.kind)
             is_mixture = blocks.has_experts(one.blocks, asked.kind)
             tokens = output.shape[1]  # of a session, only the last ones were answered
+            if not is_conclusive(precision, output.shape[0] * tokens, is_mixture=is_mixture):
+                continue
             verdicts.append(
                 compare_outputs(
                     hidden[:, -tokens:],

@@ -17,7 +17,7 @@ from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import StepCall
 from swarm_plugins.errors import SwarmError, one_line
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches, UncheckableError
-from swarm_plugins.verification.scores import Verdict, coarsest, compare_outputs
+from swarm_plugins.verification.scores import Verdict, coarsest, compare_outputs, is_conclusive
 
 
 class Shadow:
@@ -37,6 +37,8 @@ class Shadow:
         self._steps: list[SpanInputs] = []
         self._outputs: list[Tensor] = []
         self._compared = 0
+        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Inputs, answers and results here that are too few to be compared yet."""
         self._caches = SessionCaches(blocks, kind, history.prefix)
         self._adapters: tuple[tuple[str, ...], AdapterUse] | None = None
         self._lock = asyncio.Lock()
@@ -86,7 +88,19 @@ class Shadow:
         self._outputs[first : self._compared] = [claimed[:, :0]] * (self._compared - first)
         steps = self._mirror.merged(first)
         expected = await blocks.extend(self._caches, steps)
-        hidden = torch.cat([step.hidden for step in steps], dim=1)
+        self._pending.append((torch.cat([step.hidden for step in steps], dim=1), claimed, expected))
         is_mixture = blocks.has_experts(self.blocks, self.kind)
-        mask = steps[-1].attention_mask
-        return [compare_outputs(hidden, claimed, expected, self.precision, mask=mask, is_mixture=is_mixture)]
+        hidden, claimed, expected = (torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True))
+        if not is_conclusive(self.precision, hidden.shape[0] * hidden.shape[1], is_mixture=is_mixture):
+            return []
+        self._pending = []
+        verdict = compare_outputs(
+            hidden,
+            claimed,
+            expected,
+            self.precision,
+            mask=steps[-1].attention_mask,
+            is_mixture=is_mixture,
+            num_blocks=len(self.blocks),
+        )
+        return [verdict]

@@ -270,6 +270,8 @@ class Verifier:
 
     def _judged(self, server: Server, blocks: range, verdicts: Sequence[Verdict]) -> str:
         """Notes the result of a check; returns what is wrong, if anything."""
+        if not verdicts:
+            return ""
         self.checked[server.peer] += 1
         wrong = next((verdict for verdict in verdicts if verdict.is_wrong), None)
         if wrong is None:

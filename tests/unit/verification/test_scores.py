@@ -13,6 +13,7 @@ from swarm_plugins.verification.scores import (
     compare_gradients,
     compare_outputs,
     compare_parameters,
+    is_conclusive,
 )
 
 X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
@@ -76,3 +77,22 @@ def test_a_small_gain_shows_in_sixteen_bits() -> None:
         for factor in (1.01, 1.05):
             scaled = (y * factor).to(dtype).float()
             assert compare_outputs(x, scaled, y, precision, is_mixture=False).is_wrong
+
+
+def test_over_many_blocks_more_tokens_of_a_mixture_may_be_off() -> None:
+    x = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(0))
+    y = x + torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(1))
+    output = y.clone()
+    output[0, :30] = 0.0  # of 256 tokens
+    for precision, num_blocks, expected in (("bfloat16", 8, False), ("bfloat16", 1, True), ("float32", 8, True)):
+        verdict = compare_outputs(x, output, y, precision, is_mixture=True, num_blocks=num_blocks)
+        assert verdict.is_wrong == expected
+    for deep in (8, 80, 800):
+        assert compare_outputs(x, x, y, "bfloat16", is_mixture=True, num_blocks=deep).is_wrong
+
+
+def test_few_tokens_of_a_mixture_say_nothing_in_16_bits() -> None:
+    assert not is_conclusive("bfloat16", 15, is_mixture=True)
+    assert is_conclusive("bfloat16", 16, is_mixture=True)
+    assert is_conclusive("float32", 1, is_mixture=True)
+    assert is_conclusive("bfloat16", 1, is_mixture=False)
