@@ -240,6 +240,7 @@ def test_a_crowd_of_one_address_does_not_push_out_a_server_that_answers(
                 kept = victim._dht._dht.protocol.storage._origins
                 assert honest.peer_id in kept
                 assert len(kept) <= 3
+                assert kept[honest.peer_id].host == bytes([127, 0, 0, 1])
                 async with client(*await victim.addresses()) as asking:
                     assert honest.peer_id in await asking.servers("v1", 8)
 

@@ -6,13 +6,16 @@ A peer of a relay has the relay's address. Whoever has many identities at one ad
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
+
+log = logging.getLogger(__name__)
 
 _IP4, _IP6 = 0x04, 0x29  # codes of multiaddr
 _ASK_EVERY_S = 0.1
@@ -59,27 +62,29 @@ class Origins:
         self._clock = clock
         self._known: dict[str, Origin] = {}
         self._asked_at = float("-inf")
-        self._lock = asyncio.Lock()
+        self._asking: asyncio.Task[None] | None = None
 
     async def of(self, peer: str) -> Origin:
         """Returns the origin of a peer that is connected; `UNKNOWN` if the daemon does not name it."""
-        if peer not in self._known or self._clock() - self._asked_at > _KEEP_S:
-            await self._ask(peer)
+        for _ in range(2):  # the daemon may have been asked just before this peer came
+            if peer in self._known and self._clock() - self._asked_at < _KEEP_S:
+                break
+            if self._asking is None:
+                self._asking = asyncio.create_task(self._ask(), name="list connections")
+            await asyncio.shield(self._asking)
         return self._known.get(peer, UNKNOWN)
 
-    async def _ask(self, peer: str) -> None:
-        async with self._lock:
-            wait_s = self._asked_at + _ASK_EVERY_S - self._clock()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
-                if peer in self._known:
-                    return
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    self._known = {one: origin_of(address) for one, address in await self._list()}
-            except TimeoutError:
-                self._known = {}
+    async def _ask(self) -> None:
+        """Asks the daemon once for all who wait."""
+        try:
+            await asyncio.sleep(max(0.0, self._asked_at + _ASK_EVERY_S - self._clock()))
+            async with asyncio.timeout(_ANSWER_S):
+                self._known = {one: origin_of(address) for one, address in await self._list()}
+        except (TimeoutError, OSError, P2PDaemonError, asyncio.IncompleteReadError) as exc:
+            log.debug("cannot list connections: %r", exc)
+        finally:
             self._asked_at = self._clock()
+            self._asking = None
 
 
 async def list_connections(p2p: P2P) -> list[tuple[str, bytes]]:
