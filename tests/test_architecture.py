@@ -40,7 +40,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "client": frozenset({"routing", "transport"}),
     "server": frozenset({"routing", "transport", "blocks", "checkpoint", "offload", "hub", "remote_experts"}),
     "verification": frozenset({"client", "transport", "checkpoint", "blocks", "moe"}),
-    "backbone": frozenset({"client", "checkpoint", "offload", "verification"}),
+    "fallback": frozenset({"client", "transport", "checkpoint", "server"}),
+    "backbone": frozenset({"client", "checkpoint", "offload", "verification", "fallback"}),
     "strategy": frozenset({"backbone", "client", "parallel"}),
     "autoload": frozenset(),
     "recipes": frozenset({"backbone", "client", "hub", "local_swarm", "callbacks", "distill"}),
@@ -64,7 +65,7 @@ LEAVES = frozenset({"bench", "cli", "testing", "demo", "__init__", "__main__"})
 CLIENT_SIDE = ("client", "backbone", "strategy", "callbacks", "hub")
 SERVER_SIDE = frozenset({"server", "blocks"})
 # ... except what runs blocks, to check answers: loaded when the first answer is checked.
-LATE_ARROWS = {"verification": frozenset({"blocks"})}
+LATE_ARROWS = {"verification": frozenset({"blocks"}), "fallback": frozenset({"server"})}
 THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "hivemind": frozenset({"transport"}),
     "lightning": frozenset({"strategy", "callbacks", "recipes", "study", "demo", "cli"}),

@@ -23,6 +23,7 @@ from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.fallback import with_stand_in
 from swarm_plugins.verification.verifier import make_observer
 from swarm_plugins.versions import ModelVersion
 
@@ -86,7 +87,9 @@ class RemoteStack:
                 version=self.version,
                 num_blocks=self.num_blocks,
                 model=self.model,
-                observe=lambda servers: make_observer(servers, open_checkpoint),
+                observe=lambda servers: with_stand_in(
+                    make_observer(servers, open_checkpoint), servers, open_checkpoint
+                ),
             )
         return self._remote
 
@@ -98,7 +101,9 @@ class RemoteStack:
 
     def check(self) -> None:
         """Joins the swarm; raises MissingBlocksError if some remote block has no server."""
-        self.remote.check(self.blocks)
+        remote = self.remote
+        if not remote.connection.config.local_fallback:
+            remote.check(self.blocks)
 
     def run_block(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Returns the output of one block; the first of a pass runs them all.

@@ -49,6 +49,10 @@ class SwarmConfig:
     secret_file: Path | None = None
     """File with the secret of a private swarm: only servers that know it are used. None: no secret."""
 
+    local_fallback: bool = False
+    """Whether blocks without a living server run here, from the checkpoint, until the swarm has them again; experts
+    stay on disk and are read as needed."""
+
     local_blocks: tuple[int, int] = (0, 0)
     """How many blocks at the start and at the end of the model run here with their own weights: servers see only
     hidden states from the middle of the model. Someone who knows the model can still read most tokens from those."""

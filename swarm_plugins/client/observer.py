@@ -1,6 +1,7 @@
-"""Where finished calls can be examined before their answers are used.
+"""Where finished calls can be examined before their answers are used, and missing blocks found elsewhere.
 
-The client only knows this seam; `swarm_plugins.verification` fills it with spot checks.
+The client only knows this seam; `swarm_plugins.verification` fills it with spot checks, `swarm_plugins.fallback` with a
+server in this process.
 """
 
 from __future__ import annotations
@@ -89,6 +90,9 @@ class CallObserver(Protocol):
     async def step_done(self, call: StepCall) -> None:
         """Examines a step of a session; raises WrongAnswerError if its answer must not be used."""
 
+    async def stand_in(self, blocks: range) -> str:
+        """Returns a peer that serves blocks which no server of the swarm holds; empty if there is none."""
+
     async def close(self) -> None:
         """Ends examinations under way. Idempotent."""
 
@@ -112,6 +116,10 @@ class NoObserver:
 
     async def step_done(self, call: StepCall) -> None:
         """Accepts the answer."""
+
+    async def stand_in(self, blocks: range) -> str:
+        """Knows no other peer."""
+        return ""
 
     async def close(self) -> None:
         """Has nothing to end."""

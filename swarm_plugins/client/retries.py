@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,7 @@ from swarm_plugins.errors import (
     SwarmError,
     TransportError,
 )
-from swarm_plugins.routing import Demand, SpanChoice
+from swarm_plugins.routing import Demand, SpanChoice, missing_blocks
 
 if TYPE_CHECKING:
     from swarm_plugins.client.view import SwarmView
@@ -107,7 +108,32 @@ class Retries:
 
     async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
         """Plans a chain; see `plan`."""
-        return await self.plan(lambda without: self.view.chain(blocks, demand, without=without, failure=self.last))
+
+        async def make(without: set[str]) -> list[SpanChoice]:
+            try:
+                return await self.view.chain(blocks, demand, without=without, failure=self.last)
+            except MissingBlocksError:
+                if (filled := await self._filled(blocks, demand, without)) is None:
+                    raise
+                return filled
+
+        return await self.plan(make)
+
+    async def _filled(self, blocks: range, demand: Demand, without: set[str]) -> list[SpanChoice] | None:
+        """Plans a chain in which others stand in for missing servers; None if that does not help."""
+        gaps = set(missing_blocks(self.view.usable(without), blocks))
+        found: list[SpanChoice] = []
+        for is_gap, group in itertools.groupby(blocks, gaps.__contains__):
+            run = list(group)
+            part = range(run[0], run[-1] + 1)
+            if not is_gap:
+                found += await self.view.chain(part, demand, without=without, failure=self.last)
+                continue
+            peer = await self.view.observer.stand_in(part)
+            if not peer or peer in without:
+                return None
+            found.append(SpanChoice(peer, part.start, part.stop))
+        return found if gaps else None
 
     async def plan(self, make: Callable[[set[str]], Awaitable[Plan]]) -> Plan:
         """Makes a plan without some servers; after a failure, waits briefly for servers to come back.

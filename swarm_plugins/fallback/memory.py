@@ -1,0 +1,78 @@
+"""Channels within this process, with the encoder and decoder of the network: both ends own their tensors."""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarm_plugins.errors import RequestTimeoutError, TransportError
+from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.limits import DEFAULT_LIMITS
+from swarm_plugins.transport.messages import Codec, Message
+from swarm_plugins.transport.wire import decode, encode
+
+_Frames = asyncio.Queue[bytes | None]
+
+
+class _End:
+    """One end of a stream; None in a queue is its end."""
+
+    remote_address = ""
+
+    def __init__(self, remote_peer: str, outgoing: _Frames, incoming: _Frames) -> None:
+        self.remote_peer = remote_peer
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._is_closed = False
+
+    async def send(self, message: Message, *, codec: Codec = "none") -> None:
+        """Sends one message; see `Channel`. ``codec`` is not used: nothing is saved by packing."""
+        if self._is_closed:
+            raise TransportError(f"the channel to {self.remote_peer} is closed: open a new one")
+        self._outgoing.put_nowait(b"".join(encode(message)))
+
+    async def receive(self, *, timeout_s: float) -> Message | None:
+        """Receives the next message; see `Channel`."""
+        try:
+            frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
+        except TimeoutError as exc:
+            raise RequestTimeoutError(f"no message from {self.remote_peer} within {timeout_s:g} s") from exc
+        if frame is None:
+            self._incoming.put_nowait(None)
+            return None
+        return decode(frame, limits=DEFAULT_LIMITS)
+
+    async def close(self) -> None:
+        """Closes both directions. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._outgoing.put_nowait(None)
+            self._incoming.put_nowait(None)
+
+
+class MemoryStreams:
+    """Runs handlers at the other end of channels."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def open(self, peer: str, handler: Handler) -> Channel:
+        """Opens a channel to a handler."""
+        forth: _Frames = asyncio.Queue()
+        back: _Frames = asyncio.Queue()
+        task = asyncio.create_task(_run(handler, _End(peer, back, forth)), name="serve this client")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return _End(peer, forth, back)
+
+    async def close(self) -> None:
+        """Ends all handlers. Idempotent."""
+        for task in list(self._running):
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+
+async def _run(handler: Handler, end: _End) -> None:
+    try:
+        await handler(end)
+    finally:
+        await end.close()

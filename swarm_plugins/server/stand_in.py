@@ -1,0 +1,73 @@
+"""A server without a network: blocks that a client runs in its own process when no server of the swarm holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.blocks.span import Span
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.server.compute.scheduler import Scheduler
+from swarm_plugins.server.hosted import HostedSpans
+from swarm_plugins.server.server import service_handlers
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.activations import ActivationStore
+from swarm_plugins.server.state.adapter_store import AdapterStore
+from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.messages import ServerInfo
+
+_STORE_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class HostedBlocks:
+    """Blocks that run in this process."""
+
+    handlers: Mapping[str, Handler]
+    """By rpc name."""
+    service: Service
+    span: Span
+
+    def close(self) -> None:
+        """Ends the compute thread and frees the blocks."""
+        self.service.scheduler.close()
+        self.service.activations.clear()
+        self.span.close()
+
+
+def host_blocks(checkpoint: Checkpoint, blocks: range) -> HostedBlocks:
+    """Loads blocks and makes them ready to serve; their experts, if any, stay on disk and are read as needed.
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    try:
+        span = load_span(checkpoint, blocks, offload=OffloadConfig())
+    except UnsupportedError:  # no experts
+        span = load_span(checkpoint, blocks)
+    spans = HostedSpans(span)
+    scheduler = Scheduler(spans)
+    scheduler.start()
+    info = ServerInfo(
+        version=checkpoint.version.key,
+        model=checkpoint.version.name,
+        num_blocks=int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers),
+        start=blocks.start,
+        end=blocks.stop,
+        dtype=str(span.spec.dtype).removeprefix("torch."),
+        quantization="none",
+    )
+    service = Service(
+        version=info.version,
+        num_blocks=info.num_blocks,
+        runner=spans,
+        scheduler=scheduler,
+        info=lambda: info,
+        check_adapter=spans.check_adapter,
+        activations=ActivationStore(_STORE_BYTES),
+        adapters=AdapterStore(_STORE_BYTES),
+    )
+    return HostedBlocks(service_handlers(service), service, span)

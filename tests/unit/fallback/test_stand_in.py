@@ -1,0 +1,79 @@
+"""Blocks without a server run here: same tokens, losses and gradients, until the swarm has them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.testing import InProcessSwarm, save_tiny
+
+IDS = torch.tensor([[5, 17, 99, 23, 64, 9], [31, 64, 9, 88, 12, 7]])
+CONFIG = SwarmConfig(local_fallback=True, refresh_s=0.0001)
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(request.param, tmp_path_factory.mktemp("models") / request.param)
+
+
+def local_model(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, experts_implementation="swarm_table").eval()
+
+
+def train(model: Any, losses: list[float], steps: int) -> None:
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+    for _ in range(steps):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+
+def with_lora(model: PreTrainedModel) -> Any:
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def generated(model: PreTrainedModel) -> list[list[int]]:
+    return model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None).tolist()
+
+
+def test_work_goes_on_when_servers_go_and_moves_back_when_they_return(directory: Path) -> None:
+    local = local_model(directory)
+    want, losses, wanted_losses = generated(local), [], []
+    train(with_lora(local), wanted_losses, 6)
+    with InProcessSwarm(directory, spans=[(0, 2), (2, 4)], config=CONFIG) as swarm:
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        assert generated(model) == want
+        swarm.kill("peer1")
+        assert generated(model) == want
+        tuned = with_lora(model)
+        train(tuned, losses, 2)
+        swarm.kill("peer0")
+        train(tuned, losses, 2)
+        swarm.restart("peer0")
+        swarm.restart("peer1")
+        train(tuned, losses, 2)
+        assert losses == pytest.approx(wanted_losses, rel=1e-5)
+        # They started empty: the last steps ran on them.
+        assert all(service.adapters.used_bytes > 0 for service in swarm.services.values())
+
+
+def test_a_model_loads_though_nobody_serves_it(directory: Path) -> None:
+    with InProcessSwarm(directory, spans=[(1, 2)], config=CONFIG) as swarm:
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        assert generated(model) == generated(local_model(directory))
+
+
+def test_without_it_missing_blocks_are_an_error(directory: Path) -> None:
+    with InProcessSwarm(directory, spans=[(1, 2)]) as swarm, pytest.raises(MissingBlocksError, match="blocks 0:1, 2:4"):
+        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
