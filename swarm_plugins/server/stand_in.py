@@ -12,7 +12,7 @@ from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.hosted import HostedSpans
-from swarm_plugins.server.server import service_handlers
+from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
