@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import datetime
+import json
 import logging
 import os
 import shlex
@@ -17,16 +19,40 @@ import torch
 
 from swarm_plugins.errors import TransportError
 from swarm_plugins.server.embedding import Embedding
-from swarm_plugins.server.json_log import JsonFormatter
 
 if TYPE_CHECKING:
     from swarm_plugins.server.server import SwarmServer
 
 log = logging.getLogger(__name__)
 
+_LEVELS = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+    logging.CRITICAL: "critical",
+}
 _M_ARENA_MAX = -8
 _LAST_RESORT_S = 40.0
 """Time from a signal to the end of the process at the latest: each part of leaving has a shorter deadline."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, and ``error`` with its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns one line."""
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        line = {
+            "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            # Not by name: hivemind renames levels.
+            "level": _LEVELS.get(record.levelno, record.levelname.lower()),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
 
 
 def prepare_process(log_level: str, threads: int | None, *, log_format: str = "text") -> None:

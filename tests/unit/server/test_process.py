@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 
-from swarm_plugins.server.json_log import JsonFormatter
+from swarm_plugins.server.process import JsonFormatter
 
 
 def test_a_record_is_one_line_with_its_error() -> None:
