@@ -23,7 +23,7 @@ from swarm_plugins.backbone.standin import structure_version
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import UnsupportedError
-from swarm_plugins.fallback import with_stand_in
+from swarm_plugins.fallback.stand_in import with_stand_in
 from swarm_plugins.verification.verifier import make_observer
 from swarm_plugins.versions import ModelVersion
 

@@ -3,7 +3,3 @@
 They run in a server of this process, one more peer that the client reaches through memory. Plans know nothing of it: it
 is asked only where no server of the swarm holds a block.
 """
-
-from swarm_plugins.fallback.stand_in import StandIn, with_stand_in
-
-__all__ = ["StandIn", "with_stand_in"]
