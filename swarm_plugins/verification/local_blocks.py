@@ -42,6 +42,11 @@ class Kind:
     quantization: str
 
     @property
+    def precision(self) -> str:
+        """What decides how far two honest computations may differ."""
+        return self.dtype if self.quantization == "none" else "quantized"
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The type of its hidden states.
 

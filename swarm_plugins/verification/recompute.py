@@ -43,7 +43,7 @@ class Asked:
         self.adapters = tuple(one.map(lambda tensor: tensor.detach().to("cpu", copy=True)) for one in adapters)
         self.request = request
         wire = str(request.hidden.dtype).removeprefix("torch.")
-        self.precision = coarsest([kind.dtype, wire, request.reply_codec])
+        self.precision = coarsest([kind.precision, wire, request.reply_codec])
 
     def inputs(self, *, needs_grad: bool = False) -> SpanInputs:
         """Returns the inputs in the server's type, as leaves of a graph if asked."""
@@ -155,7 +155,7 @@ async def recompute_opened(
         index = block - span.start
         hidden = states[index - 1] if index else whole.hidden
         # The answer has travelled; inner states are opened as the server has them.
-        precision = asked.precision if index in (0, last) else asked.kind.dtype
+        precision = asked.precision if index in (0, last) else asked.kind.precision
         one = whole.take_blocks(range(block, block + 1), hidden)
         if isinstance(response, ForwardResponse) or index < last:
             output = response.hidden if isinstance(response, ForwardResponse) and index == last else states[index]

@@ -66,7 +66,7 @@ class Shadow:
         self._mirror.append(replace(step, hidden=step.hidden.clone(), adapters=self._adapters[1]))
         self._outputs.append(call.response.hidden.clone())
         wire = str(call.request.hidden.dtype).removeprefix("torch.")
-        self.precision = coarsest([self.kind.dtype, wire, call.request.reply_codec])
+        self.precision = coarsest([self.kind.precision, wire, call.request.reply_codec])
 
     async def compare(self, blocks: LocalBlocks) -> list[Verdict]:
         """Compares the steps added since the last call.
