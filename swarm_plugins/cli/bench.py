@@ -192,6 +192,27 @@ def dispatch(
 
 
 @app.command()
+def placement(
+    servers: Annotated[list[int] | None, typer.Option(help="Servers of a swarm; repeatable.", min=1, max=5000)] = None,
+    churn_h: Annotated[float, typer.Option(help="Simulated hours in which servers come and go.", min=0, max=100)] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of the random events.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw throughput and optimum over time, to this file.", dir_okay=False)
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Simulate swarms of 10, 100 and 1,000 servers that place themselves, against the best placement."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.placement import bench_placement
+
+        sizes = servers or [10, 100, 1000]
+        return bench_placement(sizes=sizes, churn_h=churn_h, seed=seed, plot=plot, progress=progress)
+
+    _measure("placement", run, json)
+
+
+@app.command()
 def quality(
     model: Annotated[str, typer.Option(help="Mixture of experts: a directory, or its id on the Hub.")],
     experts: Annotated[list[str] | None, typer.Option(metavar="BITS", help="Width of experts; repeatable.")] = None,

@@ -149,8 +149,11 @@ class Mover:
             if await self._is_free(move):
                 await (self._drop_then_load(move) if old.mobility == "drops-first" else self._load_then_drop(move))
         finally:
-            if self.info().target is not None:
-                await self._announce(target=None)
+            is_off = self.info().target is not None
+            # Not announced here: a server that ends has no time, the next announcement follows in any case.
+            self.describe(target=None)
+        if is_off:
+            await self._announce()
 
     async def _is_free(self, move: Move) -> bool:
         """Returns whether no other server moves, and all blocks that this one would leave have others."""
@@ -179,6 +182,11 @@ class Mover:
         service.draining.begin(range(0))
         await self._announce(state="draining")
         await self._wait_for_sessions(range(0))
+        if not self._is_safe(await self._look(), move):
+            log.warning("staying: other servers of these blocks have gone meanwhile")
+            service.draining.end()
+            self.describe(state="online")
+            return
         await self._on_compute_thread(self.spans.drop_all)
         await self._forget_all_but(range(0))
         await self._announce(state="joining", start=move.blocks.start, end=move.blocks.stop)
