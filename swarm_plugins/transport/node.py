@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from swarm_plugins.errors import ConfigError, TransportError
+from swarm_plugins.errors import ConfigError, RemoteError, TransportError
 from swarm_plugins.ledger import Ledger
-from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL, Gate, load_secret
+from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL, Gate, StrangerError, load_secret
 from swarm_plugins.transport.channel import Channel, Handler
-from swarm_plugins.transport.config import NodeConfig, with_port
+from swarm_plugins.transport.config import NodeConfig, peer_id_in, with_port
 from swarm_plugins.transport.daemon import Daemon, start_daemon
 from swarm_plugins.transport.dht import SwarmDHT
 from swarm_plugins.transport.guards import install_guards
@@ -22,13 +22,14 @@ from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, open_stream, protocol_name
 from swarm_plugins.transport.reach.relays import Relays
-from swarm_plugins.transport.reach.static import StaticPeers
+from swarm_plugins.transport.reach.static import StaticPeers, ask_info
 from swarm_plugins.transport.records import ModelInfo
 from swarm_plugins.transport.stream import FrameStream, Parting
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_REASON_S = 3.0
 _NOT_RUNNING = "this node is not running: call start() first, and nothing after close()"
 
 
@@ -87,7 +88,7 @@ class SwarmNode:
                 self._dht = StaticPeers(self._daemon, self.open, config)
             else:
                 self._dht = SwarmDHT(self._daemon, self._identity.identity, config, self._gate)
-            await self._dht.start()
+            await self._join(self._dht)
             self._relays = Relays(self._daemon, config.relays, opening)
             await self._relays.start()
             self._listens = await self.addresses()
@@ -95,6 +96,24 @@ class SwarmNode:
             await self.close()
             raise
         log.info("joined as %s", self._daemon.peer_id)
+
+    async def _join(self, member: SwarmDHT | StaticPeers) -> None:
+        try:
+            await member.start()
+        except TransportError as error:
+            refusal = await self._refusal() if self._daemon is not None and self._daemon.is_alive else None
+            raise (refusal or error) from error.__cause__
+
+    async def _refusal(self) -> TransportError | None:
+        """Returns why the first initial peer does not let this node in, if it says so."""
+        for address in self._config.initial_peers[:1]:
+            try:
+                await ask_info(self.open, peer_id_in(address), timeout_s=_REASON_S)
+            except (RemoteError, StrangerError) as reason:
+                return reason
+            except TransportError as error:
+                log.debug("asked %s in vain: %s", address, error)
+        return None
 
     def successor(self, *, same_ports: bool = True) -> SwarmNode:
         """Returns a node to start in place of this one, which may have died but is not closed yet.

@@ -53,6 +53,10 @@ _MAX_OF_PEER = 4
 Open = Callable[[str, str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
+class StrangerError(TransportError):
+    """A peer that was to be called does not belong to this private swarm."""
+
+
 def load_secret(path: Path) -> bytes:
     """Reads a swarm's secret.
 
@@ -150,7 +154,7 @@ class Gate:
         except (OSError, asyncio.IncompleteReadError):
             is_proven = False
         if not is_proven:
-            raise TransportError(
+            raise StrangerError(
                 f"peer {peer} does not belong to this private swarm: it has another secret than this side, or none"
             )
         self._note(peer)
