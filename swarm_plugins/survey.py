@@ -35,8 +35,8 @@ class ServerStatus:
 
     @property
     def is_online(self) -> bool:
-        """Whether it can be asked to compute."""
-        return self.is_reachable and self.info.state == "online"
+        """Whether this user's clients ask it to compute: a quarantined one covers no block."""
+        return self.is_reachable and self.info.state == "online" and not self.quarantine
 
 
 @dataclass(frozen=True)

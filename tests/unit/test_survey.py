@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -77,3 +78,10 @@ def test_huge_claims_about_experts_take_no_time() -> None:
     holders = [server(f"Qm{index}", 0, 8, experts=(index, index + 1), slice=(0, 1024)) for index in range(20)]
     status = ModelStatus("local-" + "0" * 40, "tiny", 8, [owner, *holders])
     assert (range(8), range(63, 65_536)) in status.missing_experts
+
+
+def test_a_quarantined_server_covers_no_block() -> None:
+    honest, liar = server("QmHonest", 0, 2), replace(server("QmLiar", 0, 4), quarantine="wrong forward of blocks 0:4")
+    status = ModelStatus("local-" + "0" * 40, "tiny", 4, [honest, liar])
+    assert status.coverage == [1, 1, 0, 0]
+    assert status.missing == [2, 3]
