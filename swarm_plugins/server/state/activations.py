@@ -55,7 +55,8 @@ class GraphMeter:
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
         self._add(tensor)
-        return None if self.is_over else tensor
+        # An output that is kept with its history is a cycle, which only a backward through its node would break.
+        return None if self.is_over else tensor.detach()
 
     @staticmethod
     def _unpack(tensor: Tensor | None) -> Tensor:
