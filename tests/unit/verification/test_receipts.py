@@ -48,7 +48,7 @@ def test_a_receipt_is_for_this_answer_only(change: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "change",
     [{"nonce": b"m" * 16}, {"version": "w"}, {"end": 3}, {"adapters": ("d",)}, {"hidden": ANSWER.hidden}],
-    ids=str,
+    ids=lambda change: next(iter(change)),
 )
 def test_a_receipt_is_for_this_request_only(change: dict[str, object]) -> None:
     with pytest.raises(ProtocolError, match="something other than its answer"):
