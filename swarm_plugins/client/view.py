@@ -217,8 +217,8 @@ class SwarmView:
                 for peer, info in self._announced.items()
                 if info.state == "online" and self.is_of_use(info) and not self.observer.is_excluded(peer)
             }
-            # Banned servers must not crowd others out of the sample.
-            online = {peer: online[peer] for peer in self.bans.usable(online)}
+            # Banned servers must not crowd others out of the sample, but the last one left may have stopped meanwhile.
+            online = {peer: online[peer] for peer in self.bans.usable(online, copies=2)}
             limit_s = self.config.info_timeout_s if is_first else min(_HURRY_S, self.config.info_timeout_s)
             asked = {peer: online[peer] for peer in self._sample(online)}
             self._refreshed_at = time.monotonic()

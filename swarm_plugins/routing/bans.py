@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import NamedTuple
 
@@ -58,23 +59,24 @@ class BanList:
         failure = self._failures.get(peer)
         return failure is not None and self._clock() < failure.at + self._length_s(failure)
 
-    def usable(self, shares: Mapping[str, Collection[Hashable]]) -> list[str]:
-        """Returns the peers that are not banned, and those banned that alone have something.
+    def usable(self, shares: Mapping[str, Collection[Hashable]], *, copies: int = 1) -> list[str]:
+        """Returns the peers that are not banned, and banned ones that have what fewer than ``copies`` others have.
 
         Of several banned ones that have the same, those that failed longest ago are taken.
 
         Args:
             shares: What each peer has, such as its blocks.
+            copies: How many peers should have each part.
         """
         banned = [peer for peer in self.banned() if peer in shares]
         excluded = set(banned)
         peers = [peer for peer in shares if peer not in excluded]
         if banned:
-            covered = {part for peer in peers for part in shares[peer]}
+            holders = Counter(part for peer in peers for part in shares[peer])
             for peer in banned:
-                if not covered.issuperset(shares[peer]):
+                if any(holders[part] < copies for part in shares[peer]):
                     peers.append(peer)
-                    covered.update(shares[peer])
+                    holders.update(shares[peer])
         return peers
 
     def pause_s(self, peer: str) -> float:

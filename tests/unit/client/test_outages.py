@@ -150,13 +150,38 @@ def test_the_only_holder_of_a_block_is_asked_again_soon_though_it_has_failed_oft
         await forward(servers)
         assert time.monotonic() - started < 5
         assert not servers.view.bans.is_banned("a")
-        # With a replica, a banned one is left alone.
+        # With two others, a banned one is left alone; with one, it is asked but not used.
         await servers.view.refresh(force=True)
         servers.view.ban("b", TransportError("gone"))
         await servers.view.refresh(force=True)
         assert "b" not in servers.view.entries
+        servers.view.ban("c", TransportError("gone"))
+        await servers.view.refresh(force=True)
+        assert {entry.peer for entry in servers.view.usable()} == {"a", "d"}
 
-    run({"a": (0, 2), "b": (2, 4), "c": (2, 4)}, use)
+    run({"a": (0, 2), "b": (2, 4), "c": (2, 4), "d": (2, 4)}, use)
+
+
+def test_a_server_that_was_silent_once_helps_when_the_other_one_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.client.retries._PATIENCE_S", 1.0)
+
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        [first] = await servers.view.chain(range(2), Demand(tokens=2))
+        other = "b" if first.peer == "a" else "a"
+        # Its answer is lost, and until that is noticed, it is well again and the other one has stopped.
+        swarm.freeze(first.peer)
+        servers.peers.deadlines.slack_s = 1.5
+
+        def change() -> None:
+            swarm.freeze(other)
+            swarm.machines[first.peer].thawed = asyncio.Event()
+            swarm.machines[first.peer].thawed.set()
+
+        asyncio.get_running_loop().call_later(1.0, change)
+        await forward(servers)
+
+    run({"a": (0, 2), "b": (0, 2)}, use)
 
 
 def test_the_only_holder_that_always_fails_ends_in_missing_blocks() -> None:
