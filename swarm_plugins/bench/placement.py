@@ -22,6 +22,7 @@ from swarm_plugins.bench.figures import Report
 from swarm_plugins.errors import ConfigError, MissingExtraError
 from swarm_plugins.routing.placement import Placed
 from swarm_plugins.routing.simulation import Course, Scenario, mean_coverage, simulate
+from swarm_plugins.study.plots import GOOD, MARK, MUTED, rc_settings, save_svg, tidy
 
 Swarm = tuple[Placed, ...]
 _EXACT_UP_TO = 16
@@ -130,6 +131,8 @@ def bench_placement(
     *, sizes: Sequence[int], churn_h: float, seed: int, plot: Path | None, progress: Progress
 ) -> PlacementReport:
     """Simulates swarms of some sizes; ``plot`` is a file to draw them to."""
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"cannot draw to {plot}: the picture is an SVG, so name a file that ends in .svg")
     report = PlacementReport(command="swarm bench placement", model=f"{churn_h:g} h of churn, seed {seed}")
     courses = []
     for size in sizes:
@@ -163,7 +166,7 @@ def _figure(course: Course) -> PlacementFigure:
 
 
 def draw_courses(courses: Sequence[Course], file: Path) -> None:
-    """Draws throughput and optimum over time, a panel for each swarm, with a tick for each move.
+    """Draws throughput and optimum over time as SVG, a panel for each swarm, with a tick for each move.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
@@ -174,22 +177,29 @@ def draw_courses(courses: Sequence[Course], file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as exc:
         raise MissingExtraError("--plot needs matplotlib: pip install 'swarm_plugins[plot]'") from exc
-    with matplotlib.rc_context({"svg.hashsalt": "placement", "font.size": 11}):
+    with matplotlib.rc_context(rc_settings("placement")):
         figure = Figure(figsize=(8.4, 0.6 + 2.2 * len(courses)), layout="constrained")
         panels: Any = figure.subplots(len(courses), 1, sharex=True, squeeze=False)
         for panel, course in zip(panels[:, 0], courses, strict=True):
-            bound = upper_bound(course.scenario.num_blocks)
-            hours = [time_s / 3600 for time_s in course.times_s]
-            panel.step(hours, [bound(one) for one in course.swarms], where="post", color="#8c959f", label="optimum")
-            panel.step(hours, course.throughputs, where="post", color="#1a7f37", label="placement by the servers")
-            panel.plot([moved / 3600 for moved in course.moves_s], [0] * len(course.moves_s), "|", color="#8250df")
-            panel.axvline(course.last_churn_s / 3600, color="#d1d9e0", linewidth=1)
-            panel.set_title(f"{course.scenario.num_servers} servers", loc="left", fontsize=11)
-            panel.set_ylim(bottom=-0.03 * max(course.throughputs))
-            panel.set_ylabel("tokens/s")
+            _draw_course(course, panel)
         panels[0, 0].legend(loc="lower right", frameon=False)
         panels[-1, 0].set_xlabel("hours; ticks: a server begins to move; line: the last arrival or departure")
         try:
-            figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-        except (OSError, ValueError) as exc:
-            raise ConfigError(f"cannot draw to {file} ({exc}); name a file that ends in .svg, .png or .pdf") from exc
+            save_svg(figure, file)
+        except OSError as exc:
+            raise ConfigError(f"cannot draw to {file} ({exc}); name a file in a folder that can be written") from exc
+
+
+def _draw_course(course: Course, panel: Any) -> None:
+    bound = upper_bound(course.scenario.num_blocks)
+    hours = [time_s / 3600 for time_s in (*course.times_s, course.scenario.end_s)]
+    optimum = [bound(one) for one in course.swarms]
+    panel.step(hours, [*optimum, optimum[-1]], where="post", color=MUTED, label="optimum")
+    found = course.throughputs
+    panel.step(hours, [*found, found[-1]], where="post", color=GOOD, label="placement by the servers")
+    panel.plot([moved / 3600 for moved in course.moves_s], [0] * len(course.moves_s), "|", color=MARK)
+    panel.axvline(course.last_churn_s / 3600, color=MUTED, linewidth=0.8)
+    panel.set_title(f"{course.scenario.num_servers} servers", loc="left", fontsize=10)
+    panel.set_ylim(bottom=-0.03 * max(found))
+    panel.set_ylabel("tokens/s")
+    tidy(panel)

@@ -19,9 +19,9 @@ _COLORS = {
     "#040404": ("mark", "#0969da", "#58a6ff"),
     "#050505": ("warm", "#bc4c00", "#f0883e"),
 }
-_INK, _MUTED, _GOOD, _MARK, _WARM = _COLORS
+INK, MUTED, GOOD, MARK, WARM = _COLORS
 _INKED = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
-_CURVES = {"dense": _MUTED, "first-half": _WARM, "second-half": _MARK, "standard": _INK, "pr-moe": _GOOD}
+_CURVES = {"dense": MUTED, "first-half": WARM, "second-half": MARK, "standard": INK, "pr-moe": GOOD}
 _COST_AXES = (
     ("parameters", "parameters, millions", 1e-6),
     ("latency_s", "decode latency, ms per token", 1e3),
@@ -44,22 +44,25 @@ def draw(figures: Mapping[str, Any], folder: Path) -> list[Path]:
     if "cost" in figures:
         drawings["prmoe-cost.svg"] = _draw_cost
     files = []
-    # Without the salt, the same figures would give another file every time.
-    settings: Any = {
-        "svg.hashsalt": "prmoe-study",
-        "font.size": 9,
-        "svg.fonttype": "none",
-        **dict.fromkeys(_INKED, _INK),
-    }
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(rc_settings("prmoe-study")):
         for name, drawing in drawings.items():
             figure = Figure(layout="constrained")
             drawing(figures, figure)
-            written = io.StringIO()
-            figure.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
-            (folder / name).write_text(_for_both_modes(written.getvalue()))
+            save_svg(figure, folder / name)
             files.append(folder / name)
     return files
+
+
+def rc_settings(salt: str) -> Any:
+    """Returns matplotlib's settings for a picture in the colors of this module; ``salt`` makes its bytes repeatable."""
+    return {"svg.hashsalt": salt, "font.size": 9, "svg.fonttype": "none", **dict.fromkeys(_INKED, INK)}
+
+
+def save_svg(figure: Any, file: Path) -> None:
+    """Writes a figure of matplotlib as SVG for light and dark pages."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
+    file.write_text(_for_both_modes(written.getvalue()))
 
 
 def _for_both_modes(svg: str) -> str:
@@ -77,14 +80,14 @@ def _draw_claims(figures: Mapping[str, Any], figure: Any) -> None:
     figure.set_size_inches(8.5, 0.8 + 0.36 * len(found))
     axes = figure.subplots()
     for row, (one, interval) in enumerate(found):
-        color = _GOOD if one.verdict == SHOWN else _MUTED
+        color = GOOD if one.verdict == SHOWN else MUTED
         axes.plot([interval.low, interval.high], [row, row], color=color, linewidth=3, solid_capstyle="butt")
         axes.plot(interval.mean, row, "o", color=color)
     axes.set_yticks(range(len(found)), [f"{one.claim.name}: {one.verdict.partition(';')[0]}" for one, _ in found])
     axes.invert_yaxis()
-    axes.axvline(0, color=_INK, linewidth=0.8)
+    axes.axvline(0, color=INK, linewidth=0.8)
     axes.set_xlabel("mean over paired seeds and 95 % interval, nats per byte")
-    _tidy(axes)
+    tidy(axes)
 
 
 def _draw_curves(figures: Mapping[str, Any], figure: Any) -> None:
@@ -99,7 +102,7 @@ def _draw_curves(figures: Mapping[str, Any], figure: Any) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("held-out loss, nats per byte")
     axes.legend(frameon=False)
-    _tidy(axes)
+    tidy(axes)
 
 
 def _draw_cost(figures: Mapping[str, Any], figure: Any) -> None:
@@ -109,17 +112,18 @@ def _draw_cost(figures: Mapping[str, Any], figure: Any) -> None:
     dense, sparse = ([arm for arm in arms if arm in costs] for arms in (DENSE, SPARSE))
     for axes, (name, title, unit) in zip(figure.subplots(1, 3, sharey=True), _COST_AXES, strict=True):
         values = {arm: costs[arm][name] * unit for arm in costs}
-        axes.plot([values[arm] for arm in dense], [losses[arm] for arm in dense], "s-", color=_MUTED)
-        axes.plot([values[arm] for arm in sparse], [losses[arm] for arm in sparse], "o", color=_MARK)
+        axes.plot([values[arm] for arm in dense], [losses[arm] for arm in dense], "s-", color=MUTED)
+        axes.plot([values[arm] for arm in sparse], [losses[arm] for arm in sparse], "o", color=MARK)
         for arm, value in values.items():
             place = (4, -9) if arm == "pr-moe" else (4, 4)  # its loss is close to standard MoE's
             axes.annotate(arm, (value, losses[arm]), xytext=place, textcoords="offset points", fontsize=7)
         axes.margins(x=0.3, y=0.12)
         axes.set_xlabel(title)
-        _tidy(axes)
+        tidy(axes)
     figure.axes[0].set_ylabel("held-out loss, nats per byte")
 
 
-def _tidy(axes: Any) -> None:
+def tidy(axes: Any) -> None:
+    """Removes the frame at the top and on the right."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
