@@ -75,6 +75,9 @@ class Examiner:
                 return Found(verdicts=await recompute_backward(asked, call.request, call.response, self._blocks))
         except SwarmError as exc:
             return await self._elsewhere(call, asked, exc)
+        if isinstance(call, BackwardCall) and (call.request.grad_hidden_states or call.request.grad_router_logits):
+            # These gradients enter between the blocks, where the server would have to know them to commit.
+            return await self._elsewhere(call, asked, UncheckableError("gradients of inner states cannot be opened"))
         grad = None if isinstance(call, ForwardCall) else call.request.grad_hidden
         opening = await self._opened(call.peer, asked, grad)
         try:

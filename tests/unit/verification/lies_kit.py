@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig
@@ -16,11 +16,16 @@ HONEST = SwarmConfig(verify="off")
 CHECKED = SwarmConfig(verify="on")
 
 
-def train(swarm: InProcessSwarm, *, steps: int = 3) -> list[float]:
-    """Returns the losses of some steps with a LoRA."""
+def tuned(swarm: InProcessSwarm) -> PeftModel:
+    """Returns the model with a LoRA."""
     model = AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
     torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def train(swarm: InProcessSwarm, *, steps: int = 3) -> list[float]:
+    """Returns the losses of some steps with a LoRA."""
+    model = tuned(swarm)
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0)
     losses = []
     for _ in range(steps):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lies_kit import HONEST, IDS, train
+from lies_kit import HONEST, IDS, train, tuned
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.checkpoint import Checkpoint
@@ -48,6 +48,13 @@ def test_honest_servers_pass(deep: Path, cache: Path) -> None:
         assert train(swarm) == clean_losses(deep)
         opened = sum(len(service.ledger._held) for service in swarm.services.values())
     assert opened == 0
+    assert not Quarantine(cache / "quarantine.json").peers()
+
+
+def test_gradients_of_states_between_the_blocks_accuse_nobody(deep: Path, cache: Path) -> None:
+    with InProcessSwarm(deep, spans=[(0, 2), (2, 6)], config=config_for(deep)) as swarm:
+        output = tuned(swarm)(input_ids=IDS, labels=IDS, output_hidden_states=True)
+        (output.loss + output.hidden_states[4].pow(2).mean()).backward()
     assert not Quarantine(cache / "quarantine.json").peers()
 
 
