@@ -16,7 +16,10 @@ from swarm_plugins.transport.messages import ServerInfo
 log = logging.getLogger(__name__)
 
 _RENEWAL_PAUSE_S = 1.0
-"""Between two attempts with a new node."""
+_LONGEST_RENEWAL_PAUSE_S = 2.0
+"""Between two attempts with a new node: longer after the first, as the lost peer may be gone for good."""
+_CALM_S = 10.0
+"""After so long without an attempt, the next one belongs to another outage."""
 _MAX_RETIRED = 2
 """Replaced nodes that are kept while streams are open in them."""
 
@@ -65,6 +68,7 @@ class LastingNetwork:
         self._lock = asyncio.Lock()
         self._renewal: asyncio.Task[None] | None = None
         self._renewed_at = float("-inf")
+        self._pause_s = _RENEWAL_PAUSE_S
 
     async def start(self) -> None:
         """Starts the first node."""
@@ -106,7 +110,7 @@ class LastingNetwork:
 
     async def _instead_of(self, node: Node, timeout_s: float | None) -> Node:
         """Returns a newer node if there is one by then, else the same; one attempt at a time serves all callers."""
-        if self._node is node and self._renewal is None and time.monotonic() - self._renewed_at > _RENEWAL_PAUSE_S:
+        if self._node is node and self._renewal is None and time.monotonic() - self._renewed_at > self._pause_s:
             self._renewal = asyncio.create_task(self._renew(node), name="start another node")
         if self._renewal is not None:
             await asyncio.wait({self._renewal}, timeout=timeout_s)
@@ -114,6 +118,7 @@ class LastingNetwork:
 
     async def _renew(self, node: Node) -> None:
         """Starts another node, which replaces this one if it finds any peer."""
+        is_first = time.monotonic() - self._renewed_at > _CALM_S
         try:
             newer = await _started(node.successor())
             if newer.is_alone or self._node is not node:
@@ -122,10 +127,14 @@ class LastingNetwork:
             self._node = newer
             # Requests and sessions with peers that it still reaches go on.
             self._retired.append(node)
-            log.warning("this client had lost peers; it has joined the swarm again")
+            log.log(
+                logging.WARNING if is_first else logging.DEBUG,
+                "this client cannot reach some peers; it has joined the swarm anew to call them again",
+            )
         except SwarmError as exc:
             log.debug("cannot join again: %s", exc)
         finally:
+            self._pause_s = _RENEWAL_PAUSE_S if is_first else min(2 * self._pause_s, _LONGEST_RENEWAL_PAUSE_S)
             self._renewed_at = time.monotonic()
             self._renewal = None
 

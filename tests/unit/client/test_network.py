@@ -113,6 +113,24 @@ def test_a_peer_that_the_node_refuses_to_call_is_called_by_a_new_one_while_strea
     run(body)
 
 
+def test_a_peer_that_is_gone_for_good_costs_ever_fewer_nodes(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(network: LastingNetwork, made: list[Node]) -> None:
+        pauses = []
+        for _ in range(4):
+            made[-1].backoff = True
+            for _ in range(3):  # the second and third within the pause
+                with pytest.raises(TransportError):
+                    await network.open("gone", "rpc_forward", timeout_s=5)
+                made[-1].backoff = True
+            pauses.append(network._pause_s)
+            network._renewed_at -= network._pause_s
+        assert pauses == [1.0, 2.0, 2.0, 2.0]
+        assert len(made) == 5
+        assert len([one for one in caplog.records if "joined the swarm anew" in one.message]) == 1
+
+    run(body)
+
+
 def test_a_node_that_starts_slowly_holds_up_no_other_call() -> None:
     class Slow(Node):
         def successor(self) -> Node:
