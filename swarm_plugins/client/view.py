@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_PROBES = 64
-"""Servers asked for their state in one refresh; in a larger swarm, a sample that covers every block."""
+"""Servers asked in one refresh; of more, a sample that covers every block, where banned ones crowd out no others."""
 _LOOK_UP_S = 0.5
 """Wait for the directory once an earlier answer is known."""
 _HURRY_S = 2.0
@@ -217,8 +217,8 @@ class SwarmView:
                 for peer, info in self._announced.items()
                 if info.state == "online" and self.is_of_use(info) and not self.observer.is_excluded(peer)
             }
-            # Banned servers must not crowd others out of the sample, but the last one left may have stopped meanwhile.
-            online = {peer: online[peer] for peer in self.bans.usable(online, copies=2)}
+            if len(online) > _MAX_PROBES:
+                online = {peer: online[peer] for peer in self.bans.usable(online, copies=2)}
             limit_s = self.config.info_timeout_s if is_first else min(_HURRY_S, self.config.info_timeout_s)
             asked = {peer: online[peer] for peer in self._sample(online)}
             self._refreshed_at = time.monotonic()

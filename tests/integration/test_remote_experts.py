@@ -108,7 +108,7 @@ def test_clients_and_local_models_compute_the_same_also_while_holders_are_frozen
     model: Path, local: PreTrainedModel, swarm: LocalSwarm
 ) -> None:
     expected, gradient = tokens_of(local), gradient_of(local)
-    with connect(swarm.initial_peers, SwarmConfig(max_retries=1)) as connection:
+    with connect(swarm.initial_peers, SwarmConfig()) as connection:
         for client in (
             AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection),
             load_remote_experts(model, connection=connection),

@@ -150,16 +150,27 @@ def test_the_only_holder_of_a_block_is_asked_again_soon_though_it_has_failed_oft
         await forward(servers)
         assert time.monotonic() - started < 5
         assert not servers.view.bans.is_banned("a")
-        # With two others, a banned one is left alone; with one, it is asked but not used.
+        # While there are others, a banned one is asked but not used.
         await servers.view.refresh(force=True)
         servers.view.ban("b", TransportError("gone"))
         await servers.view.refresh(force=True)
-        assert "b" not in servers.view.entries
+        assert {entry.peer for entry in servers.view.usable()} == {"a", "c", "d"}
         servers.view.ban("c", TransportError("gone"))
         await servers.view.refresh(force=True)
         assert {entry.peer for entry in servers.view.usable()} == {"a", "d"}
 
     run({"a": (0, 2), "b": (2, 4), "c": (2, 4), "d": (2, 4)}, use)
+
+
+def test_a_banned_server_is_asked_though_others_look_better_as_these_may_hang() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        swarm.freeze("a", "b")
+        servers.view.ban("c", TransportError("late"))
+        await servers.view.refresh(force=True)
+        assert [entry.peer for entry in servers.view.usable()] == ["c"]
+
+    run(dict.fromkeys("abc", (0, 2)), use)
 
 
 def test_a_server_that_was_silent_once_helps_when_the_other_one_stops(monkeypatch: pytest.MonkeyPatch) -> None:
