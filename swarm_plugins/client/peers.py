@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from swarm_plugins.errors import (
     CapacityError,
     ProtocolError,
     RemoteError,
+    RequestTimeoutError,
     SwarmError,
     TransportError,
     UnknownAdapterError,
@@ -44,6 +46,11 @@ _MAX_IDLE_CHANNELS = 4
 _MAX_IDLE_PEERS = 256
 """Pairs of peer and rpc with kept streams; those unused for longest are closed: each stream is an open file."""
 _MAX_UPLOADS_REMEMBERED = 4096
+_LATE_S = 3.0
+"""A peer that has not answered by then is asked whether it is at work, and again every `_ASK_AGAIN_S`."""
+_ASK_AGAIN_S = 2.0
+_SIGN_OF_LIFE_S = 2.0
+"""How long it has to answer that. All together: servers that hang are given up, and others asked, within 8 s."""
 _OPEN = "open"
 """What opening a stream is called in observed paces."""
 _UPLOAD_UNIT_BYTES = 4096
@@ -88,19 +95,21 @@ class Peers:
         """Sends one message and returns the answer.
 
         Unless ``timeout_s`` is given, the pace observed for this kind of ``work`` decides how long to wait for so many
-        ``units`` (tokens, as a rule). The time taken counts when servers of ``blocks`` are compared.
+        ``units`` (tokens, as a rule), and a peer that hangs is not waited for. The time taken counts when servers of
+        ``blocks`` are compared.
 
         Raises:
             StreamLostError: If the stream breaks or ends before the answer.
             SwarmError: If no answer comes in time, or it is a failure or malformed.
         """
         peer = channel.remote_peer
-        if timeout_s is None:
-            timeout_s = self.deadlines.timeout_s(peer, work, units)
         started = time.perf_counter()
         try:
             await channel.send(message, codec=codec)
-            answer = await channel.receive(timeout_s=timeout_s)
+            if timeout_s is None:
+                answer = await self._awaited(channel, self.deadlines.timeout_s(peer, work, units))
+            else:
+                answer = await channel.receive(timeout_s=timeout_s)
         except TransportError as exc:
             if isinstance(exc, TimeoutError):
                 self.deadlines.missed(peer, work)
@@ -113,6 +122,28 @@ class Peers:
         self.deadlines.observe(peer, work, units, seconds)
         self.paces.observe(peer, work, blocks=blocks, tokens=units, seconds=seconds)
         return checked
+
+    async def _awaited(self, channel: Channel, timeout_s: float) -> Message | None:
+        """Receives an answer; a peer that is late has to show meanwhile that it is at work."""
+        peer, started = channel.remote_peer, time.monotonic()
+        wait_s = min(_LATE_S, timeout_s)
+        while True:
+            try:
+                return await channel.receive(timeout_s=wait_s)
+            except RequestTimeoutError as exc:
+                if (left_s := started + timeout_s - time.monotonic()) <= 0:
+                    raise RequestTimeoutError(f"no message from {peer} within {timeout_s:.1f} s") from exc
+            try:
+                await self.info(peer, limit_s=_SIGN_OF_LIFE_S)
+            except SwarmError as exc:
+                with contextlib.suppress(RequestTimeoutError):
+                    # It may have come meanwhile.
+                    return await channel.receive(timeout_s=0.0)
+                waited_s = time.monotonic() - started
+                raise RequestTimeoutError(
+                    f"no message from {peer} within {waited_s:.1f} s, and it is not at work: {exc}"
+                ) from exc
+            wait_s = min(_ASK_AGAIN_S, left_s)
 
     async def request(
         self,
@@ -170,9 +201,21 @@ class Peers:
         for one in surplus:
             await one.close()
 
-    async def info(self, peer: str) -> ServerInfo:
-        """Asks a server what it serves."""
-        return await self.request(peer, "rpc_info", InfoRequest(), ServerInfo, timeout_s=self.config.info_timeout_s)
+    async def info(self, peer: str, *, limit_s: float | None = None) -> ServerInfo:
+        """Asks a server what it serves, within ``limit_s`` (None: ``info_timeout_s``) and with connecting.
+
+        Raises:
+            SwarmError: If it does not say that in time, or says that its compute hangs.
+        """
+        limit_s = self.config.info_timeout_s if limit_s is None else limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                info = await self.request(peer, "rpc_info", InfoRequest(), ServerInfo, timeout_s=limit_s)
+        except TimeoutError as exc:
+            raise RequestTimeoutError(f"it did not report what it serves within {limit_s:g} s") from exc
+        if info.state == "stuck":
+            raise TransportError(f"server {peer} hangs in its work")
+        return info
 
     async def with_adapters(self, peer: str, adapters: Sequence[LoadedAdapter], ask: Callable[[], Awaitable[T]]) -> T:
         """Uploads the adapters that a peer does not hold, then makes a request that names them."""

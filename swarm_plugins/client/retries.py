@@ -106,6 +106,17 @@ class Retries:
         """Peers that this call does not ask again, in addition to those that are banned."""
         return {*self.full, *self.refusals}
 
+    @property
+    def _leaves_only_holders(self) -> bool:
+        """Whether servers that failed are left out also where they alone have some blocks.
+
+        A server that says what it serves and then hangs gets more time at each attempt: attempts after the second begin
+        within ``request_timeout_s``, so that all of them together have an end.
+        """
+        waited_s = time.monotonic() - self._progress_at
+        is_hung = self.failures > 1 and waited_s > self.view.config.request_timeout_s
+        return is_hung or self.failures >= self.limit
+
     async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
         """Plans a chain; see `plan`."""
 
@@ -146,8 +157,8 @@ class Retries:
             RefusedError: If the only servers that hold it refuse the request.
         """
         while True:
-            # At last also without those that failed, though nobody else has what they have: their blocks are missing.
-            failed = self.view.bans.banned() if self.failures >= self.limit else ()
+            # At last also without those that failed, though no other server has their blocks: these are missing.
+            failed = self.view.bans.banned() if self._leaves_only_holders else ()
             try:
                 return await make({*self.excluded, *failed})
             except MissingBlocksError as exc:

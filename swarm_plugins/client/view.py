@@ -18,7 +18,6 @@ from swarm_plugins.client.probing import Probes
 from swarm_plugins.errors import (
     MissingBlocksError,
     ProtocolError,
-    RequestTimeoutError,
     SwarmError,
     TransportError,
     one_line,
@@ -45,6 +44,8 @@ _HURRY_S = 2.0
 """Wait for servers once some have answered before."""
 _REMEMBERED_S = 600.0
 """A server is asked for this long after its last answer, also if the directory does not name it."""
+_WORTH_ASKING = ("online", "stuck")
+"""States announced by servers to ask: one that hung may have got on since."""
 _MAX_INFOS = 1024
 """Servers whose answers are remembered; above this, departed servers are forgotten."""
 
@@ -215,7 +216,7 @@ class SwarmView:
             online = {
                 peer: self.share_of(info)
                 for peer, info in self._announced.items()
-                if info.state == "online" and self.is_of_use(info) and not self.observer.is_excluded(peer)
+                if info.state in _WORTH_ASKING and self.is_of_use(info) and not self.observer.is_excluded(peer)
             }
             if len(online) > _MAX_PROBES:
                 online = {peer: online[peer] for peer in self.bans.usable(online, copies=2)}
@@ -301,7 +302,8 @@ class SwarmView:
         """Asks a server what it serves, which overrides its announcement, and measures the round trip."""
         started = time.perf_counter()
         try:
-            info = await self._ask(peer)
+            # All wait for the slowest server, so the deadline includes connecting.
+            info = await self.peers.info(peer)
             self._check(info)
         except SwarmError as exc:
             self.ban(peer, exc)
@@ -325,15 +327,6 @@ class SwarmView:
         # Replaced as a whole: other threads read the table.
         self.entries = {**self.entries, peer: entry}
         return True
-
-    async def _ask(self, peer: str) -> ServerInfo:
-        # All wait for the slowest server, so the deadline includes connecting.
-        limit_s = self.config.info_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self.peers.info(peer)
-        except TimeoutError as exc:
-            raise RequestTimeoutError(f"it did not report what it serves within {limit_s:g} s") from exc
 
     def _check(self, info: ServerInfo) -> None:
         check_server_info(info)

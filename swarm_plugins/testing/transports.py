@@ -93,6 +93,8 @@ class _LocalChannel:
         self._outgoing = outgoing
         self._incoming = incoming
         self._limits = limits
+        self._delayed: deque[bytes | None] = deque()
+        """What has come off the line, but may not be read yet."""
         self.is_closed = False
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
@@ -113,10 +115,12 @@ class _LocalChannel:
     async def _arrived(self) -> bytes | None:
         line = self._line
         while True:
-            frame = await self._incoming.get()
+            if not self._delayed:
+                self._delayed.append(await self._incoming.get())
             if line.delay_s:
                 await asyncio.sleep(line.delay_s)
             await line.wait_until(lambda: not line.is_frozen)
+            frame = self._delayed.popleft()
             # The end of a stream is lost too.
             if not line.loses_answers:
                 return frame

@@ -54,7 +54,7 @@ class Channel(Protocol):
         """Receives the next message; None when the other end has closed the stream.
 
         Raises:
-            RequestTimeoutError: If none arrives within ``timeout_s``.
+            RequestTimeoutError: If none arrives within ``timeout_s``; a later call may get it.
             ProtocolError: If what arrives is malformed or too large.
             TransportError: If the stream is broken.
         """

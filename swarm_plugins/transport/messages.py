@@ -89,8 +89,9 @@ class ServerInfo(_Message, kw_only=True):
     """Compute dtype, such as ``float32``."""
     quantization: str
     """``none``, ``int8`` or ``nf4``."""
-    state: Literal["joining", "online", "draining"] = "online"
-    """``draining``: open sessions go on, new ones are refused, and the server ends soon."""
+    state: Literal["joining", "online", "draining", "stuck"] = "online"
+    """``draining``: open sessions go on, new ones are refused, and the server ends soon. ``stuck``: its compute thread
+    does not get on with its work."""
     throughput: float = 0.0
     """Tokens per second through one block in a batched forward, as the server measured."""
     decode_s: float = 0.0

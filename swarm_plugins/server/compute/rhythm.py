@@ -21,6 +21,12 @@ _CAUTION = 0.7
 """Part of ``a`` that a wait may take: return times vary."""
 _MARGIN = 1.25
 _MIN_MARGIN_S = 0.001
+_STUCK_S = 4.0
+_STUCK_FACTOR = 4.0
+"""A piece of work that takes longer than this, and than so many times what the longest of the last ones took, hangs."""
+_MAX_PIECES = 64
+_MIN_PIECE_S = 0.05
+"""Shorter pieces of work tell nothing about how long one may take."""
 
 
 @dataclass(slots=True)
@@ -92,21 +98,35 @@ class Rhythm:
 class BusyMeter:
     """Averages busy (1) and idle (0) time exponentially with a time constant of ``window_s``, recent seconds most.
 
-    One thread calls ``begin`` and ``end``; any thread may read.
+    One thread calls ``begin`` for each piece of work, and ``end`` when there is no more; any thread may read.
     """
 
     def __init__(self, window_s: float = 10.0) -> None:
         self._window_s = window_s
         # One tuple, replaced as a whole: a reader in another thread never sees half an update.
         self._state: tuple[float, float, bool] | None = None
+        self._pieces: deque[float] = deque(maxlen=_MAX_PIECES)
+        self._longest_s = 0.0
 
     def begin(self, now: float) -> None:
-        """Notes that work begins."""
-        self._state = (now, self.share(now), True)
+        """Notes that a piece of work begins, and that the one before it has ended."""
+        self._change(now, is_busy=True)
 
     def end(self, now: float) -> None:
         """Notes that work ends."""
-        self._state = (now, self.share(now), False)
+        self._change(now, is_busy=False)
+
+    def _change(self, now: float, *, is_busy: bool) -> None:
+        if self._state is not None and self._state[2] and now - self._state[0] > _MIN_PIECE_S:
+            self._pieces.append(now - self._state[0])
+            self._longest_s = max(self._pieces)
+        self._state = (now, self.share(now), is_busy)
+
+    def is_stuck(self, now: float, usual_s: float) -> bool:
+        """Returns whether a piece of work takes far longer than the last ones did, and than ``usual_s``."""
+        if self._state is None or not self._state[2]:
+            return False
+        return now - self._state[0] > max(_STUCK_S, _STUCK_FACTOR * max(self._longest_s, usual_s))
 
     def share(self, now: float) -> float:
         """Returns the average at time ``now``, between 0 and 1."""

@@ -118,6 +118,10 @@ class Scheduler:
         """Share of the last seconds in which the compute thread was busy, 0 to 1."""
         return self._busy.share(time.monotonic())
 
+    def is_stuck(self, usual_s: float) -> bool:
+        """Returns whether the compute thread hangs in its work, one piece of which takes about ``usual_s``."""
+        return self._busy.is_stuck(time.monotonic(), usual_s)
+
     @property
     def num_waiting(self) -> int:
         """Requests that have been submitted and not answered."""
@@ -220,8 +224,7 @@ class Scheduler:
             has_work = bool(self._calls or self._steps or self._trainings)
             self._collect(is_waiting=not has_work)
             self._gather()
-            started = time.monotonic()
-            self._busy.begin(started)
+            self._busy.begin(time.monotonic())
             if self._trainings and self._packs_since_training >= _PACKS_BEFORE_TRAINING:
                 self._run_training(self._next_training())
             elif self._calls or self._steps:
@@ -296,8 +299,10 @@ class Scheduler:
                 self._run_urgent()
             finally:
                 self._runner.on_block_boundary = self._between_blocks
+        self._busy.begin(time.monotonic())
 
     def _run_call(self, item: Call) -> None:
+        self._busy.begin(time.monotonic())
         try:
             result = item.function()
         except AbandonedError:
@@ -348,6 +353,7 @@ class Scheduler:
         return True
 
     def _run_group(self, group: Sequence[tuple[Step, int]]) -> None:
+        self._busy.begin(time.monotonic())
         try:
             runner = cast(SchedulerRunner, self._runner)
             device = runner.spec.device

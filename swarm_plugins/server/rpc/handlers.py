@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from swarm_plugins.transport.messages import (
     EchoResponse,
     InfoRequest,
     Message,
+    ServerInfo,
 )
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,7 @@ async def info_handler(service: Service | ExpertsService, channel: Channel) -> N
 
     async def answer(request: InfoRequest | EchoRequest, _: Charge) -> Answer:
         if isinstance(request, InfoRequest):
-            return service.info(), "none"
+            return _present_info(service), "none"
         payload = request.payload
         if payload.dtype != torch.uint8 or payload.ndim != 1 or payload.nbytes > MAX_ECHO_BYTES:
             raise BadRequestError(
@@ -128,6 +130,14 @@ async def info_handler(service: Service | ExpertsService, channel: Channel) -> N
         idle_s=service.limits.idle_stream_s,
         ledger=service.ledger,
     )
+
+
+def _present_info(service: Service | ExpertsService) -> ServerInfo:
+    info = service.info()
+    span_s = info.decode_s * (info.end - info.start)
+    # One that waits for other peers' experts answers in the end, and names those that are missing.
+    is_stuck = info.state == "online" and not info.needs and service.scheduler.is_stuck(span_s)
+    return msgspec.structs.replace(info, state="stuck") if is_stuck else info
 
 
 async def push_handler(service: Service, channel: Channel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -45,6 +46,8 @@ class Machine:
         )
         self.thawed = asyncio.Event()
         self.thawed.set()
+        self.is_stuck = False
+        """Whether it says what it serves, but computes nothing."""
         self.is_broken = False
         self.asked = 0
 
@@ -52,7 +55,9 @@ class Machine:
         async def handle(channel: Channel) -> None:
             while (message := await channel.receive(timeout_s=60.0)) is not None:
                 await self.thawed.wait()
-                await channel.send(self.answer(message))
+                answer = self.answer(message)
+                if not (self.is_stuck and isinstance(message, ForwardRequest)):
+                    await channel.send(answer)
 
         return dict.fromkeys(("rpc_info", "rpc_forward"), handle)
 
@@ -203,6 +208,86 @@ def test_the_only_holder_that_always_fails_ends_in_missing_blocks() -> None:
         assert swarm.machines["a"].asked == 3
 
     run({"a": (0, 2)}, use, max_retries=3)
+
+
+def test_the_only_holder_that_hangs_in_its_work_is_not_waited_for_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swarm_plugins.client.retries._PATIENCE_S", 0.1)
+
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        # It does not notice that it hangs.
+        swarm.machines["a"].is_stuck = True
+        with pytest.raises(
+            MissingBlocksError, match=r"left out after failures: a; the last failure: no message from a"
+        ):
+            await forward(servers)
+        assert swarm.machines["a"].asked == 2
+        # Another call asks again.
+        swarm.machines["a"].is_stuck = False
+        await forward(servers)
+
+    run({"a": (0, 2)}, use, request_timeout_s=0.8)
+
+
+def test_a_late_server_that_is_frozen_is_given_up_however_long_its_work_may_take() -> None:
+    async def use(swarm: Swarm, servers: Servers) -> None:
+        await forward(servers)
+        servers.peers.deadlines.slack_s = 60.0
+        started = time.monotonic()
+        asyncio.get_running_loop().call_later(0.1, swarm.freeze, "a")
+        swarm.machines["a"].is_stuck = True
+        with pytest.raises(MissingBlocksError, match=r"within 5.* it is not at work: it did not report what it serves"):
+            await forward(servers)
+        assert time.monotonic() - started < 8
+
+    run({"a": (0, 2)}, use)
+
+
+def compute(swarm: InProcessSwarm, *pieces: Callable[[], object]) -> None:
+    """Gives the first server other work."""
+
+    async def post() -> None:
+        for piece in pieces:
+            swarm.services["peer0"].scheduler.post(piece)
+
+    swarm.connection.loop.run(post())
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["first-request", "later-request"])
+def test_the_only_holder_whose_compute_hangs_is_given_up_and_used_again_later(tmp_path: Path, is_new: bool) -> None:
+    directory = save_tiny("llama", tmp_path)
+    inputs = SpanInputs(blocks=range(4), hidden=torch.ones(1, 2, 32))
+    with InProcessSwarm(directory, spans=[(0, 4)]) as swarm:
+        blocks = swarm.connection.blocks(version=Checkpoint.open(directory).version, num_blocks=4)
+        blocks.check()
+        if not is_new:
+            want = blocks.forward(inputs).hidden
+        held = threading.Event()
+        service = swarm.services["peer0"]
+        quick = msgspec.structs.replace(service.info(), decode_s=0.001)
+        service.info = lambda: quick
+        compute(swarm, lambda: held.wait(60.0))
+        try:
+            for _ in range(1 if is_new else 2):
+                started = time.monotonic()
+                with pytest.raises(MissingBlocksError, match=r"server peer0 hangs in its work|no message from peer0"):
+                    blocks.forward(inputs)
+                assert time.monotonic() - started < 8
+        finally:
+            held.set()
+        got = blocks.forward(inputs).hidden
+        assert is_new or torch.equal(got, want)
+
+
+def test_the_only_holder_is_waited_for_while_it_gets_on_with_the_work_of_others(tmp_path: Path) -> None:
+    directory = save_tiny("llama", tmp_path)
+    inputs = SpanInputs(blocks=range(4), hidden=torch.ones(1, 2, 32))
+    with InProcessSwarm(directory, spans=[(0, 4)]) as swarm:
+        blocks = swarm.connection.blocks(version=Checkpoint.open(directory).version, num_blocks=4)
+        want = blocks.forward(inputs).hidden
+        compute(swarm, *[lambda: time.sleep(0.5)] * 18)
+        assert torch.equal(blocks.forward(inputs).hidden, want)
 
 
 def test_a_directory_that_has_lost_some_servers_hides_none_that_answers() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_plugins.server.compute.rhythm import Rhythm
+from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
 
 FIXED_S, ROW_S = 0.040, 0.005
 
@@ -70,3 +70,28 @@ def test_number_of_sessions_is_bounded() -> None:
     for index in range(5000):
         rhythm.arrived(index, 0.0)
     assert len(rhythm._sessions) <= 1024
+
+
+def test_work_hangs_if_a_piece_takes_far_longer_than_the_last_ones_and_than_usual() -> None:
+    busy = BusyMeter()
+    assert not busy.is_stuck(100.0, 0.0)
+    busy.begin(100.0)
+    assert not busy.is_stuck(104.0, 0.0)
+    assert busy.is_stuck(104.1, 0.0)
+    assert not busy.is_stuck(107.9, 2.0)
+    busy.end(105.0)
+    assert not busy.is_stuck(200.0, 0.0)
+    busy.begin(200.0)
+    # A piece of 5 s was seen.
+    assert not busy.is_stuck(219.9, 0.0)
+    assert busy.is_stuck(220.1, 0.0)
+
+
+def test_many_pieces_one_after_another_are_not_one_that_hangs_and_old_pieces_are_forgotten() -> None:
+    busy = BusyMeter()
+    busy.begin(0.0)
+    for second in range(60, 400, 2):
+        busy.begin(second)
+    assert busy.share(400.0) > 0.99
+    assert not busy.is_stuck(400.0, 0.0)
+    assert busy.is_stuck(398.0 + 8.1, 0.0)
