@@ -101,7 +101,7 @@ def run(machines: dict[str, Server], use: Callable[[Servers], Awaitable[None]]) 
 
 
 def test_a_session_on_a_link_that_became_slow_moves_to_a_faster_server() -> None:
-    machines = {"a": Server(1e-5), "b": Server(1e-3)}
+    machines = {"a": Server(1e-5), "b": Server(0.015)}
 
     def slow_down(number: int) -> None:
         machines["a"].delay_s = 0.3 if number >= 20 else 0.0
