@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 from torch import Tensor
 
 from swarm_plugins.client.observer import BackwardCall, ForwardCall, StepCall, WrongAnswerError
@@ -186,9 +187,8 @@ def _compared(
     if isinstance(one, ForwardResponse) and isinstance(other, ForwardResponse):
         return forward_verdicts(asked, one, [*other.hidden_states, other.hidden], is_mixture=True)
     if isinstance(call, BackwardCall) and isinstance(one, BackwardResponse) and isinstance(other, BackwardResponse):
-        hidden = [other.grad_hidden] if other.grad_hidden is not None else []
-        expected = [*hidden, *other.grad_adapters, *other.grad_prefix]
-        return backward_verdicts(asked, call.request, one, expected, is_mixture=True)
+        hidden = torch.zeros_like(asked.request.hidden) if other.grad_hidden is None else other.grad_hidden
+        return backward_verdicts(asked, one, [hidden, *other.grad_adapters, *other.grad_prefix], is_mixture=True)
     return []
 
 

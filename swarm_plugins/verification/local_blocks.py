@@ -12,13 +12,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs
-from swarm_plugins.errors import SwarmError, UnsupportedError
+from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _BLOCKS = "swarm_plugins.blocks"
 
 
@@ -95,6 +96,8 @@ class LocalBlocks:
         self._checkpoint: Checkpoint | None = None
         self._spans: OrderedDict[tuple[int, Kind], tuple[Span, int]] = OrderedDict()
         self._fits: dict[int, bool] = {}
+        self._mixtures: dict[int, bool] = {}
+        """Whether a block is a mixture of experts; kept when the block is dropped."""
         self._lock = threading.Lock()
 
     async def outputs(self, inputs: SpanInputs, kind: Kind) -> list[Tensor]:
@@ -103,7 +106,7 @@ class LocalBlocks:
         Raises:
             SwarmError: If the blocks cannot be read or run here.
         """
-        return await asyncio.to_thread(self._outputs, inputs, kind)
+        return await _in_thread(lambda: self._outputs(inputs, kind))
 
     async def gradients(self, inputs: SpanInputs, kind: Kind, grad: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
         """Returns the gradients of ``wanted``, which are among the inputs, for a gradient of the output.
@@ -111,7 +114,7 @@ class LocalBlocks:
         Raises:
             SwarmError: If the blocks cannot be read or run here.
         """
-        return await asyncio.to_thread(self._gradients, inputs, kind, grad, wanted)
+        return await _in_thread(lambda: self._gradients(inputs, kind, grad, wanted))
 
     async def extend(self, caches: SessionCaches, steps: Sequence[SpanInputs]) -> Tensor:
         """Runs further steps of a session; returns the outputs of the last block for all of them, ``[B, S, D]``.
@@ -119,7 +122,7 @@ class LocalBlocks:
         Raises:
             SwarmError: If the blocks cannot be read or run here.
         """
-        return await asyncio.to_thread(self._extend, caches, steps)
+        return await _in_thread(lambda: self._extend(caches, steps))
 
     def _extend(self, caches: SessionCaches, steps: Sequence[SpanInputs]) -> Tensor:
         kind = caches.kind
@@ -173,6 +176,7 @@ class LocalBlocks:
             while self._spans and sum(size for _, size in self._spans.values()) + num_bytes > self.limit_bytes:
                 self._spans.popitem(last=False)
             self._spans[key] = (span, num_bytes)
+            self._mixtures[block] = any(is_fused_experts(module) for module in span.model.modules())
             log.debug("block %d is here for checks: %d bytes", block, num_bytes)
         self._spans.move_to_end(key)
         return self._spans[key][0]
@@ -184,7 +188,7 @@ class LocalBlocks:
             SwarmError: If the checkpoint cannot be opened.
         """
         if num_blocks not in self._fits:
-            self._fits[num_blocks] = await asyncio.to_thread(self._can_hold, num_blocks)
+            self._fits[num_blocks] = await _in_thread(lambda: self._can_hold(num_blocks))
         return self._fits[num_blocks]
 
     def _can_hold(self, num_blocks: int) -> bool:
@@ -201,8 +205,29 @@ class LocalBlocks:
             self._checkpoint = self._open()
         return self._checkpoint
 
-    def has_experts(self, blocks: range, kind: Kind) -> bool:
+    def has_experts(self, blocks: range) -> bool:
         """Returns whether one of some blocks, which have run here, is a mixture of experts."""
-        with self._lock:
-            spans = [self._spans[block, kind][0] for block in blocks if (block, kind) in self._spans]
-        return any(is_fused_experts(module) for span in spans for module in span.model.modules())
+        return any(self._mixtures.get(block, False) for block in blocks)
+
+    async def has_fixed_positions(self, block: int, kind: Kind) -> bool:
+        """Returns whether steps of a session may be joined: the tokens they come with change nothing.
+
+        Raises:
+            SwarmError: If the block cannot be read here.
+        """
+
+        def look() -> bool:
+            with self._lock:
+                return self._span(block, kind).spec.has_fixed_positions
+
+        return await _in_thread(look)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Runs in a thread; a check that fails here for want of memory must not end what it checks."""
+    try:
+        return await asyncio.to_thread(work)
+    except (MemoryError, RuntimeError) as exc:
+        if isinstance(exc, SwarmError):
+            raise
+        raise UncheckableError(f"blocks cannot be run here: {one_line(exc)}") from exc

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
@@ -16,17 +17,15 @@ from swarm_plugins.transport.messages import (
     ForwardResponse,
 )
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
-from swarm_plugins.verification.scores import (
-    Verdict,
-    coarsest,
-    compare_gradients,
-    compare_outputs,
-    compare_parameters,
-    is_conclusive,
-)
+from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
 
 if TYPE_CHECKING:
     from swarm_plugins.verification.openings import Opening
+
+NUDGES = (1, 2, 3, 4)
+"""Seeds of the nudged runs: a near tie that rounding decides falls the other way in one of them."""
+_NUDGE = {torch.float32: 2.0**-20, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""How far an input is nudged: a rounding, of float32 sixteen."""
 
 
 class Asked:
@@ -45,22 +44,26 @@ class Asked:
         wire = str(request.hidden.dtype).removeprefix("torch.")
         self.precision = coarsest([kind.precision, wire, request.reply_codec])
 
-    def inputs(self, *, needs_grad: bool = False) -> SpanInputs:
-        """Returns the inputs in the server's type, as leaves of a graph if asked."""
+    def inputs(self) -> SpanInputs:
+        """Returns the inputs in the server's type."""
         request, dtype = self.request, self.kind.torch_dtype
-        use = AdapterUse(adapters=self.adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed)
-        inputs = SpanInputs(
+        return SpanInputs(
             blocks=range(request.start, request.end),
             hidden=request.hidden.to(dtype),
             position_ids=request.position_ids,
             attention_mask=request.attention_mask,
-            adapters=use,
+            adapters=AdapterUse(adapters=self.adapters, rows=request.adapter_rows, dropout_seed=request.dropout_seed),
             prefix=tuple(tensor.to(dtype) for tensor in request.prefix),
         )
-        if not needs_grad:
-            return inputs
-        leaves = inputs.map(lambda tensor: _leaf(tensor) if tensor.is_floating_point() else tensor)
-        return replace(leaves, adapters=use.map(_leaf))
+
+    def comparison(self, *, is_mixture: bool) -> Comparison:
+        """Returns how to compare the answer to the request."""
+        return Comparison(
+            precision=self.precision,
+            is_mixture=is_mixture,
+            num_blocks=self.request.end - self.request.start,
+            mask=self.request.attention_mask,
+        )
 
 
 async def recompute_forward(asked: Asked, response: ForwardResponse, blocks: LocalBlocks) -> list[Verdict]:
@@ -70,23 +73,32 @@ async def recompute_forward(asked: Asked, response: ForwardResponse, blocks: Loc
         SwarmError: If the blocks cannot be read or run here.
     """
     inputs = asked.inputs()
-    expected = await blocks.outputs(inputs, asked.kind)
-    return forward_verdicts(asked, response, expected, is_mixture=blocks.has_experts(inputs.blocks, asked.kind))
+
+    async def run(nudge: int) -> list[Tensor]:
+        return await blocks.outputs(_nudged(inputs, nudge), asked.kind)
+
+    expected = await run(0)
+    is_mixture = blocks.has_experts(inputs.blocks)
+    return await _settled(
+        lambda nudged: forward_verdicts(asked, response, expected, nudged, is_mixture=is_mixture), run
+    )
 
 
 def forward_verdicts(
-    asked: Asked, response: ForwardResponse, expected: Sequence[Tensor], *, is_mixture: bool
+    asked: Asked,
+    response: ForwardResponse,
+    expected: Sequence[Tensor],
+    nudged: Sequence[Sequence[Tensor]] = (),
+    *,
+    is_mixture: bool,
 ) -> list[Verdict]:
     """Compares a forward's answer with the outputs of the last blocks, ``[B, S, D]`` each."""
-    hidden, mask = asked.request.hidden, asked.request.attention_mask
     claimed = [*response.hidden_states, response.hidden]
-    num_blocks = asked.request.end - asked.request.start
-    if not is_conclusive(asked.precision, hidden.shape[0] * hidden.shape[1], is_mixture=is_mixture):
-        return []
-    return [
-        compare_outputs(hidden, one, here, asked.precision, mask=mask, is_mixture=is_mixture, num_blocks=num_blocks)
-        for one, here in zip(claimed, expected[-len(claimed) :], strict=True)
-    ]
+    comparison = asked.comparison(is_mixture=is_mixture)
+    return _known(
+        comparison.outputs(asked.request.hidden, one, *here)
+        for one, here in zip(claimed, _with_nudged(expected, nudged)[-len(claimed) :], strict=True)
+    )
 
 
 async def recompute_backward(
@@ -99,44 +111,42 @@ async def recompute_backward(
     """
     if request.grad_hidden_states or request.grad_router_logits:
         return []
-    inputs = asked.inputs(needs_grad=True)
-    wanted = [
-        *([inputs.hidden] if request.needs_hidden else []),
-        *(inputs.adapters.tensors if request.needs_adapters else ()),
-        *(inputs.prefix if request.needs_prefix else ()),
-    ]
-    if not wanted:
-        return []
-    expected = await blocks.gradients(inputs, asked.kind, request.grad_hidden, wanted)
-    is_mixture = blocks.has_experts(inputs.blocks, asked.kind)
-    return backward_verdicts(asked, request, response, expected, is_mixture=is_mixture)
+    given = asked.inputs()
+
+    async def run(nudge: int) -> list[Tensor]:
+        inputs = _as_leaves(_nudged(given, nudge))
+        wanted = [
+            inputs.hidden,
+            *(inputs.adapters.tensors if request.needs_adapters else ()),
+            *(inputs.prefix if request.needs_prefix else ()),
+        ]
+        return await blocks.gradients(inputs, asked.kind, request.grad_hidden, wanted)
+
+    expected = await run(0)
+    is_mixture = blocks.has_experts(given.blocks)
+    return await _settled(
+        lambda nudged: backward_verdicts(asked, response, expected, nudged, is_mixture=is_mixture), run
+    )
 
 
 def backward_verdicts(
     asked: Asked,
-    request: BackwardRequest,
     response: BackwardResponse,
     expected: Sequence[Tensor],
+    nudged: Sequence[Sequence[Tensor]] = (),
     *,
     is_mixture: bool,
 ) -> list[Verdict]:
-    """Compares a backward's answer with gradients: of the hidden states if asked for, then of adapters and prefix."""
-    hidden = asked.request.hidden
-    if not is_conclusive(asked.precision, hidden.shape[0] * hidden.shape[1], is_mixture=is_mixture):
-        return []
-    rest, verdicts = list(expected), []
-    num_blocks = asked.request.end - asked.request.start
-    if request.needs_hidden and response.grad_hidden is not None:
-        mask, here = asked.request.attention_mask, rest.pop(0)
-        verdicts.append(
-            compare_gradients(
-                response.grad_hidden, here, asked.precision, mask=mask, is_mixture=is_mixture, num_blocks=num_blocks
-            )
-        )
-    if rest:
-        found = (*response.grad_adapters, *response.grad_prefix)
-        verdicts.append(compare_parameters(found, rest, asked.precision, num_blocks=num_blocks))
-    return verdicts
+    """Compares a backward's answer with gradients: of the hidden states, then of what the answer has of the others."""
+    comparison = asked.comparison(is_mixture=is_mixture)
+    found = (*response.grad_adapters, *response.grad_prefix)
+    verdicts = []
+    if response.grad_hidden is not None:
+        verdicts.append(comparison.gradients(response.grad_hidden, expected[0], [one[0] for one in nudged]))
+    if found:
+        rest = [one[1:] for one in nudged]
+        verdicts.append(comparison.parameters(found, expected[1:], rest, hidden=expected[0]))
+    return _known(verdicts)
 
 
 async def recompute_opened(
@@ -147,64 +157,147 @@ async def recompute_opened(
     Raises:
         SwarmError: If a block cannot be read or run here.
     """
-    whole = asked.inputs()
-    span, states = whole.blocks, opening.states
-    last = len(span) - 1
     verdicts = []
     for block in opening.blocks:
-        index = block - span.start
-        hidden = states[index - 1] if index else whole.hidden
-        # The answer has travelled; inner states are opened as the server has them.
-        precision = asked.precision if index in (0, last) else asked.kind.precision
-        one = whole.take_blocks(range(block, block + 1), hidden)
-        if isinstance(response, ForwardResponse) or index < last:
-            output = response.hidden if isinstance(response, ForwardResponse) and index == last else states[index]
-            [expected] = await blocks.outputs(one, asked.kind)
-            is_mixture = blocks.has_experts(one.blocks, asked.kind)
-            tokens = output.shape[1]  # of a session, only the last ones were answered
-            if not is_conclusive(precision, output.shape[0] * tokens, is_mixture=is_mixture):
-                continue
-            verdicts.append(
-                compare_outputs(
-                    hidden[:, -tokens:],
-                    output,
-                    expected[:, -tokens:],
-                    precision,
-                    mask=one.attention_mask,
-                    is_mixture=is_mixture,
-                )
-            )
-        if isinstance(response, BackwardResponse) and opening.request.grad is not None:
-            grad = opening.request.grad if index == last else states[last + index]
-            found = states[last + index - 1] if index else response.grad_hidden
-            verdicts += await _opened_gradients(asked, one, grad, found, response, blocks)
+        one = _OpenedBlock(asked, opening, block, blocks)
+        if isinstance(response, ForwardResponse):
+            verdicts += await one.output_verdicts(response)
+        else:
+            verdicts += await one.output_verdicts(None)
+            verdicts += await one.gradient_verdicts(response)
     return verdicts
 
 
-async def _opened_gradients(
-    asked: Asked,
-    inputs: SpanInputs,
-    grad: Tensor,
-    found: Tensor | None,
-    response: BackwardResponse,
-    blocks: LocalBlocks,
+class _OpenedBlock:
+    """One block of an opening, computed here from the state before it.
+
+    States between blocks come from one run of the server, its answer from another: they differ by what two honest
+    computations of the whole span differ by, and are compared as such.
+    """
+
+    def __init__(self, asked: Asked, opening: Opening, block: int, blocks: LocalBlocks) -> None:
+        self._asked = asked
+        self._opening = opening
+        self._blocks = blocks
+        whole = asked.inputs()
+        self._index = block - whole.blocks.start
+        self._last = len(whole.blocks) - 1
+        before = opening.states[self._index - 1] if self._index else whole.hidden
+        self._whole = whole
+        self._inputs = whole.take_blocks(range(block, block + 1), before)
+
+    async def output_verdicts(self, response: ForwardResponse | None) -> list[Verdict]:
+        """Compares the state behind the block, and what an answer says about it."""
+        run, index, verdicts = self._outputs, self._index, []
+        expected = await run(0)
+        pairs = []
+        if index < self._last:
+            comparison = self._comparison(is_answer=False)
+            pairs.append((comparison, self._inputs.hidden, self._opening.states[index]))
+        if response is not None:
+            claimed = [*response.hidden_states, response.hidden]
+            # An answer has the last states only: of all blocks, or of one.
+            at = index - self._last + len(claimed) - 1
+            if at >= 0:
+                pairs.append((self._comparison(is_answer=True), self._whole.hidden, claimed[at]))
+        for comparison, hidden, found in pairs:
+            tokens = found.shape[1]  # of a session, only the last ones were answered
+
+            def compare(
+                nudged: Sequence[Sequence[Tensor]],
+                comparison: Comparison = comparison,
+                hidden: Tensor = hidden,
+                found: Tensor = found,
+                tokens: int = tokens,
+            ) -> list[Verdict]:
+                here, *moved = (each[:, -tokens:] for each in (expected[0], *(one[0] for one in nudged)))
+                return _known([comparison.outputs(hidden[:, -tokens:], found, here, moved)])
+
+            verdicts += await _settled(compare, run)
+        return verdicts
+
+    async def gradient_verdicts(self, response: BackwardResponse) -> list[Verdict]:
+        """Compares the gradients of the block's input, of the adapters on it, and of its prefix."""
+        asked, opening, index = self._asked, self._opening, self._index
+        on_block = [
+            number
+            for number, block in enumerate(_blocks_of(asked.adapters))
+            if block in self._inputs.blocks and response.grad_adapters
+        ]
+        grad = opening.request.grad if index == self._last else opening.states[self._last + index]
+        if grad is None:
+            return []
+        prefix = response.grad_prefix[2 * index : 2 * index + 2]
+
+        async def run(nudge: int) -> list[Tensor]:
+            leaves = _as_leaves(_nudged(self._inputs, nudge))
+            adapters = [leaves.adapters.tensors[number] for number in on_block]
+            wanted = [leaves.hidden, *adapters, *(leaves.prefix if prefix else ())]
+            return await self._blocks.gradients(leaves, asked.kind, grad, wanted)
+
+        expected = await run(0)
+        found = opening.states[self._last + index - 1] if index else response.grad_hidden
+        claimed = [*(response.grad_adapters[number] for number in on_block), *prefix]
+        inner, answer = (self._comparison(is_answer=is_answer) for is_answer in (False, True))
+
+        def compare(nudged: Sequence[Sequence[Tensor]]) -> list[Verdict]:
+            verdicts = []
+            if found is not None:
+                comparison = inner if index else answer
+                verdicts.append(comparison.gradients(found, expected[0], [one[0] for one in nudged]))
+            if claimed:
+                rest = [one[1:] for one in nudged]
+                verdicts.append(answer.parameters(claimed, expected[1:], rest, hidden=expected[0]))
+            return _known(verdicts)
+
+        return await _settled(compare, run)
+
+    async def _outputs(self, nudge: int) -> list[Tensor]:
+        return await self._blocks.outputs(_nudged(self._inputs, nudge), self._asked.kind)
+
+    def _comparison(self, *, is_answer: bool) -> Comparison:
+        """Returns how to compare with the answer, which has travelled, or with a state as the server has it."""
+        is_mixture = self._blocks.has_experts(self._whole.blocks if is_answer else self._inputs.blocks)
+        if is_answer:
+            return self._asked.comparison(is_mixture=is_mixture)
+        # The first block's input has travelled, but both sides begin with what arrived.
+        return Comparison(precision=self._asked.kind.precision, is_mixture=is_mixture, mask=self._inputs.attention_mask)
+
+
+async def _settled(
+    compare: Callable[[Sequence[Sequence[Tensor]]], list[Verdict]], run: Callable[[int], Awaitable[Sequence[Tensor]]]
 ) -> list[Verdict]:
-    """Compares the gradients of one block's input and of the adapters on it."""
-    leaves = replace(inputs, hidden=_leaf(inputs.hidden), adapters=inputs.adapters.map(_leaf))
-    on_block = [index for index, block in enumerate(_blocks_of(asked.adapters)) if block in inputs.blocks]
-    if not response.grad_adapters:
-        on_block = []
-    wanted = [leaves.hidden, *(leaves.adapters.tensors[index] for index in on_block)]
-    expected = await blocks.gradients(leaves, asked.kind, grad, wanted)
-    verdicts = []
-    if found is not None:
-        is_mixture = blocks.has_experts(inputs.blocks, asked.kind)
-        mask = inputs.attention_mask
-        verdicts.append(compare_gradients(found, expected[0], asked.precision, mask=mask, is_mixture=is_mixture))
-    if on_block:
-        claimed = [response.grad_adapters[index] for index in on_block]
-        verdicts.append(compare_parameters(claimed, expected[1:], asked.precision))
-    return verdicts
+    """Returns the verdicts; before they accuse anybody, the blocks run again from nudged inputs."""
+    verdicts = compare([])
+    if not any(verdict.is_wrong for verdict in verdicts):
+        return verdicts
+    return compare([await run(nudge) for nudge in NUDGES])
+
+
+def nudged_hidden(hidden: Tensor, nudge: int) -> Tensor:
+    """Returns hidden states with every element off by a rounding, up or down by chance; 0: as they are."""
+    if not nudge:
+        return hidden
+    signs = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(nudge)).sub_(0.5).sign_()
+    return (hidden.float() * (1 + _NUDGE[hidden.dtype] * signs)).to(hidden.dtype)
+
+
+def _nudged(inputs: SpanInputs, nudge: int) -> SpanInputs:
+    return replace(inputs, hidden=nudged_hidden(inputs.hidden, nudge))
+
+
+def _with_nudged(expected: Sequence[Tensor], nudged: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, list[Tensor]]]:
+    return [(here, [one[index] for one in nudged]) for index, here in enumerate(expected)]
+
+
+def _known(verdicts: Iterable[Verdict | None]) -> list[Verdict]:
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
+def _as_leaves(inputs: SpanInputs) -> SpanInputs:
+    """Returns inputs whose floating tensors are leaves of a graph."""
+    leaves = inputs.map(lambda tensor: _leaf(tensor) if tensor.is_floating_point() else tensor)
+    return replace(leaves, adapters=inputs.adapters.map(_leaf))
 
 
 def _blocks_of(adapters: Sequence[LoadedAdapter]) -> list[int]:

@@ -8,14 +8,18 @@ of rounding.
 Rounding errors point anywhere, so they nearly cancel in the gain ``<y - y', y'> / <y', y'>`` of a wide vector. An
 output that is scaled by a little shows there although its score is that of an honest 16-bit answer.
 
-Shapes: ``B`` batch, ``S`` tokens, ``D`` width.
+Where the blocks magnify a rounding (two experts nearly tied, a gradient that cancels to almost nothing), an honest
+answer may be off by any amount. So before an answer is called wrong, the blocks run again here from inputs that are off
+by a rounding, and what that changes is forgiven.
+
+Shapes: ``B`` batch, ``S`` tokens, ``N`` tokens that are not padding, ``D`` width.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,19 +68,19 @@ _TIED_SHARE = 0.02
 """Share of a mixture's tokens that may differ by more than the threshold: where two experts are nearly tied, rounding
 decides which one a router takes. In 16 bits this share is added for each block."""
 _MOST_TIED_SHARE = 0.4
-_MIN_TOKENS = 16
-"""Tokens without which nothing is said about a mixture in 16 bits: a few may all have gone to other experts."""
+_MIN_TOKENS = {"float32": 2}
+_MIN_ROUGH_TOKENS = 16
+"""Tokens without which nothing is said about a mixture: a few may all have gone to other experts."""
 _BLOCKS_TO_DOUBLE = 8
 """Errors pile up from block to block: over so many blocks the median may be twice as large as over none."""
 _MOST_MEDIAN = 0.5
 """An answer that has nothing to do with the right one has a score of about 1."""
+_NUDGES_FORGIVEN = 4.0
+"""An honest answer may be off by so many times what a rounding of the inputs changes here."""
+_NO_GRADIENT = 2.0**-14
+"""Gradients of adapter tensors that are smaller than this share of the largest one consist of rounding errors."""
 _SIGMAS = 4.0
 """Standard deviations that the gain of a narrow or short input, and the number of tied tokens, may be off by."""
-
-
-def is_conclusive(precision: str, num_tokens: int, *, is_mixture: bool) -> bool:
-    """Returns whether so many tokens are enough to tell a lie from nearly tied experts."""
-    return not is_mixture or precision == "float32" or num_tokens >= _MIN_TOKENS
 
 
 def coarsest(names: Sequence[str]) -> str:
@@ -109,81 +113,113 @@ class Verdict:
         )
 
 
-def compare_outputs(
-    hidden: Tensor,
-    output: Tensor,
-    expected: Tensor,
-    precision: str,
-    *,
-    mask: Tensor | None = None,
-    is_mixture: bool,
-    num_blocks: int = 1,
-) -> Verdict:
-    """Compares blocks' output with the one computed here, all ``[B, S, D]``; padding tokens do not count."""
-    x, y, here = (_real(tensor, mask) for tensor in (hidden, output, expected))
-    change = (here - x).norm(dim=-1) + 8 * _UNITS[precision] * x.norm(dim=-1)
-    excused = _excused(precision, is_mixture, num_blocks, len(x))
-    return _verdict(y, here, change, _limits(FORWARD, precision, num_blocks), excused)
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Compares answers with what some blocks compute here; None where there are too few tokens to tell.
+
+    ``nudged`` are results for inputs that are off by a rounding.
+    """
+
+    precision: str
+    """The coarsest type on the way."""
+    is_mixture: bool
+    num_blocks: int = 1
+    """Blocks whose errors have piled up in the answer."""
+    mask: Tensor | None = None
+    """``[B, L]``, False for padding, which does not count; the last ``S`` columns belong to what is compared."""
+
+    def outputs(
+        self, hidden: Tensor, output: Tensor, expected: Tensor, nudged: Sequence[Tensor] = ()
+    ) -> Verdict | None:
+        """Compares the blocks' output for an input, all ``[B, S, D]``."""
+        x, here = self._real(hidden), self._real(expected)
+        change = (here - x).norm(dim=-1) + 8 * _UNITS[self.precision] * x.norm(dim=-1)
+        return self._verdict(FORWARD, output, here, change, nudged)
+
+    def gradients(self, found: Tensor, expected: Tensor, nudged: Sequence[Tensor] = ()) -> Verdict | None:
+        """Compares a gradient of hidden states, ``[B, S, D]``."""
+        here = self._real(expected)
+        norms = here.norm(dim=-1)
+        # Tokens that hardly matter to the loss have gradients of rounding errors.
+        scale = norms + _UNITS[self.precision] * norms.max() if norms.numel() else norms
+        return self._verdict(BACKWARD, found, here, scale, nudged)
+
+    def parameters(
+        self,
+        found: Sequence[Tensor],
+        expected: Sequence[Tensor],
+        nudged: Sequence[Sequence[Tensor]] = (),
+        *,
+        hidden: Tensor,
+    ) -> Verdict | None:
+        """Compares gradients of adapter tensors or of a prefix; each tensor counts as one token.
+
+        ``hidden`` is the gradient here of the blocks' input, ``[B, S, D]``.
+        """
+        num_tokens = len(self._real(hidden))
+        if num_tokens < self._min_tokens:
+            return None
+        norms = _norms(expected)
+        floor = 8 * _UNITS[self.precision] * norms.max()
+        if self.precision == "float32":
+            floor = _NO_GRADIENT * torch.maximum(norms.max(), hidden.detach().double().cpu().norm())
+        errors = _norms([got.double() - here.double() for got, here in zip(found, expected, strict=True)])
+        spread = [_norms([a.double() - b.double() for a, b in zip(one, expected, strict=True)]) for one in nudged]
+        scores = _forgiven(errors, spread) / (norms + floor).clamp_min(1e-30)
+        limits = _limits(BACKWARD, self.precision, self.num_blocks)
+        # Tokens that have gone to other experts are part of these sums.
+        tied = 2 * math.sqrt(self._num_excused(num_tokens) / num_tokens)
+        median, worst = (max(limit, min(tied, _MOST_MEDIAN)) for limit in (limits.median, limits.worst))
+        return Verdict(float(scores.median()), float(scores.max()), 0.0, Threshold(median, worst, limits.gain))
+
+    @property
+    def _min_tokens(self) -> int:
+        return _MIN_TOKENS.get(self.precision, _MIN_ROUGH_TOKENS) if self.is_mixture else 1
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        """Returns the tokens that are not padding, ``[N, D]``."""
+        flat, mask = tensor.detach().to("cpu", torch.float64).flatten(0, 1), self.mask
+        return flat if mask is None else flat[mask[:, mask.shape[1] - tensor.shape[1] :].flatten()]
+
+    def _num_excused(self, num_tokens: int) -> int:
+        """Returns how many tokens may be off by any amount."""
+        if not self.is_mixture:
+            return 0
+        if self.precision == "float32":
+            return max(1, int(_TIED_SHARE * num_tokens))
+        mean = min(_TIED_SHARE * (1 + self.num_blocks), _MOST_TIED_SHARE) * num_tokens
+        return min(int(mean + _SIGMAS * math.sqrt(mean)), num_tokens // 2)
+
+    def _verdict(
+        self, table: Mapping[str, Threshold], found: Tensor, here: Tensor, scale: Tensor, nudged: Sequence[Tensor]
+    ) -> Verdict | None:
+        if len(here) < self._min_tokens:
+            return None
+        errors, moved = self._real(found) - here, [self._real(one) - here for one in nudged]
+        spread = [one.norm(dim=-1) for one in moved]
+        scores = _forgiven(errors.norm(dim=-1), spread) / scale.clamp_min(1e-30)
+        worst = scores.sort().values[len(scores) - 1 - self._num_excused(len(here))]
+        limits = _limits(table, self.precision, self.num_blocks)
+        # The mean of so many roundings is not yet zero.
+        noise = _SIGMAS * limits.median / math.sqrt(here.numel())
+        forgiven = _NUDGES_FORGIVEN * max((abs(_gain(one, here)) for one in moved), default=0.0)
+        limits = replace(limits, gain=limits.gain + noise + forgiven)
+        return Verdict(float(scores.median()), float(worst), _gain(errors, here), limits)
 
 
-def compare_gradients(
-    found: Tensor,
-    expected: Tensor,
-    precision: str,
-    *,
-    mask: Tensor | None = None,
-    is_mixture: bool,
-    num_blocks: int = 1,
-) -> Verdict:
-    """Compares a gradient of hidden states with the one computed here, both ``[B, S, D]``."""
-    got, here = (_real(tensor, mask) for tensor in (found, expected))
-    norms = here.norm(dim=-1)
-    # Tokens that hardly matter to the loss have gradients of rounding errors.
-    scale = norms + _UNITS[precision] * norms.max() if norms.numel() else norms
-    excused = _excused(precision, is_mixture, num_blocks, len(got))
-    return _verdict(got, here, scale, _limits(BACKWARD, precision, num_blocks), excused)
+def _gain(errors: Tensor, here: Tensor) -> float:
+    return float(((errors * here).sum(dim=-1) / (here * here).sum(dim=-1).clamp_min(1e-30)).median())
 
 
-def compare_parameters(
-    found: Sequence[Tensor], expected: Sequence[Tensor], precision: str, *, num_blocks: int = 1
-) -> Verdict:
-    """Compares gradients of adapter tensors or of a prefix; each tensor counts as one token."""
-    pairs = [(got.detach().double(), here.detach().double()) for got, here in zip(found, expected, strict=True)]
-    errors = torch.tensor([float((got - here).norm()) for got, here in pairs])
-    norms = torch.tensor([float(here.norm()) for _, here in pairs])
-    scores = errors / (norms + 8 * _UNITS[precision] * norms.max()).clamp_min(1e-30)
-    return Verdict(float(scores.median()), float(scores.max()), 0.0, _limits(BACKWARD, precision, num_blocks))
+def _forgiven(errors: Tensor, spread: Sequence[Tensor]) -> Tensor:
+    """Returns errors without what a rounding of the inputs explains; NaN stays."""
+    return (errors - _NUDGES_FORGIVEN * torch.stack(list(spread)).amax(dim=0)).clamp_min(0) if spread else errors
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([one.detach().double().cpu().norm() for one in tensors])
 
 
 def _limits(table: Mapping[str, Threshold], precision: str, num_blocks: int) -> Threshold:
     one, factor = table[precision], 1 + (num_blocks - 1) / _BLOCKS_TO_DOUBLE
-    return Threshold(min(one.median * factor, _MOST_MEDIAN), one.worst, one.gain)
-
-
-def _excused(precision: str, is_mixture: bool, num_blocks: int, num_tokens: int) -> int:
-    """Returns how many tokens may be off by any amount."""
-    if not is_mixture or num_tokens < 2:
-        return 0
-    if precision == "float32":
-        return max(1, int(_TIED_SHARE * num_tokens))
-    mean = min(_TIED_SHARE * (1 + num_blocks), _MOST_TIED_SHARE) * num_tokens
-    return min(int(mean + _SIGMAS * math.sqrt(mean)), num_tokens // 2)
-
-
-def _real(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns the tokens that are not padding, ``[N, D]``."""
-    flat = tensor.detach().to("cpu", torch.float64).flatten(0, 1)
-    return flat if mask is None else flat[mask[:, mask.shape[1] - tensor.shape[1] :].flatten()]
-
-
-def _verdict(found: Tensor, here: Tensor, scale: Tensor, threshold: Threshold, excused: int) -> Verdict:
-    if not len(scale):
-        return Verdict(0.0, 0.0, 0.0, threshold)
-    errors = found - here
-    scores = errors.norm(dim=-1) / scale.clamp_min(1e-30)
-    worst = scores.sort().values[len(scores) - 1 - excused]
-    gains = (errors * here).sum(dim=-1) / (here * here).sum(dim=-1).clamp_min(1e-30)
-    # The mean of so many roundings is not yet zero.
-    noise = _SIGMAS * threshold.median / math.sqrt(here.numel())
-    limit = Threshold(threshold.median, threshold.worst, threshold.gain + noise)
-    return Verdict(float(scores.median()), float(worst), float(gains.median()), limit)
+    return replace(one, median=min(one.median * factor, _MOST_MEDIAN))

@@ -7,6 +7,7 @@ prefill, so following a session costs a fraction of the time that it takes.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,8 @@ from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import StepCall
 from swarm_plugins.errors import SwarmError, one_line
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches, UncheckableError
-from swarm_plugins.verification.scores import Verdict, coarsest, compare_outputs, is_conclusive
+from swarm_plugins.verification.recompute import NUDGES, nudged_hidden
+from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
 
 
 class Shadow:
@@ -40,8 +42,10 @@ class Shadow:
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         """Inputs, answers and results here that are too few to be compared yet."""
         self._caches = SessionCaches(blocks, kind, history.prefix)
-        self._adapters: tuple[tuple[str, ...], AdapterUse] | None = None
+        self._adapters: tuple[object, AdapterUse] | None = None
+        """Digests and rows of the last step, and copies of its adapters."""
         self._lock = asyncio.Lock()
+        self._is_lost = False
         self.precision = "float32"
 
     @property
@@ -60,9 +64,10 @@ class Shadow:
         """Follows the step that the session has just made."""
         step = call.history.steps[-1]
         self._steps.append(step)
-        if self._adapters is None or self._adapters[0] != call.request.adapters:
+        named = call.request.adapters, call.request.adapter_rows
+        if self._adapters is None or self._adapters[0] != named:
             copies = tuple(one.map(lambda tensor: tensor.detach().to("cpu", copy=True)) for one in call.adapters)
-            self._adapters = (call.request.adapters, AdapterUse(adapters=copies, rows=call.request.adapter_rows))
+            self._adapters = (named, AdapterUse(adapters=copies, rows=call.request.adapter_rows))
         self._mirror.append(replace(step, hidden=step.hidden.clone(), adapters=self._adapters[1]))
         self._outputs.append(call.response.hidden.clone())
         wire = str(call.request.hidden.dtype).removeprefix("torch.")
@@ -72,35 +77,52 @@ class Shadow:
         """Compares the steps added since the last call.
 
         Raises:
-            UncheckableError: If the blocks cannot be read or run here.
+            UncheckableError: If the blocks cannot be read or run here; the session cannot be followed any further.
         """
         async with self._lock:
             try:
-                return await self._compare(blocks)
+                return [] if self._is_lost else await self._compare(blocks)
             except SwarmError as exc:
+                self._is_lost = True  # the caches hold what only some of the blocks have run
                 raise UncheckableError(one_line(exc)) from exc
 
     async def _compare(self, blocks: LocalBlocks) -> list[Verdict]:
-        first, self._compared = self._compared, len(self._outputs)
-        if first == self._compared:
+        # Where not, a step's longest position decides how all its tokens are encoded.
+        is_joinable = await blocks.has_fixed_positions(self.blocks.start, self.kind)
+        first, last = self._compared, len(self._outputs)
+        self._compared = last
+        if first == last:
             return []
-        claimed = torch.cat(self._outputs[first : self._compared], dim=1)
-        self._outputs[first : self._compared] = [claimed[:, :0]] * (self._compared - first)
-        steps = self._mirror.merged(first)
+        claimed = torch.cat(self._outputs[first:last], dim=1)
+        self._outputs[first:last] = [claimed[:, :0]] * (last - first)
+        steps = self._steps_of(first, last, is_joinable=is_joinable)
         expected = await blocks.extend(self._caches, steps)
         self._pending.append((torch.cat([step.hidden for step in steps], dim=1), claimed, expected))
-        is_mixture = blocks.has_experts(self.blocks, self.kind)
         hidden, claimed, expected = (torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True))
-        if not is_conclusive(self.precision, hidden.shape[0] * hidden.shape[1], is_mixture=is_mixture):
+        comparison = Comparison(
+            precision=self.precision,
+            is_mixture=blocks.has_experts(self.blocks),
+            num_blocks=len(self.blocks),
+            mask=steps[-1].attention_mask,
+        )
+        verdict = comparison.outputs(hidden, claimed, expected)
+        if verdict is None:
             return []
         self._pending = []
-        verdict = compare_outputs(
-            hidden,
-            claimed,
-            expected,
-            self.precision,
-            mask=steps[-1].attention_mask,
-            is_mixture=is_mixture,
-            num_blocks=len(self.blocks),
-        )
+        if verdict.is_wrong:
+            whole = self._steps_of(0, last, is_joinable=is_joinable)
+            nudged = [(await self._again(blocks, whole, nudge))[:, -claimed.shape[1] :] for nudge in NUDGES]
+            verdict = comparison.outputs(hidden, claimed, expected, nudged) or verdict
         return [verdict]
+
+    async def _again(self, blocks: LocalBlocks, steps: Sequence[SpanInputs], nudge: int) -> Tensor:
+        """Runs a session from its start, from nudged inputs; returns the outputs for all its tokens."""
+        caches, dtype = SessionCaches(self.blocks, self.kind, self._mirror.prefix), self.kind.torch_dtype
+        nudged = [replace(step, hidden=nudged_hidden(step.hidden.to(dtype), nudge)) for step in steps]
+        return await blocks.extend(caches, nudged)
+
+    def _steps_of(self, first: int, last: int, *, is_joinable: bool) -> list[SpanInputs]:
+        """Returns steps from ``first`` to ``last``, joined where that changes nothing."""
+        part = self._mirror.copy()
+        del part.steps[last:]
+        return part.merged(first) if is_joinable else part.steps[first:]

@@ -1,19 +1,22 @@
-"""Honest servers pass, whatever they are asked."""
+"""Honest servers pass, whatever they are asked, although no two of their runs agree to the last bit."""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lies_kit import IDS
+from lies_kit import IDS, OtherMachine, all_checked, finish_checks, verifier_of
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, get_peft_model
 
-from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.testing import InProcessSwarm
-from swarm_plugins.verification import Quarantine, Verifier
+from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.verification import Quarantine
+from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 
 MASK = torch.ones_like(IDS)
 MASK[1, :5] = 0
@@ -41,18 +44,57 @@ def test_no_honest_server_is_caught(
     verify_bytes: int,
 ) -> None:
     config = SwarmConfig(verify="on", verify_bytes=verify_bytes, **settings)
-    with InProcessSwarm(mixtral, config=config, dtype=dtype) as swarm:
-        base = AutoSwarmModelForCausalLM.from_pretrained(mixtral, connection=swarm.connection)
-        stack = next(module.swarm_stack for module in base.modules() if hasattr(module, "swarm_stack"))
-        model = get_peft_model(base, adapter).train()
+    liars = {0: OtherMachine(), 1: OtherMachine()}
+    with InProcessSwarm(mixtral, config=config, dtype=dtype, liars=liars) as swarm:
+        model = get_peft_model(all_checked(swarm), copy.copy(adapter)).train()
         for _ in range(2):
             model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
         model.eval()
         with torch.no_grad():
             model(input_ids=IDS, attention_mask=MASK, output_hidden_states=True, use_cache=False)
         model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
-        verifier = stack.remote.view.observer
-        assert isinstance(verifier, Verifier)
-        assert set(verifier.checked) == set(swarm.peers)
+        finish_checks(model)
+        assert set(verifier_of(model).checked) == set(swarm.peers)
     assert not Quarantine(cache / "quarantine.json").peers()
     assert "failed (failure" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of twelve blocks."""
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "deep", num_layers=12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_errors_of_a_whole_span_accuse_nobody_where_single_blocks_are_opened(
+    deep: Path, cache: Path, dtype: torch.dtype
+) -> None:
+    config = SwarmConfig(verify="on", verify_bytes=0)
+    with InProcessSwarm(deep, spans=[(0, 12)], config=config, dtype=dtype, liars={0: OtherMachine()}) as swarm:
+        base = all_checked(swarm)
+        base.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False)
+        model = get_peft_model(base, copy.copy(LORA)).train()
+        model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
+        finish_checks(model)
+        assert sum(verifier_of(model).checked.values()) >= 4
+    assert not Quarantine(cache / "quarantine.json").peers()
+
+
+def test_gradients_that_are_rounding_errors_accuse_nobody(llama: Path, cache: Path) -> None:
+    # Attention of a single token to itself does not depend on the query: its true gradient is zero.
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    config = SwarmConfig(verify="on")
+    with InProcessSwarm(llama, spans=[(0, 4)], config=config, liars={0: OtherMachine()}) as swarm:
+        model = get_peft_model(all_checked(swarm), lora)
+        model(input_ids=IDS[:, :1]).logits.square().mean().backward()
+        finish_checks(model)
+    assert not Quarantine(cache / "quarantine.json").peers()
+
+
+def test_a_mixture_is_known_as_one_when_its_blocks_have_been_dropped(mixtral: Path, llama: Path) -> None:
+    for directory, is_mixture in ((mixtral, True), (llama, False)):
+        blocks = LocalBlocks(lambda directory=directory: Checkpoint.open(directory), limit_bytes=0)  # type: ignore[misc]
+        for block in (1, 2):
+            assert asyncio.run(blocks.has_fixed_positions(block, Kind("float32", "none")))
+        assert len(blocks._spans) == 1
+        assert blocks.has_experts(range(1, 2)) == is_mixture

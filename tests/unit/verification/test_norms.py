@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from lies_kit import CHECKED, IDS, with_liar
+from lies_kit import CHECKED, IDS, verifier_of, with_liar
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.testing import Liar
-from swarm_plugins.verification import Quarantine, Verifier
+from swarm_plugins.verification import Quarantine
 from swarm_plugins.verification.norms import NormRanges, norm_ratio
 from swarm_plugins.verification.rates import CheckRates
 
@@ -35,10 +35,7 @@ def test_a_sleeper_with_an_odd_answer_is_checked_before_it_is_used(llama: Path, 
     liar = Liar("scaled", factor=3.0, honest_calls=12)
     with with_liar(llama, liar, config=CHECKED) as swarm:
         model = AutoSwarmModelForCausalLM.from_pretrained(llama, connection=swarm.connection)
-        stack = next(module.swarm_stack for module in model.modules() if hasattr(module, "swarm_stack"))
-        verifier = stack.remote.view.observer
-        assert isinstance(verifier, Verifier)
-        verifier.rates = CheckRates(chance=lambda: 0.999)  # nothing is checked after the first calls
+        verifier_of(model).rates = CheckRates(chance=lambda: 0.999)  # nothing is checked after the first calls
         with torch.no_grad():
             outputs = [model(input_ids=IDS, use_cache=False).logits for _ in range(14)]
         assert all(one.equal(outputs[0]) for one in outputs)

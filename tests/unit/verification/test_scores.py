@@ -7,21 +7,20 @@ import math
 import pytest
 import torch
 
-from swarm_plugins.verification.scores import (
-    FORWARD,
-    coarsest,
-    compare_gradients,
-    compare_outputs,
-    compare_parameters,
-    is_conclusive,
-)
+from swarm_plugins.verification.scores import FORWARD, Comparison, coarsest
 
 X = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
 Y = X + 0.5 * torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
 
 
+def how(precision: str = "float32", **options: object) -> Comparison:
+    return Comparison(precision=precision, **{"is_mixture": False, **options})  # type: ignore[arg-type]
+
+
 def wrong(output: torch.Tensor, precision: str = "float32", **options: object) -> bool:
-    return compare_outputs(X, output, Y, precision, **{"is_mixture": False, **options}).is_wrong  # type: ignore[arg-type]
+    verdict = how(precision, **options).outputs(X, output, Y)
+    assert verdict is not None
+    return verdict.is_wrong
 
 
 @pytest.mark.parametrize("precision", FORWARD)
@@ -57,9 +56,39 @@ def test_one_token_of_a_mixture_may_have_gone_to_another_expert() -> None:
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 1.05])
 def test_wrong_gradients_do_not_pass(factor: float) -> None:
-    assert compare_gradients(factor * Y, Y, "float32", is_mixture=False).is_wrong
-    assert compare_parameters([factor * Y, X], [Y, X], "float32").is_wrong
-    assert not compare_parameters([Y, torch.zeros(3)], [Y, torch.zeros(3)], "float32").is_wrong
+    for is_mixture in (False, factor != 1.05):
+        found = how(is_mixture=is_mixture)
+        for verdict in (found.gradients(factor * Y, Y), found.parameters([factor * Y, X], [Y, X], hidden=Y)):
+            assert verdict is not None
+            assert verdict.is_wrong
+    honest = how().parameters([Y, torch.zeros(3)], [Y, torch.zeros(3)], hidden=Y)
+    assert honest is not None
+    assert not honest.is_wrong
+
+
+def test_a_gradient_of_nothing_but_rounding_errors_passes() -> None:
+    noise = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+    for here in (torch.zeros(4, 8), 1e-9 * noise.flip(0)):
+        verdict = how().parameters([1e-7 * noise], [here], hidden=Y)
+        assert verdict is not None
+        assert not verdict.is_wrong
+
+
+def test_what_a_rounding_of_the_inputs_changes_is_forgiven() -> None:
+    output = Y.clone()
+    output[0, 3] = X[0, 3]
+    nudged = Y.clone()
+    nudged[0, 3] += 0.5 * (output[0, 3] - Y[0, 3])
+    for found, moved, expected in (
+        (output, [], True),
+        (output, [nudged], False),
+        (output, [Y, nudged], False),
+        (1.01 * Y, [nudged], True),
+        (torch.full_like(Y, math.nan), [nudged], True),
+    ):
+        verdict = how().outputs(X, found, Y, moved)
+        assert verdict is not None
+        assert verdict.is_wrong == expected
 
 
 def test_the_coarsest_type_decides() -> None:
@@ -73,10 +102,10 @@ def test_a_small_gain_shows_in_sixteen_bits() -> None:
     y = x + torch.randn(2, 24, 576, generator=torch.Generator().manual_seed(1))
     for precision, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         honest = y.to(dtype).float()
-        assert not compare_outputs(x, honest, y, precision, is_mixture=False).is_wrong
+        assert not how(precision).outputs(x, honest, y).is_wrong  # type: ignore[union-attr]
         for factor in (1.01, 1.05):
             scaled = (y * factor).to(dtype).float()
-            assert compare_outputs(x, scaled, y, precision, is_mixture=False).is_wrong
+            assert how(precision).outputs(x, scaled, y).is_wrong  # type: ignore[union-attr]
 
 
 def test_over_many_blocks_more_tokens_of_a_mixture_may_be_off() -> None:
@@ -85,14 +114,20 @@ def test_over_many_blocks_more_tokens_of_a_mixture_may_be_off() -> None:
     output = y.clone()
     output[0, :30] = 0.0  # of 256 tokens
     for precision, num_blocks, expected in (("bfloat16", 8, False), ("bfloat16", 1, True), ("float32", 8, True)):
-        verdict = compare_outputs(x, output, y, precision, is_mixture=True, num_blocks=num_blocks)
+        verdict = how(precision, is_mixture=True, num_blocks=num_blocks).outputs(x, output, y)
+        assert verdict is not None
         assert verdict.is_wrong == expected
     for deep in (8, 80, 800):
-        assert compare_outputs(x, x, y, "bfloat16", is_mixture=True, num_blocks=deep).is_wrong
+        assert how("bfloat16", is_mixture=True, num_blocks=deep).outputs(x, x, y).is_wrong  # type: ignore[union-attr]
 
 
-def test_few_tokens_of_a_mixture_say_nothing_in_16_bits() -> None:
-    assert not is_conclusive("bfloat16", 15, is_mixture=True)
-    assert is_conclusive("bfloat16", 16, is_mixture=True)
-    assert is_conclusive("float32", 1, is_mixture=True)
-    assert is_conclusive("bfloat16", 1, is_mixture=False)
+@pytest.mark.parametrize(
+    ("precision", "is_mixture", "needed"),
+    [("bfloat16", True, 16), ("float32", True, 2), ("bfloat16", False, 1), ("float32", False, 1)],
+)
+def test_too_few_tokens_say_nothing_and_padding_does_not_count(precision: str, is_mixture: bool, needed: int) -> None:
+    for count in (needed - 1, needed):
+        mask = torch.arange(16).view(2, 8) < count
+        found = how(precision, is_mixture=is_mixture, mask=mask)
+        verdicts = (found.outputs(X, X, Y), found.gradients(X, Y), found.parameters([X], [Y], hidden=Y))
+        assert [verdict is not None for verdict in verdicts] == [count == needed] * 3
