@@ -14,6 +14,7 @@ from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
 from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember, check_precision
 from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
+from swarm_plugins.strategy.reading import check_weights_only, readable
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -134,6 +135,19 @@ class ExpertParallelFabricStrategy(ExpertParallelMember, _Base):
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Loads whole tensors, before or after the experts are distributed."""
         load_whole_state(module, state_dict, strict=strict)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a checkpoint into the objects of ``state``.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+            ConfigError: If ``weights_only`` is False.
+        """
+        check_weights_only(weights_only)
+        with readable(path, is_loading=True):
+            return super().load_checkpoint(path, state, strict, weights_only=True)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state of an optimizer on rank 0, as one process would have it, and nothing elsewhere."""

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from swarm_plugins.strategy.reading import check_weights_only, readable
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable, has_remote_blocks
 from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
 from swarm_plugins.strategy.swarm.state import (
     KEY,
     check_base,
-    check_weights_only,
     describe_base,
     load_trained,
-    readable,
     trained_state,
 )
 

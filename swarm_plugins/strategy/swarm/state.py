@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from swarm_plugins import __version__
-from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
+from swarm_plugins.errors import CheckpointError
 from swarm_plugins.strategy.swarm.inspection import base_versions, remote_models
 from swarm_plugins.versions import ModelVersion
 
@@ -80,43 +78,6 @@ def check_base(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
             "nothing there. Load that version of the base model (from_pretrained(name, revision=...)), or start "
             "without ckpt_path"
         )
-
-
-def check_weights_only(weights_only: bool | None) -> None:
-    """Checks that a checkpoint may be read without running code from it.
-
-    Raises:
-        ConfigError: If the caller asks for the opposite.
-    """
-    if weights_only is False:
-        raise ConfigError(
-            "weights_only=False would run code that the checkpoint holds: the swarm strategy reads tensors, numbers "
-            "and text only. Leave the argument out; classes that a checkpoint must hold are allowed one by one, with "
-            "torch.serialization.add_safe_globals([...])"
-        )
-
-
-@contextlib.contextmanager
-def readable(path: Any) -> Iterator[None]:
-    """Translates errors while reading a checkpoint to CheckpointError.
-
-    Raises:
-        CheckpointError: If the file is missing or cannot be read.
-    """
-    try:
-        yield
-    except SwarmError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint {str(path)!r}; give the path of a .ckpt file") from error
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
-        # torch's unpickler advises to trust the file, which must not be repeated.
-        is_advice = isinstance(error, pickle.UnpicklingError)
-        reason = "not what torch.save writes of tensors and numbers" if is_advice else one_line(error)
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read as a checkpoint ({reason}): it is damaged, or not from Lightning; give "
-            "another one"
-        ) from error
 
 
 def _trainable_names(module: nn.Module) -> set[str]:

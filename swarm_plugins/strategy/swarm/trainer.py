@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from swarm_plugins.strategy.reading import check_weights_only, readable
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable
 from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
 from swarm_plugins.strategy.swarm.state import (
     KEY,
     check_base,
-    check_weights_only,
     describe_base,
     load_trained,
-    readable,
     trained_state,
 )
 

@@ -13,8 +13,9 @@ from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.stack import RemoteStack
 from swarm_plugins.checkpoint import find_layers
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError
+from swarm_plugins.strategy.reading import readable
 from swarm_plugins.strategy.swarm.inspection import base_versions, check_remote, check_trainable, has_remote_blocks
-from swarm_plugins.strategy.swarm.state import KEY, check_base, describe_base, load_trained, readable, trained_state
+from swarm_plugins.strategy.swarm.state import KEY, check_base, describe_base, load_trained, trained_state
 from swarm_plugins.testing.models import tiny_model
 from swarm_plugins.versions import ModelVersion
 

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from swarm_plugins import FabricSwarmStrategy, SwarmStrategy
+from swarm_plugins import (
+    ExpertParallelStrategy,
+    FabricExpertParallelStrategy,
+    FabricSwarmStrategy,
+    SwarmStrategy,
+)
 from swarm_plugins.errors import CheckpointError, ConfigError
 
 
@@ -44,7 +49,9 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("kind", [SwarmStrategy, FabricSwarmStrategy])
+@pytest.mark.parametrize(
+    "kind", [SwarmStrategy, FabricSwarmStrategy, ExpertParallelStrategy, FabricExpertParallelStrategy]
+)
 def test_code_in_a_checkpoint_from_the_web_is_not_run(kind: Any, url: str, tmp_path: Path) -> None:
     assert torch.equal(kind().load_checkpoint(f"{url}/honest.ckpt")["state_dict"]["weight"], torch.ones(2))
     with pytest.raises(CheckpointError, match=r"not what torch\.save writes of tensors and numbers"):
