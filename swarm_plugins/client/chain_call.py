@@ -20,14 +20,14 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
 from swarm_plugins.client.answers import RefusedError, TicketLostError, check_outputs, check_tensor
 from swarm_plugins.client.hedging import first_answer
 from swarm_plugins.client.observer import BackwardCall, ForwardCall
-from swarm_plugins.client.retries import Retries
+from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.errors import ProtocolError, SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse, Message
 
 if TYPE_CHECKING:
     from swarm_plugins.client.digests import AdapterPart
-    from swarm_plugins.client.view import Servers
+    from swarm_plugins.client.discovery.view import Servers
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +65,14 @@ class ChainCall:
 
     async def forward(self) -> SpanOutputs:
         """Runs the blocks."""
-        retries = Retries(self.servers.view)
+        retries = ChainRetries(self.servers.view)
         runs = await self._forward_blocks(self.inputs, retries)
         retries.succeeded()
         if self.keep:
             self._runs = runs
         return chain_outputs([run.response for run in runs], collect_hidden=self.inputs.collect_hidden)
 
-    async def _forward_blocks(self, inputs: SpanInputs, retries: Retries) -> list[_SpanRun]:
+    async def _forward_blocks(self, inputs: SpanInputs, retries: ChainRetries) -> list[_SpanRun]:
         demand = Demand(tokens=inputs.num_tokens)
         queue = deque(await retries.chain(inputs.blocks, demand))
         hidden = inputs.hidden
@@ -106,7 +106,7 @@ class ChainCall:
             return peer, response
 
         async def accept(peer: str, response: ForwardResponse) -> None:
-            info, adapters = view.infos.get(peer), part.shipped
+            info, adapters = view.known.infos.get(peer), part.shipped
             await view.observer.forward_done(
                 ForwardCall(peer=peer, info=info, request=request, adapters=adapters, response=response)
             )
@@ -213,7 +213,7 @@ class ChainCall:
             needs_prefix=any(needs[num_adapter:]),
         )
         grad: Tensor | None = grads.hidden
-        retries = Retries(self.servers.view)
+        retries = ChainRetries(self.servers.view)
         lowest = self._lowest_block_with_gradient(needs_hidden, needs)
         pending = list(self._runs)
         while pending and grad is not None:
@@ -296,7 +296,7 @@ class ChainCall:
             await view.observer.backward_done(
                 BackwardCall(
                     peer=peer,
-                    info=view.infos.get(peer),
+                    info=view.known.infos.get(peer),
                     forward=run.request,
                     outputs=run.response,
                     adapters=run.part.shipped,

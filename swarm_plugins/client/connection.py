@@ -18,12 +18,12 @@ from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.autograd import run_chain
 from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.client.network import LastingNetwork, Network
+from swarm_plugins.client.discovery.network import LastingNetwork, Network
+from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.observer import CallObserver
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
 from swarm_plugins.client.splitting import cut_rows, tokens_per_message
-from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.config import NodeConfig
@@ -181,7 +181,7 @@ class RemoteBlocks:
             MissingBlocksError: If no living server holds some block.
             SwarmError: If a server refuses the request, or too many servers failed.
         """
-        if not self.view.infos:
+        if not self.view.known.infos:
             self._loop.run(self.view.refresh(force=False))
         limit = tokens_per_message(inputs)
         parts = cut_rows(inputs, min(self.view.max_batch_tokens(inputs.blocks) or limit, limit))

@@ -22,7 +22,8 @@ from swarm_plugins.errors import (
 from swarm_plugins.routing import Demand, SpanChoice, missing_blocks
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.view import SwarmView
+    from swarm_plugins.client.discovery.server_view import ServerView
+    from swarm_plugins.client.discovery.view import SwarmView
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Retries:
         may_pause: Whether to wait for servers to come back when none is left.
     """
 
-    def __init__(self, view: SwarmView, *, may_pause: bool = True) -> None:
+    def __init__(self, view: ServerView, *, may_pause: bool = True) -> None:
         self.view = view
         self.may_pause = may_pause
         self.limit = view.config.max_retries
@@ -117,35 +118,6 @@ class Retries:
         is_hung = self.failures > 1 and waited_s > self.view.config.request_timeout_s
         return is_hung or self.failures >= self.limit
 
-    async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
-        """Plans a chain; see `plan`."""
-
-        async def make(without: set[str]) -> list[SpanChoice]:
-            try:
-                return await self.view.chain(blocks, demand, without=without, failure=self.last)
-            except MissingBlocksError:
-                if (filled := await self._filled(blocks, demand, without)) is None:
-                    raise
-                return filled
-
-        return await self.plan(make)
-
-    async def _filled(self, blocks: range, demand: Demand, without: set[str]) -> list[SpanChoice] | None:
-        """Plans a chain in which others stand in for missing servers; None if that does not help."""
-        gaps = set(missing_blocks(self.view.usable(without), blocks))
-        found: list[SpanChoice] = []
-        for is_gap, group in itertools.groupby(blocks, gaps.__contains__):
-            run = list(group)
-            part = range(run[0], run[-1] + 1)
-            if not is_gap:
-                found += await self.view.chain(part, demand, without=without, failure=self.last)
-                continue
-            peer = await self.view.observer.stand_in(part)
-            if not peer or peer in without:
-                return None
-            found.append(SpanChoice(peer, part.start, part.stop))
-        return found if gaps else None
-
     async def plan(self, make: Callable[[set[str]], Awaitable[Plan]]) -> Plan:
         """Makes a plan without some servers; after a failure, waits briefly for servers to come back.
 
@@ -178,3 +150,40 @@ class Retries:
                     raise exc from None
                 self.failures += not is_help_coming
                 await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** max(0, self.failures - 1), _LONGEST_PAUSE_S))
+
+
+class ChainRetries(Retries):
+    """Retries of a call that runs blocks."""
+
+    def __init__(self, view: SwarmView) -> None:
+        super().__init__(view)
+        self.view: SwarmView = view
+
+    async def chain(self, blocks: range, demand: Demand) -> list[SpanChoice]:
+        """Plans a chain; see `plan`."""
+
+        async def make(without: set[str]) -> list[SpanChoice]:
+            try:
+                return await self.view.chain(blocks, demand, without=without, failure=self.last)
+            except MissingBlocksError:
+                if (filled := await self._filled(blocks, demand, without)) is None:
+                    raise
+                return filled
+
+        return await self.plan(make)
+
+    async def _filled(self, blocks: range, demand: Demand, without: set[str]) -> list[SpanChoice] | None:
+        """Plans a chain in which others stand in for missing servers; None if that does not help."""
+        gaps = set(missing_blocks(self.view.usable(without), blocks))
+        found: list[SpanChoice] = []
+        for is_gap, group in itertools.groupby(blocks, gaps.__contains__):
+            run = list(group)
+            part = range(run[0], run[-1] + 1)
+            if not is_gap:
+                found += await self.view.chain(part, demand, without=without, failure=self.last)
+                continue
+            peer = await self.view.observer.stand_in(part)
+            if not peer or peer in without:
+                return None
+            found.append(SpanChoice(peer, part.start, part.stop))
+        return found if gaps else None

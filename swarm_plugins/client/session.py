@@ -20,7 +20,7 @@ from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import StepCall
 from swarm_plugins.client.paces import StepTimes
-from swarm_plugins.client.retries import Retries
+from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.client.splitting import tokens_per_message
 from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
 from swarm_plugins.routing import Demand, SpanChoice
@@ -34,8 +34,8 @@ from swarm_plugins.transport.messages import (
 )
 
 if TYPE_CHECKING:
+    from swarm_plugins.client.discovery.view import Servers
     from swarm_plugins.client.peers import Peers
-    from swarm_plugins.client.view import Servers
     from swarm_plugins.transport.channel import Channel
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class ClientSession:
         If it raises, the changes stay in the cache and the new tokens do not: the step can be tried again.
         """
         self._apply(ops)
-        retries = Retries(self.servers.view)
+        retries = ChainRetries(self.servers.view)
         if not self._spans:
             self._spans = await self._plan(self.blocks, inputs, History(self.prefix), retries)
         cached = self._spans[0].history.length
@@ -150,7 +150,7 @@ class ClientSession:
                 start.apply(op)
             self.prefix = start.prefix
 
-    async def _run(self, inputs: SpanInputs, cached: int, retries: Retries) -> SpanOutputs:
+    async def _run(self, inputs: SpanInputs, cached: int, retries: ChainRetries) -> SpanOutputs:
         answers: list[SpanOutputs] = []
         while (position := len(answers)) < len(self._spans):
             current = self._spans[position]
@@ -173,13 +173,15 @@ class ClientSession:
         retries.succeeded()
         return chain_outputs(answers, collect_hidden=inputs.collect_hidden)
 
-    async def _plan(self, blocks: range, inputs: SpanInputs, history: History, retries: Retries) -> list[_SpanSession]:
+    async def _plan(
+        self, blocks: range, inputs: SpanInputs, history: History, retries: ChainRetries
+    ) -> list[_SpanSession]:
         """Plans sessions with room for a history and the new tokens; they start with the history's prefix."""
         batch, tokens = inputs.hidden.shape[:2]
         demand = Demand(tokens=batch * tokens, kv_tokens=batch * (history.length + tokens))
         return _parts(await retries.chain(blocks, demand), blocks, history)
 
-    async def _moved(self, lost: _SpanSession, inputs: SpanInputs, retries: Retries) -> list[_SpanSession]:
+    async def _moved(self, lost: _SpanSession, inputs: SpanInputs, retries: ChainRetries) -> list[_SpanSession]:
         """Replays a lost server's history on others."""
         while True:
             parts = await self._plan(lost.blocks, inputs, lost.history, retries)
@@ -238,7 +240,7 @@ class ClientSession:
         if tokens == 1:
             return await self._send(current, inputs)
         current.check_room(rows, tokens)
-        info = self.servers.view.infos.get(current.peer)
+        info = self.servers.view.known.infos.get(current.peer)
         limit = tokens_per_message(inputs)
         if info is not None and info.max_batch_tokens > 0:
             limit = min(limit, info.max_batch_tokens)
@@ -297,7 +299,7 @@ class ClientSession:
         await view.observer.step_done(
             StepCall(
                 peer=current.peer,
-                info=view.infos.get(current.peer),
+                info=view.known.infos.get(current.peer),
                 history=history,
                 adapters=part.shipped,
                 request=request,

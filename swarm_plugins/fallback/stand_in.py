@@ -15,8 +15,8 @@ from swarm_plugins.transport.identity import new_identity
 
 if TYPE_CHECKING:
     from swarm_plugins.checkpoint import Checkpoint
+    from swarm_plugins.client.discovery.view import Servers
     from swarm_plugins.client.peers import Peers
-    from swarm_plugins.client.view import Servers
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from swarm_plugins.client.missing import ranges
+from swarm_plugins.client.discovery.missing import ranges
+from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.retries import Retries
-from swarm_plugins.client.view import SwarmView
 from swarm_plugins.errors import MissingExpertsError, SwarmError
 from swarm_plugins.routing import Holder, Share, missing_experts, share_experts
 from swarm_plugins.transport.messages import ServerInfo
@@ -28,16 +28,16 @@ _FORGIVENESS = 0.25
 """Factor by which it falls with each update of the view: a slow holder is hardly asked meanwhile."""
 
 
-class HolderView(SwarmView):
-    """Finds holders of experts of some blocks, and shares experts among them; see `SwarmView`.
+class HolderView(ServerView):
+    """Finds holders of experts of some blocks, and shares experts among them.
 
     Args:
         blocks: Blocks whose experts are wanted.
         num_experts: Experts of each block that has any; may be filled until the first look-up.
         here: Experts of each block that need no holder.
         may_pause: Whether a pass waits for holders to come back when experts have none.
-        args: As for `SwarmView`.
-        options: As for `SwarmView`.
+        args: As for `ServerView`.
+        options: As for `ServerView`.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class HolderView(SwarmView):
 
     def max_rows(self, peer: str) -> int | None:
         """Returns the most rows that a holder accepts in one request; None: it names no limit."""
-        info = self.infos.get(peer)
-        return None if info is None or info.max_batch_tokens < 1 else info.max_batch_tokens
+        return self.known.max_batch_tokens(peer) or None
 
     async def shares(
         self, block: int, loads: Mapping[int, int], *, without: Collection[str], failure: SwarmError | None
@@ -88,7 +87,7 @@ class HolderView(SwarmView):
         Raises:
             MissingExpertsError: If some expert has no living holder.
         """
-        if not self.entries:
+        if not self.known.entries:
             await self.refresh(force=False)
         elif self.is_stale:
             # No token waits for the slowest holder's answer.
@@ -123,28 +122,23 @@ class HolderView(SwarmView):
         self._lag_s[holder.peer] = max(seconds - holder.answer_s(rows) + known, known * _RECOVERY)
 
     async def refresh(self, *, force: bool) -> None:
-        """Updates the view; see `SwarmView.refresh`. Slow holders are trusted a little more after each update."""
-        before = self._refreshed_at
+        """Updates the view; see `ServerView.refresh`. Slow holders are trusted a little more after each update."""
+        before = self.refreshed_at
         await super().refresh(force=force)
-        if self._refreshed_at != before:
-            self._lag_s = {peer: lag_s * _FORGIVENESS for peer, lag_s in self._lag_s.items() if peer in self.entries}
-
-    async def close(self) -> None:
-        """Ends a look-up that is under way. Idempotent."""
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.wait({self._refreshing})
+        if self.refreshed_at != before:
+            known = self.known.entries
+            self._lag_s = {peer: lag_s * _FORGIVENESS for peer, lag_s in self._lag_s.items() if peer in known}
 
     def _share(self, block: int, loads: Mapping[int, int], without: Collection[str]) -> list[Share] | None:
         """Shares experts among holders that take whole batches, or if these do not suffice, among all."""
         holders = self._holders(block, without)
-        roomy = [holder for holder in holders if not self._is_small(holder.peer)]
+        roomy = [holder for holder in holders if not self.is_small(holder.peer)]
         return share_experts(roomy, loads) or share_experts(holders, loads)
 
     def _holders(self, block: int, without: Collection[str]) -> list[Holder]:
         holders = []
         for entry in self.usable(without):
-            info = self.infos.get(entry.peer)
+            info = self.known.infos.get(entry.peer)
             if info is None or info.experts is None or not entry.start <= block < entry.end:
                 continue
             row_s = 1 / entry.throughput if entry.throughput > 0 else entry.step_s

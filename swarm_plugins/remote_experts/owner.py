@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.deadlines import Deadlines
-from swarm_plugins.client.network import Network
+from swarm_plugins.client.discovery.network import Network
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.remote_experts.calls import Holders
 from swarm_plugins.remote_experts.experts import RemoteExperts

@@ -28,7 +28,7 @@ from swarm_plugins.verification.recompute import (
 from swarm_plugins.verification.scores import Verdict
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.view import Servers
+    from swarm_plugins.client.discovery.view import Servers
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Examiner:
             for entry in view.usable({call.peer})
             if entry.start <= request.start and request.end <= entry.end
         ]
-        infos = {peer: view.infos[peer] for peer in found if peer in view.infos}
+        infos = {peer: view.known.infos[peer] for peer in found if peer in view.known.infos}
         same = [
             peer for peer, info in infos.items() if (info.dtype, info.quantization) == (kind.dtype, kind.quantization)
         ]

@@ -45,7 +45,7 @@ from swarm_plugins.verification.shadow import Shadow
 
 if TYPE_CHECKING:
     from swarm_plugins.checkpoint import Checkpoint
-    from swarm_plugins.client.view import Servers
+    from swarm_plugins.client.discovery.view import Servers
 
 log = logging.getLogger(__name__)
 

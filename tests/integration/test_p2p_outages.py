@@ -12,7 +12,7 @@ import psutil
 import pytest
 from p2p_kit import INFO, client, echo, run
 
-from swarm_plugins.client.network import LastingNetwork
+from swarm_plugins.client.discovery.network import LastingNetwork
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.transport.channel import Directory

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from swarm_plugins.client.missing import serve_command
+from swarm_plugins.client.discovery.missing import serve_command
 from swarm_plugins.survey import ModelStatus, ServerStatus, runs
 from swarm_plugins.transport.messages import ServerInfo
 

@@ -9,8 +9,8 @@ from typing import Protocol
 import pytest
 
 from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.view import SwarmView
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import Message, ServerInfo

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.view import SwarmView
 from swarm_plugins.errors import TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Channel
@@ -123,7 +123,7 @@ def test_a_crowd_that_comes_and_goes_leaves_a_bounded_number_of_open_streams() -
 
 
 def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.view._MAX_PROBES", 4)
+    monkeypatch.setattr("swarm_plugins.client.discovery.server_view._MAX_PROBES", 4)
 
     async def body() -> None:
         infos = {f"liar{i}": msgspec.structs.replace(INFO, decode_s=math.nan) for i in range(4)}
@@ -162,7 +162,7 @@ def test_batches_are_cut_for_a_small_server_that_nobody_can_replace() -> None:
 
 
 def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.view._MAX_INFOS", 2)
+    monkeypatch.setattr("swarm_plugins.client.discovery.known._MAX_INFOS", 2)
 
     async def body() -> None:
         swarm = Swarm({})
@@ -171,13 +171,13 @@ def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: p
             swarm.infos = {f"server{number}": INFO}
             await view.refresh(force=True)
             await view.peers.close()  # its streams end with a server
-        assert list(view.infos) == ["server3", "server4"]
+        assert list(view.known.infos) == ["server3", "server4"]
 
     asyncio.run(body())
 
 
 def test_a_flood_of_announcements_does_not_crowd_out_who_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.view._MAX_PROBES", 4)
+    monkeypatch.setattr("swarm_plugins.client.discovery.server_view._MAX_PROBES", 4)
 
     async def body() -> None:
         swarm = Swarm({"honest": INFO})

@@ -17,8 +17,8 @@ from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import MissingBlocksError, RequestTimeoutError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny
@@ -297,28 +297,28 @@ def test_a_directory_that_has_lost_some_servers_hides_none_that_answers() -> Non
         swarm.named = {"a"}
         for _ in range(2):
             await servers.view.refresh(force=True)
-        assert set(servers.view.entries) == {"a", "b"}
+        assert set(servers.view.known.entries) == {"a", "b"}
         await swarm.kill("b")
         for _ in range(2):
             await servers.view.refresh(force=True)
-        assert set(servers.view.entries) == {"a"}
+        assert set(servers.view.known.entries) == {"a"}
 
     run({"a": (0, 2), "b": (2, 4)}, use)
 
 
 def test_a_late_answer_of_the_directory_counts_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_plugins.client.view._LOOK_UP_S", 0.01)
+    monkeypatch.setattr("swarm_plugins.client.discovery.lookup._PATIENCE_S", 0.01)
 
     async def use(swarm: Swarm, servers: Servers) -> None:
         swarm.named = {"a"}
         await servers.view.refresh(force=False)
         swarm.named, swarm.late_s = {"a", "b"}, 0.1
         await servers.view.refresh(force=True)
-        assert set(servers.view.entries) == {"a"}
+        assert set(servers.view.known.entries) == {"a"}
         while not servers.view.is_stale:
             await asyncio.sleep(0.01)
         await servers.view.refresh(force=False)
-        assert set(servers.view.entries) == {"a", "b"}
+        assert set(servers.view.known.entries) == {"a", "b"}
 
     run({"a": (0, 2), "b": (2, 4)}, use)
 
@@ -375,7 +375,7 @@ def test_a_banned_server_is_asked_when_the_one_preferred_to_it_has_gone(tmp_path
         swarm.kill("peer1")
         # As found when a call begins: one has just been banned, and nobody has missed the other one yet.
         blocks.view.ban("peer0", TransportError("gone"))
-        blocks.view.entries = {}
+        blocks.view.known.entries = {}
         blocks.view.doubt()
         assert torch.equal(blocks.forward(inputs).hidden, want)
 

@@ -12,9 +12,9 @@ import torch
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.client.answers import RefusedError
 from swarm_plugins.client.chain_call import ChainCall
+from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
-from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
@@ -62,7 +62,7 @@ def call(peers: Peers, view: SwarmView) -> ChainCall:
 async def with_liar_first(view: SwarmView, run: Callable[[], Any]) -> Any:
     """Runs with a plan that has the liar in it, and the honest server to fall back on."""
     await view.refresh(force=False)
-    view.entries["liar"] = replace(view.entries["liar"], round_trip_s=0.0)
+    view.known.entries["liar"] = replace(view.known.entries["liar"], round_trip_s=0.0)
     return await run()
 
 

@@ -14,9 +14,9 @@ import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs
+from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.session import ClientSession
-from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import CapacityError, MissingBlocksError
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
@@ -142,8 +142,8 @@ def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Calla
 
     async def use(peers: Peers, view: SwarmView) -> None:
         await view.refresh(force=False)
-        for peer, info in view.infos.items():
-            view.infos[peer] = msgspec.structs.replace(info, max_batch_tokens=300)
+        for peer, info in view.known.infos.items():
+            view.known.infos[peer] = msgspec.structs.replace(info, max_batch_tokens=300)
         view.bans.ban("honest")
         session = ClientSession(Servers(peers, view), blocks=range(1))
         await session.step(new_tokens())

@@ -158,5 +158,5 @@ def prefer(model: PreTrainedModel, connection: SwarmConnection, peer: str) -> No
     """Makes a holder the nearest of all."""
     view = view_of(model)
     connection.loop.run(view.refresh(force=True))
-    for one, entry in view.entries.items():
-        view.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else 0.1)
+    for one, entry in view.known.entries.items():
+        view.known.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else 0.1)

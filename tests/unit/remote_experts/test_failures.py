@@ -127,7 +127,7 @@ def test_a_holder_that_claims_to_be_fast_is_judged_by_its_answers(mixtral: Path)
         remote = load_remote_experts(mixtral, connection=holders.connection)
         view = view_of(remote)
         prefer(remote, holders.connection, "a")
-        view.entries["a"] = replace(view.entries["a"], throughput=1e300)
+        view.known.entries["a"] = replace(view.known.entries["a"], throughput=1e300)
         (share,) = holders.connection.loop.run(view.shares(0, {0: 4}, without=(), failure=None))
         assert share.holder.peer == "a"
         view.observe(share.holder, 4, 0.2)
@@ -227,7 +227,7 @@ def test_a_holder_that_wants_crumbs_gets_few_at_a_time_and_only_if_there_is_no_o
                 num_open -= 1
 
         prefer(remote, holders.connection, "a")
-        view.infos["a"] = msgspec.structs.replace(view.infos["a"], max_batch_tokens=1)
+        view.known.infos["a"] = msgspec.structs.replace(view.known.infos["a"], max_batch_tokens=1)
         holders.asked.clear()
         assert torch.equal(remote(TOKENS).logits, expected)
         assert {peer for peer, _ in holders.asked} == {"b"}
@@ -244,7 +244,7 @@ def test_announced_experts_are_checked_before_they_cost_time(mixtral: Path) -> N
         remote = load_remote_experts(mixtral, connection=holders.connection)
         remote(TOKENS)
         view = view_of(remote)
-        honest = view.infos["a"]
+        honest = view.known.infos["a"]
         assert not view.is_of_use(msgspec.structs.replace(honest, experts=(0, 65_536)))
         # A crowd at one block crowds out nobody: blocks, experts and slices are all in the sample.
         crowd = {f"c{index}": msgspec.structs.replace(honest, start=0, end=1) for index in range(500)}
@@ -253,7 +253,8 @@ def test_announced_experts_are_checked_before_they_cost_time(mixtral: Path) -> N
             "slice": msgspec.structs.replace(honest, start=0, end=1, slice=(1, 2)),
         }
         assert all(view.is_of_use(info) for info in (*crowd.values(), *rare.values()))
-        assert set(rare) < set(view._sample({peer: view.share_of(info) for peer, info in (crowd | rare).items()}))
+        view.lookup.announced = crowd | rare
+        assert set(rare) < set(view._sample())
 
 
 def test_no_token_waits_for_a_look_up_of_holders(mixtral: Path) -> None:
@@ -267,6 +268,20 @@ def test_no_token_waits_for_a_look_up_of_holders(mixtral: Path) -> None:
             await asyncio.sleep(60.0)
             raise AssertionError("nobody waits so long")
 
-        view.directory.servers = hang  # type: ignore[method-assign]
+        view.lookup.directory.servers = hang  # type: ignore[method-assign]
         assert torch.equal(remote(TOKENS).logits, expected)
         assert asked.wait(10.0)
+
+
+def test_only_holders_that_load_missing_experts_are_waited_for(mixtral: Path) -> None:
+    with serving(mixtral, {"a": Held(range(4))}) as holders:
+        remote = load_remote_experts(mixtral, connection=holders.connection)
+        remote(TOKENS)
+        view = view_of(remote)
+        honest = view.known.infos["a"]
+        # As found: a server of blocks that has just started.
+        view.known.entries = {}
+        view.lookup.announced = {"b": msgspec.structs.replace(honest, experts=None, state="joining")}
+        assert not view.is_help_coming
+        view.lookup.announced["c"] = msgspec.structs.replace(honest, state="joining")
+        assert view.is_help_coming

@@ -11,8 +11,8 @@ from lies_kit import CHECKED, HONEST, train, with_liar
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.view import Servers, SwarmView
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.testing import InProcessSwarm, Liar, LocalTransport
 from swarm_plugins.testing.liars import LIES

@@ -9,9 +9,9 @@ import pytest
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import connect
-from swarm_plugins.client.missing import serve_command
+from swarm_plugins.client.discovery.missing import serve_command
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.view import SwarmView
 from swarm_plugins.errors import MissingBlocksError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Directory
@@ -39,7 +39,7 @@ class EmptyDirectory:
 def test_a_failed_lookup_leaves_the_last_answer(directory: Directory, run_in_swarm: Callable[..., Any]) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
         await view.refresh(force=False)
-        view.directory = directory
+        view.lookup.directory = directory
         await view.refresh(force=True)
         assert [span.peer for span in await view.chain(range(1), Demand())] == ["a"]
 
@@ -48,7 +48,7 @@ def test_a_failed_lookup_leaves_the_last_answer(directory: Directory, run_in_swa
 
 def test_a_first_lookup_that_fails_is_raised(run_in_swarm: Callable[..., Any]) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
-        view.directory = BrokenDirectory()
+        view.lookup.directory = BrokenDirectory()
         with pytest.raises(TransportError, match="no answer"):
             await view.refresh(force=False)
 
@@ -81,7 +81,13 @@ def test_the_address_is_one_that_lives_if_there_is_one(addresses: list[str], wit
 def test_missing_blocks_end_with_the_command_for_this_model_and_swarm(run_in_swarm: Callable[..., Any]) -> None:
     async def use(peers: Peers, view: SwarmView) -> None:
         view = SwarmView(
-            view.directory, peers, view.config, version=view.version, num_blocks=3, model="me/m", initial_peers=[FIRST]
+            view.lookup.directory,
+            peers,
+            view.config,
+            version=view.version,
+            num_blocks=3,
+            model="me/m",
+            initial_peers=[FIRST],
         )
         command = f"swarm serve me/m --revision {COMMIT} --blocks 1:3 --initial-peers {FIRST}$"
         with pytest.raises(MissingBlocksError, match=f"no living server holds blocks 1:3 of .*; .* with: {command}"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from swarm_plugins.client.probing import Probes
+from swarm_plugins.client.discovery.probing import Probes
 
 SHARES = {"a": range(2), "b": range(2, 4), "late": range(4)}
 

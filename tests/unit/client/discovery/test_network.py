@@ -12,7 +12,7 @@ import pytest
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
-from swarm_plugins.client.network import LastingNetwork
+from swarm_plugins.client.discovery.network import LastingNetwork
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import BackoffError, Channel

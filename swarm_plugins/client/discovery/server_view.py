@@ -1,0 +1,258 @@
+"""A client's view of the servers of one model version: kept fresh by asking them, without those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from swarm_plugins.client.discovery.known import KnownServers
+from swarm_plugins.client.discovery.lookup import Lookup
+from swarm_plugins.client.discovery.missing import missing_text
+from swarm_plugins.client.discovery.probing import Probes
+from swarm_plugins.client.observer import CallObserver, NoObserver
+from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, one_line
+from swarm_plugins.routing import BanList, ServerEntry
+from swarm_plugins.routing.coverage import spread_sample
+from swarm_plugins.transport.channel import Directory
+from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.records import check_server_info
+from swarm_plugins.versions import ModelVersion
+
+if TYPE_CHECKING:
+    from swarm_plugins.client.config import SwarmConfig
+    from swarm_plugins.client.peers import Peers
+
+log = logging.getLogger(__name__)
+
+_MAX_PROBES = 64
+"""Servers asked in one refresh; of more, a sample that covers every block, where banned ones crowd out no others."""
+_HURRY_S = 2.0
+"""Wait for servers once some have answered before."""
+_WORTH_ASKING = ("online", "stuck")
+"""States announced by servers to ask: one that hung may have got on since."""
+
+
+class ServerView(ABC):
+    """Finds servers of one model version that have a part of what is wanted; what that is, subclasses say."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        peers: Peers,
+        config: SwarmConfig,
+        *,
+        version: ModelVersion,
+        num_blocks: int,
+        model: str | None = None,
+        initial_peers: Sequence[str] = (),
+    ) -> None:
+        self.peers = peers
+        self.config = config
+        self.version = version
+        self.num_blocks = num_blocks
+        self.model = model or version.name
+        """Directory or id, as the user wrote it."""
+        self.initial_peers = tuple(initial_peers)
+        self.seed = random.getrandbits(64)
+        """Decides between servers that are alike: differently for each client, always alike for one."""
+        self.bans = BanList()
+        self.observer: CallObserver = NoObserver()
+        """Examines answers, and excludes peers."""
+        self.known = KnownServers()
+        self.lookup = Lookup(
+            directory, version, num_blocks, allowed=config.allowed_peers, known=self.known, on_late=self.doubt
+        )
+        self.refreshed_at = float("-inf")
+        self._last_failure: BaseException | None = None
+        self._last_failed: str | None = None
+        """The peer that was banned last, and why."""
+        self._lock = asyncio.Lock()
+        self._probes = Probes(self._probe)
+        self._refreshing: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    def is_of_use(self, info: ServerInfo) -> bool:
+        """Returns whether a server's announcement makes it worth asking."""
+
+    @abstractmethod
+    def share_of(self, info: ServerInfo) -> Sequence[Hashable]:
+        """Returns the parts of what is wanted that a server has: a sample of servers should cover all."""
+
+    # -- refreshing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the view is so old that it should be refreshed before a plan."""
+        return time.monotonic() - self.refreshed_at >= self.config.refresh_s
+
+    def doubt(self) -> None:
+        """Asks all servers again before the next plan."""
+        self.refreshed_at = float("-inf")
+
+    async def refresh(self, *, force: bool) -> None:
+        """Updates the view if it is old; ``force``: also if it is not, unless that is done meanwhile.
+
+        A directory and servers that hang are not waited for once others are known: their answers count when they come.
+
+        Raises:
+            TransportError: If the directory cannot be asked and no earlier answer is known.
+        """
+        wanted_at = time.monotonic()
+        async with self._lock:
+            if self.refreshed_at > wanted_at or not (force or self.is_stale):
+                return
+            longest_s = min(_HURRY_S, self.config.info_timeout_s) if self.known.infos else self.config.info_timeout_s
+            await self.lookup.ask()
+            asked = self._sample()
+            self.refreshed_at = time.monotonic()
+            self.known.keep(await self._probes.ask(asked, longest_s=longest_s))
+
+    def refresh_in_background(self) -> asyncio.Task[None]:
+        """Updates the view, unless that is under way."""
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.create_task(self._refresh_quietly(), name="look up servers")
+        return self._refreshing
+
+    async def _refresh_quietly(self) -> None:
+        try:
+            await self.refresh(force=True)
+        except TransportError as exc:
+            log.warning("could not look up the servers of %s, using the last answer: %s", self.version, exc)
+
+    async def close(self) -> None:
+        """Ends a refresh that is under way in the background. Idempotent."""
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.wait({self._refreshing})
+
+    def _sample(self) -> dict[str, Sequence[Hashable]]:
+        """Chooses servers to ask; no flood of others crowds out initial peers and those that have answered before."""
+        online = {
+            peer: self.share_of(info)
+            for peer, info in self.lookup.announced.items()
+            if info.state in _WORTH_ASKING and self.is_of_use(info) and not self.observer.is_excluded(peer)
+        }
+        if len(online) > _MAX_PROBES:
+            online = {peer: online[peer] for peer in self.bans.usable(online, copies=2)}
+        named = self.known.entries.keys() | {address.rpartition("/")[2] for address in self.initial_peers}
+        again = spread_sample({peer: share for peer, share in online.items() if peer in named}, _MAX_PROBES // 2)
+        others = {peer: share for peer, share in online.items() if peer not in again}
+        return {peer: online[peer] for peer in [*again, *spread_sample(others, _MAX_PROBES - len(again))]}
+
+    async def _probe(self, peer: str) -> bool:
+        """Asks a server what it serves, which overrides its announcement, and measures the round trip."""
+        started = time.perf_counter()
+        try:
+            info = await self.peers.info(peer)
+            self._check(info)
+        except SwarmError as exc:
+            self.ban(peer, exc)
+            return False
+        self.known.answered(peer, info)
+        num_blocks = info.end - info.start
+        token_s = num_blocks / info.throughput if info.throughput > 0 else 0.0
+        self.peers.deadlines.announce(peer, step_s=info.decode_s * num_blocks, token_s=token_s)
+        if info.state != "online":
+            return False
+        self.known.add(
+            ServerEntry(
+                peer=peer,
+                start=info.start,
+                end=info.end,
+                round_trip_s=self.peers.paces.round_trip_s(peer) or time.perf_counter() - started,
+                step_s=info.decode_s,
+                throughput=info.throughput,
+                free_kv_tokens=info.free_kv_tokens,
+            )
+        )
+        return True
+
+    def _check(self, info: ServerInfo) -> None:
+        check_server_info(info)
+        if info.version != self.version.key:
+            raise ProtocolError(f"it announced version {self.version} but serves {info.version} ({info.model})")
+        if info.num_blocks != self.num_blocks:
+            raise ProtocolError(
+                f"it claims blocks {info.start}:{info.end} of {info.num_blocks}, the model has {self.num_blocks} blocks"
+            )
+        if not self.is_of_use(info):
+            raise ProtocolError(f"it announced another share of blocks {info.start}:{info.end} than it serves")
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def ban(self, peer: str, error: BaseException) -> None:
+        """Excludes a peer from plans for a while, and until it has said again what it serves."""
+        seconds = self.bans.ban(peer)
+        self._last_failure, self._last_failed = error, peer
+        self.known.remove(peer)
+        log.info("server %s is left out for %.0f s: %s", peer, seconds, one_line(error))
+
+    def outdate(self, peer: str, error: BaseException) -> None:
+        """Forgets what a peer serves, and asks all again before the next plan."""
+        log.info("server %s is asked again what it serves: %s", peer, error)
+        self.known.remove(peer)
+        self.doubt()
+
+    async def pause_for(self, peers: Iterable[str]) -> None:
+        """Waits a moment before banned servers are asked again, if others have not what they have."""
+        await asyncio.sleep(max((self.bans.pause_s(peer) for peer in peers if self.bans.is_banned(peer)), default=0.0))
+
+    # -- what to plan with --------------------------------------------------------------------------------------------
+
+    def usable(self, without: Collection[str] = frozenset()) -> Sequence[ServerEntry]:
+        """Returns the servers to plan with: not banned, or the only holders of something, and not among ``without``."""
+        entries = [
+            entry
+            for entry in self.known.entries.values()
+            if entry.peer not in without and not self.observer.is_excluded(entry.peer)
+        ]
+        if not any(self.bans.is_banned(entry.peer) for entry in entries):
+            return entries
+        shares = {entry.peer: self.share_of(self.known.infos[entry.peer]) for entry in entries}
+        peers = set(self.bans.usable(shares))
+        return [entry for entry in entries if entry.peer in peers]
+
+    def is_small(self, peer: str) -> bool:
+        """Returns whether a server accepts so few tokens that whole batches would be cut to crumbs for it."""
+        return 0 < self.known.max_batch_tokens(peer) < self.config.min_batch_tokens
+
+    @property
+    def is_help_coming(self) -> bool:
+        """Whether servers announce that they are loading what none has now."""
+        held = {part for peer in self.known.entries for part in self.share_of(self.known.infos[peer])}
+        for info in self.lookup.announced.values():
+            if self.is_of_use(info) and (info.target is not None or info.state == "joining"):
+                start, end = info.target or (info.start, info.end)
+                if not held.issuperset(self.share_of(msgspec.structs.replace(info, start=start, end=end))):
+                    return True
+        return False
+
+    def missing_text(
+        self,
+        what: str,
+        blocks: range,
+        experts: range | None,
+        without: Collection[str],
+        failure: SwarmError | None,
+    ) -> str:
+        """Returns a message about what no server holds, with the command that serves it."""
+        left_out = sorted({*self.bans.banned(), *without})
+        is_lost = self._last_failed is not None and self._last_failed not in self.known.entries
+        return missing_text(
+            what,
+            blocks,
+            experts,
+            version=self.version,
+            model=self.model,
+            initial_peers=self.initial_peers,
+            left_out=left_out,
+            quarantined=sorted(peer for peer in self.lookup.announced if self.observer.is_excluded(peer)),
+            cause=failure or (self._last_failure if left_out or is_lost else None),
+        )

@@ -1,0 +1,107 @@
+"""A client's view of the servers of a model's blocks, and chains of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from swarm_plugins.client.digests import DigestCache
+from swarm_plugins.client.discovery.missing import ranges
+from swarm_plugins.client.discovery.server_view import ServerView
+from swarm_plugins.client.hedging import HedgeBudget
+from swarm_plugins.errors import MissingBlocksError, SwarmError
+from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.routing.chain import Alternative, expected
+from swarm_plugins.transport.messages import ServerInfo
+
+if TYPE_CHECKING:
+    from swarm_plugins.client.peers import Peers
+
+
+class SwarmView(ServerView):
+    """Finds servers of blocks, and plans chains over them."""
+
+    def is_of_use(self, info: ServerInfo) -> bool:
+        """Returns whether a server announces whole blocks."""
+        return info.experts is None
+
+    def share_of(self, info: ServerInfo) -> Sequence[Hashable]:
+        """Returns the blocks that a server has."""
+        return range(info.start, info.end)
+
+    async def chain(
+        self,
+        blocks: range,
+        demand: Demand,
+        *,
+        without: Collection[str] = frozenset(),
+        failure: SwarmError | None = None,
+    ) -> list[SpanChoice]:
+        """Returns the best chain for some blocks ``without`` some peers; the last ``failure`` goes into the message.
+
+        Raises:
+            MissingBlocksError: If some block has no living server.
+        """
+        wanted_at = time.monotonic()
+        await self.refresh(force=False)
+        chain = self._plan(blocks, demand, without)
+        if chain is None and self.refreshed_at < wanted_at:
+            await self.refresh(force=True)
+            chain = self._plan(blocks, demand, without)
+        if chain is None:
+            missing = missing_blocks(self.usable(without), blocks) or list(blocks)
+            wanted = range(missing[0], missing[-1] + 1)
+            raise MissingBlocksError(self.missing_text(f"blocks {ranges(missing)}", wanted, None, without, failure))
+        await self.pause_for(span.peer for span in chain)
+        return chain
+
+    def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
+        usable = self._believed(without)
+        roomy = [entry for entry in usable if not self.is_small(entry.peer)]
+        chain = plan(roomy, blocks, demand, seed=self.seed)
+        return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand, seed=self.seed)
+
+    def _believed(self, without: Collection[str]) -> list[ServerEntry]:
+        """Returns the usable servers, with what was seen of their speed instead of what they announce."""
+        loads = {peer: info.load for peer, info in self.known.infos.items()}
+        return self.peers.paces.corrected(self.usable(without), loads)
+
+    def alternative(
+        self, blocks: range, demand: Demand, history: Demand, *, without: Collection[str]
+    ) -> Alternative | None:
+        """Returns the best chain of other servers with room; see `expected`."""
+        believed = [entry for entry in self._believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
+        return expected(believed, blocks, demand, history, seed=self.seed)
+
+    def replica(self, blocks: range, demand: Demand, *, without: Collection[str]) -> str | None:
+        """Returns the best of the other servers that hold all of some blocks; None if there is none in order."""
+        others = [
+            entry
+            for entry in self._believed(without)
+            if entry.start <= blocks.start and entry.end >= blocks.stop and not self.bans.is_banned(entry.peer)
+        ]
+        chain = plan(others, blocks, demand, seed=self.seed)
+        return chain[0].peer if chain else None
+
+    def max_batch_tokens(self, blocks: range) -> int | None:
+        """Returns the largest request (rows times tokens) that every server of any plan accepts; None: no limit."""
+        entries = [
+            entry for entry in self.known.entries.values() if entry.start < blocks.stop and entry.end > blocks.start
+        ]
+        roomy = [entry for entry in entries if not self.is_small(entry.peer)]
+        if missing_blocks(roomy, blocks):
+            roomy = entries
+        limits = [self.known.max_batch_tokens(entry.peer) for entry in roomy]
+        return min((limit for limit in limits if limit > 0), default=None)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Everything needed to run blocks of one model version."""
+
+    peers: Peers
+    view: SwarmView
+    digests: DigestCache = field(default_factory=DigestCache)
+    hedges: HedgeBudget = field(default_factory=HedgeBudget)
