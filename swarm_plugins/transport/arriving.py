@@ -85,7 +85,9 @@ class ArrivingBody:
         self._filled = 0
 
     def _refuse(self, error: CapacityError) -> None:
-        self._refusal = error
+        # The frames of its traceback lead to one of the transport, with the memory in a local variable: in a cycle with
+        # this body it would live, uncounted, until the next collection of garbage.
+        self._refusal = error.with_traceback(None)
         self._charge.release()
         self._chunks.clear()
 

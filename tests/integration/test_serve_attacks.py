@@ -7,6 +7,7 @@ import contextlib
 import json
 import struct
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -199,6 +200,34 @@ async def one_long_row(node: SwarmNode, victim: Victim) -> None:
     assert grown < RUN_MIB + 40
 
 
+async def waiting_forwards(node: SwarmNode, victim: Victim) -> None:
+    info = await info_of(node, victim.peer)
+    # 31 MiB each, most of it the prefix: 16 of them are four times the budget for requests.
+    prefix = tuple(torch.ones(16, 2, 4000, 8) for _ in range(2 * (info.end - info.start)))
+    request = ForwardRequest(
+        version=info.version, start=info.start, end=info.end, hidden=torch.ones(16, 16, 32), prefix=prefix
+    )
+    kinds: Counter[str] = Counter()
+
+    async def keep_one_waiting() -> None:
+        channel = await node.open(victim.peer, "rpc_forward", timeout_s=20.0)
+        while True:
+            await channel.send(request)
+            answer = await channel.receive(timeout_s=60.0)
+            kinds[answer.kind if isinstance(answer, Failure) else type(answer).__name__] += 1
+
+    waiting = [asyncio.create_task(keep_one_waiting()) for _ in range(16)]
+    grown = 0.0
+    while len(victim.rounds) < 3 or sum(kinds.values()) < 48:
+        await victim.serve_honest()
+        grown = max(grown, victim.grown_mib())
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert kinds.keys() <= {"ForwardResponse", "overloaded"}
+    assert grown < REQUEST_MIB / 2 + RUN_MIB + 40
+
+
 async def wide_sessions(node: SwarmNode, victim: Victim) -> None:
     info = await info_of(node, victim.peer)
     fields = {"version": info.version, "start": info.start, "end": info.end}
@@ -219,7 +248,7 @@ async def wide_sessions(node: SwarmNode, victim: Victim) -> None:
 
 @pytest.mark.parametrize(
     "attack",
-    [wide_sessions, one_long_row, half_messages, unread_answers, packed_payloads],
+    [wide_sessions, waiting_forwards, one_long_row, half_messages, unread_answers, packed_payloads],
     ids=lambda one: one.__name__,
 )
 def test_memory_is_bounded_and_honest_clients_are_served(victim: Victim, attack: Attack) -> None:

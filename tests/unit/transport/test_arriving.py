@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import struct
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,7 @@ from stream_kit import Body, claims, frame_bytes, read_hidden, stream_and_socket
 
 from swarm_plugins.errors import RequestTimeoutError, TransportError
 from swarm_plugins.ledger import BusyError, Ledger
+from swarm_plugins.transport.arriving import ArrivingBody
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import ForwardResponse
 from swarm_plugins.transport.wire import encode
@@ -140,3 +143,26 @@ def test_unread_messages_count_in_the_budget(run: Callable[[Body], None]) -> Non
         assert budget.used == 0
 
     run(body)
+
+
+def test_the_memory_of_a_refused_message_is_returned_at_once() -> None:
+    async def main() -> None:
+        ledger = Ledger(100_000, max_peer_share=0.5)
+        with ledger.charge("peer-x") as charge:
+            body = ArrivingBody(60_000, 30_000, charge, memoryview(bytearray(1000)))
+
+            def receive() -> None:
+                # As asyncio does: the frame that calls has the memory in a local variable.
+                buffer = body.free_space()
+                body.advance(len(buffer))
+
+            first = weakref.ref(body.free_space().obj)  # the array around the memory
+            receive()
+            assert charge.num_held == 0
+            assert first() is None
+
+    gc.disable()  # a cycle would keep it until the next collection, uncounted
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
