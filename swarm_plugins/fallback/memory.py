@@ -16,8 +16,6 @@ _Frames = asyncio.Queue[bytes | None]
 class _End:
     """One end of a stream; None in a queue is its end."""
 
-    remote_address = ""
-
     def __init__(self, remote_peer: str, outgoing: _Frames, incoming: _Frames) -> None:
         self.remote_peer = remote_peer
         self._outgoing = outgoing

@@ -40,7 +40,6 @@ _GAP_PAUSE_S = 1.0
 
 _REST_S = 600.0
 """After a move that failed."""
-_ATTEMPTS = 60
 _FAILURES = (SwarmError, RuntimeError, MemoryError, OSError)
 """What loading may end with; torch reports missing memory as a RuntimeError."""
 
@@ -239,16 +238,11 @@ class Mover:
         await in_thread(return_free_memory)
 
     async def _on_compute_thread(self, function: Callable[[], object]) -> None:
-        """Runs a function between two requests, however many wait."""
-        for _ in range(_ATTEMPTS):
-            try:
-                await self.service.scheduler.train(function, timeout_s=self.service.limits.request_timeout_s)
-            except RequestError as error:
-                log.debug("trying again to change spans: %s", error)
-                await asyncio.sleep(1.0)
-            else:
-                return
-        raise CapacityError(f"the compute queue was full {_ATTEMPTS} times in a row")
+        """Runs a function between two requests."""
+        try:
+            await self.service.scheduler.train(function, timeout_s=self.service.limits.request_timeout_s)
+        except RequestError as error:
+            raise CapacityError(f"spans could not be changed: {error}") from error
 
 
 def _pair(blocks: range) -> tuple[int, int]:

@@ -64,8 +64,10 @@ class SwarmServer:
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self._ledger = Ledger(config.request_bytes or MAX_REQUEST_BYTES, max_peer_share=config.max_peer_share)
         self._points = Points(config.points_file)
+        self._ledger = Ledger(
+            config.request_bytes or MAX_REQUEST_BYTES, max_peer_share=config.max_peer_share, groups=self._points
+        )
         self._presence: Presence | None = None
         self._service: Service | ExpertsService | None = None
         self._info: ServerInfo | None = None

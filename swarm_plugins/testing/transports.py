@@ -89,7 +89,6 @@ class _LocalChannel:
     ) -> None:
         self._line = line or Line()
         self.remote_peer = remote_peer
-        self.remote_address = ""
         self._outgoing = outgoing
         self._incoming = incoming
         self._limits = limits
@@ -315,10 +314,6 @@ class _FaultyChannel:
     @property
     def remote_peer(self) -> str:
         return self._inner.remote_peer
-
-    @property
-    def remote_address(self) -> str:
-        return self._inner.remote_address
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         await self._count()

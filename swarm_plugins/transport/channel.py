@@ -37,11 +37,6 @@ class Channel(Protocol):
         """Base58 id of the peer at the other end, proved by the transport."""
         ...
 
-    @property
-    def remote_address(self) -> str:
-        """Multiaddress of the other end, as the transport sees it; empty if it is unknown."""
-        ...
-
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         """Sends one message, packing its floating tensors by ``codec``.
 

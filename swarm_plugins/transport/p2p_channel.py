@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _PROTOCOL_VERSION = 1
 _IDLE_S = 30.0
 """Streams that have waited for longer may be ended for peers that have none."""
+_RESERVED_PART = 16
+"""One stream of so many is for peers that have done something for this server."""
 _END_CHECKS, _END_CHECK_S = 20, 0.01
 
 
@@ -118,7 +120,7 @@ class Acceptor:
 
     Args:
         limits: Of streams and messages.
-        ledger: For messages that are not read yet.
+        ledger: For messages that are not read yet; its groups share streams too.
         parting: Counts streams that linger.
         refusal: Returns why a peer may not call at all, or None.
     """
@@ -134,7 +136,13 @@ class Acceptor:
         self._limits = limits
         self._ledger = ledger
         self._parting = parting or Parting()
-        self._streams = Ledger(limits.max_streams, max_peer_share=limits.max_peer_stream_share, noun="streams")
+        self._streams = Ledger(
+            limits.max_streams,
+            max_peer_share=limits.max_peer_stream_share,
+            noun="streams",
+            groups=ledger.groups,
+            reserved=limits.max_streams // _RESERVED_PART,
+        )
         self._open: set[FrameStream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -151,8 +159,9 @@ class Acceptor:
         self._tasks.add(task)
         try:
             peer = info.peer_id.to_base58()
+            if self._ledger.groups is not None:
+                self._ledger.groups.met(peer, str(info.addr))
             stream = FrameStream(peer, self._limits, self._ledger, self._parting, is_served=True)
-            stream.remote_address = str(info.addr)
             channel = await _take_over(stream, reader, writer)
             try:
                 await self._serve(handler, channel)
@@ -183,8 +192,8 @@ class Acceptor:
             return
         peer = channel.remote_peer
         try:
-            if not self._streams.held(peer) and self._streams.used >= self._streams.limit:
-                await self._end_idlest()
+            if not self._streams.held(peer) and not self._streams.room(peer):
+                await self._end_idlest(peer)
             self._streams.claim(peer, 1)
         except CapacityError as error:
             await channel.send(Failure(kind="overloaded", message=str(error)))
@@ -203,9 +212,13 @@ class Acceptor:
             self._open.discard(channel)
             self._streams.release(peer, 1)
 
-    async def _end_idlest(self) -> None:
+    async def _end_idlest(self, peer: str) -> None:
         """Ends the stream that has waited longest for a request, to let in a peer that has none."""
-        idlest = min(self._open, key=lambda stream: stream.waits_since, default=None)
+        streams = self._streams
+        # While some are free, only others of its address keep it out.
+        is_full, group = not streams.free(peer), streams.group(peer)
+        others = [one for one in self._open if is_full or streams.group(one.remote_peer) == group]
+        idlest = min(others, key=lambda stream: stream.waits_since, default=None)
         if idlest is None or asyncio.get_running_loop().time() - idlest.waits_since < _IDLE_S:
             return
         used = self._streams.used

@@ -90,7 +90,6 @@ class FrameStream(asyncio.BufferedProtocol):
         self, peer: str, limits: WireLimits, ledger: Ledger, parting: Parting | None = None, *, is_served: bool = False
     ) -> None:
         self.remote_peer = peer
-        self.remote_address = ""
         self._limits = limits
         self._ledger = ledger
         self._parting = parting or Parting()

@@ -52,6 +52,50 @@ def test_the_first_of_a_kind_is_granted_while_any_is_free() -> None:
         streams.claim("late", 1)
 
 
+class OfAddress:
+    """Peers named ADDRESS/N share their address; "friend" is known."""
+
+    def met(self, peer: str, address: str) -> None:
+        raise NotImplementedError
+
+    def group(self, peer: str) -> str:
+        return peer.partition("/")[0]
+
+    def is_known(self, peer: str) -> bool:
+        return peer == "friend"
+
+
+@pytest.mark.parametrize(("share", "of_address"), [(0.25, 500), (0.5, 750), (0.75, 900)])
+def test_many_identities_of_one_address_hold_what_three_peers_could(share: float, of_address: int) -> None:
+    ledger = Ledger(1000, max_peer_share=share, groups=OfAddress())
+    assert sum(filled(ledger, f"sybil/{number}") for number in range(200)) == of_address
+    assert ledger.room("sybil/new") == 0
+    with pytest.raises(BusyError, match=f"holds 0 bytes here, those of its address {of_address} and all hold"):
+        ledger.claim("sybil/new", 1)
+    assert ledger.room("honest/0") == pytest.approx((1000 - of_address) * share, abs=1)
+    for number in range(200):
+        ledger.release(f"sybil/{number}", ledger.held(f"sybil/{number}"))
+    assert ledger.room("sybil/new") == 1000 * share
+
+
+def test_a_peer_leaves_the_group_that_its_claims_were_counted_for() -> None:
+    groups = OfAddress()
+    ledger = Ledger(1000, groups=groups)
+    ledger.claim("a/1", 100)
+    groups.group = lambda peer: peer  # type: ignore[method-assign]  # it has earned points meanwhile
+    ledger.claim("a/1", 100)
+    ledger.release("a/1", 200)
+    assert (ledger.used, ledger.held("a/1"), ledger._held_by_group, ledger._group_of) == (0, 0, {}, {})
+
+
+def test_what_is_reserved_goes_to_known_peers() -> None:
+    streams = Ledger(16, max_peer_share=0.25, groups=OfAddress(), reserved=2)
+    for number in range(14):
+        streams.claim(f"address {number}", 1)
+    assert streams.room("newcomer") == 0
+    assert streams.room("friend") == 1
+
+
 def test_a_charge_releases_what_it_claimed() -> None:
     ledger = Ledger(1000)
     with ledger.charge("a") as charge:

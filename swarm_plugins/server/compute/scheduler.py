@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.runner import StepInputs
-from swarm_plugins.errors import ConfigError
-from swarm_plugins.ledger import room_of
+from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.ledger import Ledger
 from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
 from swarm_plugins.server.compute.turns import Turns
 from swarm_plugins.server.compute.work import (
@@ -102,9 +102,16 @@ class Scheduler:
         self._trainings: deque[Call] = deque()
         self._current_training: Call | None = None
         self._packs_since_training = 0
-        self._num_submitted = {"step": 0, "training": 0}
-        self._num_of_peer: Counter[tuple[str, str]] = Counter()
         self.points = points or Points()
+        share = self.config.max_peer_share
+        self._waiting_steps = Ledger(
+            self.config.max_waiting_steps, max_peer_share=share, noun="waiting steps", groups=self.points
+        )
+        self._waiting_trainings = Ledger(
+            self.config.max_waiting_trainings, max_peer_share=share, noun="waiting requests", groups=self.points
+        )
+        self.num_waiting = 0
+        """Requests that have been submitted and not answered."""
         self._turns = Turns(self.points)
         self._busy = BusyMeter()
         self._rhythm = Rhythm()
@@ -121,11 +128,6 @@ class Scheduler:
     def is_stuck(self, usual_s: float) -> bool:
         """Returns whether the compute thread hangs in its work, one piece of which takes about ``usual_s``."""
         return self._busy.is_stuck(time.monotonic(), usual_s)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have been submitted and not answered."""
-        return sum(self._num_submitted.values())
 
     def start(self) -> None:
         """Starts the compute thread."""
@@ -150,7 +152,8 @@ class Scheduler:
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: T = await self._submit(Call(function, is_training=False, peer=peer, load=load), "step", timeout_s)
+        item = Call(function, is_training=False, peer=peer, load=load)
+        result: T = await self._submit(item, self._waiting_steps, timeout_s)
         return result
 
     def post(self, function: Callable[[], object]) -> None:
@@ -165,7 +168,8 @@ class Scheduler:
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: T = await self._submit(Call(function, is_training=True, peer=peer, load=load), "training", timeout_s)
+        item = Call(function, is_training=True, peer=peer, load=load)
+        result: T = await self._submit(item, self._waiting_trainings, timeout_s)
         return result
 
     async def step(
@@ -179,29 +183,19 @@ class Scheduler:
         Raises:
             RequestError: ``overloaded`` if too much waits or ``timeout_s`` passes.
         """
-        result: SpanOutputs = await self._submit(Step(inputs, prepare, peer), "step", timeout_s)
+        result: SpanOutputs = await self._submit(Step(inputs, prepare, peer), self._waiting_steps, timeout_s)
         return result
 
-    async def _submit(self, item: Work, kind: str, timeout_s: float) -> Any:
-        limit = self.config.max_waiting_steps if kind == "step" else self.config.max_waiting_trainings
+    async def _submit(self, item: Work, waiting: Ledger, timeout_s: float) -> Any:
         if self._is_stopping:
             raise RequestError("overloaded", "this server is shutting down: ask another one")
-        if self._num_submitted[kind] >= limit:
-            raise RequestError(
-                "overloaded",
-                f"{self._num_submitted[kind]} {kind} requests wait here, the limit is {limit}: try another server, or "
-                "later",
-            )
-        of_peer = (kind, item.peer)
-        own, free = self._num_of_peer[of_peer], limit - self._num_submitted[kind]
-        if item.peer and not room_of(free, own, self.config.max_peer_share):
-            raise RequestError(
-                "overloaded",
-                f"{own} {kind} requests of this client wait here, and {limit - free} of at most {limit} in all: wait "
-                "for their answers, or use more servers",
-            )
-        self._num_submitted[kind] += 1
-        self._num_of_peer[of_peer] += 1
+        # The server's own work is never refused.
+        amount = 1 if item.peer else 0
+        try:
+            waiting.claim(item.peer, amount)
+        except CapacityError as error:
+            raise RequestError("overloaded", str(error)) from None
+        self.num_waiting += 1
         # Cheaper than asyncio.timeout. Set before the item is handed over: from then on the compute thread waits for
         # this thread to release the interpreter.
         timer = item.loop.call_later(timeout_s, item.expire, timeout_s)
@@ -212,10 +206,8 @@ class Scheduler:
             timer.cancel()
             # Cancelled (the client is gone) or too late: dropped before it runs, or between two blocks.
             item.abandoned = True
-            self._num_submitted[kind] -= 1
-            self._num_of_peer[of_peer] -= 1
-            if not self._num_of_peer[of_peer]:
-                del self._num_of_peer[of_peer]
+            self.num_waiting -= 1
+            waiting.release(item.peer, amount)
 
     # -- the compute thread -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from swarm_plugins.block_io import AdapterUse
+from swarm_plugins.block_io import AdapterUse, SpanOutputs
 from swarm_plugins.blocks.kv import in_pages
 from swarm_plugins.blocks.runner import SessionCache, StepInputs
 from swarm_plugins.errors import CapacityError
@@ -89,15 +89,15 @@ class _Stream:
         prefix_tokens = check_prefix(service, request.prefix, blocks, request.batch_size)
         if prefix_tokens > max_tokens:
             raise _too_long(service, request.batch_size, prefix_tokens, max_tokens)
-        await _make_room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens)))
-        service.sessions.reserve(self._peer)
-        try:
-            cache = await self._new_cache(request, blocks)
-        except BaseException:
-            service.sessions.release(self._peer)
-            raise
-        self._session = Session(self._peer, blocks, cache)
-        service.sessions.add(self._session)
+        with _room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens))):
+            service.sessions.reserve(self._peer)
+            try:
+                cache = await self._new_cache(request, blocks)
+            except BaseException:
+                service.sessions.release(self._peer)
+                raise
+            self._session = Session(self._peer, blocks, cache)
+            service.sessions.add(self._session)
         return SessionOpened(session=self._session.name, max_tokens=max_tokens)
 
     def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
@@ -141,8 +141,15 @@ class _Stream:
         service = self._service
         check_held(service, session.blocks)
         asked = _check_step(service, session, request)
-        await _make_room(service, self._peer, asked, besides=session)
-        charge.claim(forward_bytes(service, request, len(session.blocks)))
+        # Busy from here on, so that its own lease does not end while it asks for room.
+        with session.stepping(), _room(service, self._peer, asked):
+            charge.claim(forward_bytes(service, request, len(session.blocks)))
+            outputs = await self._run(session, request)
+        checked = checked_outputs(outputs, request.hidden.dtype)
+        return await signed(service, request, SessionStepResponse(**msgspec.structs.asdict(checked)))
+
+    async def _run(self, session: Session, request: SessionStep) -> SpanOutputs:
+        service = self._service
         with service.adapters.using(self._peer, request.adapters) as adapters:
             inputs = StepInputs(
                 cache=session.cache,
@@ -154,15 +161,12 @@ class _Stream:
                 collect_hidden=request.collect_hidden,
                 collect_router=request.collect_router,
             )
-            with session.stepping():
-                outputs = await service.scheduler.step(
-                    inputs,
-                    timeout_s=service.limits.request_timeout_s,
-                    prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
-                    peer=self._peer,
-                )
-        checked = checked_outputs(outputs, request.hidden.dtype)
-        return await signed(service, request, SessionStepResponse(**msgspec.structs.asdict(checked)))
+            return await service.scheduler.step(
+                inputs,
+                timeout_s=service.limits.request_timeout_s,
+                prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
+                peer=self._peer,
+            )
 
 
 def _close_all(caches: list[SessionCache]) -> None:
@@ -231,34 +235,39 @@ def _check_step(service: Service, session: Session, request: SessionStep) -> int
     return len(session.blocks) * (needed - held) + min(held, needed) if needed > held else 0
 
 
-async def _make_room(service: Service, peer: str, asked: int, *, besides: Session | None = None) -> None:
-    """Closes sessions whose lease is over until ``asked`` tokens x blocks more fit.
+@contextlib.contextmanager
+def _room(service: Service, peer: str, asked: int) -> Iterator[None]:
+    """Keeps room for ``asked`` tokens x blocks more; for that it closes sessions whose lease is over.
 
     Raises:
         CapacityError: If they do not fit even then, or make one peer's caches too large; nothing is closed then.
     """
-    sessions, limits = service.sessions, service.limits
     if service.kv_tokens is None or asked <= 0:
+        yield
         return
+    sessions, limits, group_of = service.sessions, service.limits, service.points.group
+    group = group_of(peer)
     total = service.kv_tokens * len(service.spec.blocks)
-    free, held = total - sessions.held_tokens(), sessions.held_tokens(peer)
+    free, held = total - sessions.held_tokens(), sessions.held_tokens(lambda owner: owner == peer)
+    of_group = sessions.held_tokens(lambda owner: group_of(owner) == group)
+    message = (
+        f"this client's sessions hold {held} tokens x blocks, those of its address {of_group} and all "
+        f"{total - free} of {total}: there is no room for {asked} more; close sessions, or use another server"
+    )
     victims: list[Session] = []
-    left = iter(sessions.expired(limits.session_lease_s, rank=service.points.rank))
-    while asked > room_of(free, held, limits.max_peer_kv_share):
-        victim = next((one for one in left if one is not besides), None)
+    expired = iter(sessions.expired(limits.session_lease_s, rank=service.points.rank))
+    while asked > room_of(free, held, of_group, limits.max_peer_kv_share):
+        victim = next(expired, None)
         if victim is None:
-            raise CapacityError(
-                f"this client's sessions hold {sessions.held_tokens(peer)} tokens x blocks and all hold "
-                f"{sessions.held_tokens()} of {total}: there is no room for {asked} more; close sessions, or use "
-                "another server"
-            )
+            raise CapacityError(message)
         victims.append(victim)
         free += victim.held_tokens
         held -= victim.held_tokens if victim.peer == peer else 0
-    if victims:
-        for victim in victims:
-            sessions.remove(victim)
-            victim.is_closed = True
-        await service.scheduler.call(
-            lambda: _close_all([victim.cache for victim in victims]), timeout_s=limits.request_timeout_s, peer=peer
-        )
+        of_group -= victim.held_tokens if group_of(victim.peer) == group else 0
+    for victim in victims:
+        sessions.remove(victim)
+        victim.is_closed = True
+        # Before whatever asks for the room: it comes later to the same queue.
+        service.scheduler.post(victim.close)
+    with sessions.growing(peer, asked):
+        yield

@@ -13,7 +13,7 @@ from swarm_plugins.server.rpc.openings import opening_handler
 from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import ExpertsService, Service
-from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.channel import Handler
 
 _HANDLERS = {
     "rpc_info": info_handler,
@@ -30,9 +30,4 @@ _EXPERTS_HANDLERS = {"rpc_info": info_handler, "rpc_experts": experts_handler}
 def service_handlers(service: Service | ExpertsService) -> dict[str, Handler]:
     """Returns the handlers of a service, by rpc name."""
     handlers: Mapping[str, Any] = _EXPERTS_HANDLERS if isinstance(service, ExpertsService) else _HANDLERS
-    return {name: functools.partial(_run, service, handler) for name, handler in handlers.items()}
-
-
-async def _run(service: Service | ExpertsService, handler: Any, channel: Channel) -> None:
-    service.points.met(channel.remote_peer, channel.remote_address)
-    await handler(service, channel)
+    return {name: functools.partial(handler, service) for name, handler in handlers.items()}

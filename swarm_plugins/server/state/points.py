@@ -2,7 +2,7 @@
 
 The figures are this server's own: nothing that a peer claims counts. Who has served gets a larger share of the turns,
 up to ``_MAX_WEIGHT`` times a newcomer's. An identity costs nothing, so those without points share one newcomer's
-turns with all others of their address; where the address is unknown, each has its own.
+turns, and a part of the memory, with all others of their address. Peers of one relay have its address.
 
 Work is counted in tokens times blocks, and counts half after a week.
 """
@@ -115,9 +115,13 @@ class Points:
             self._has_changed = True
 
     def group(self, peer: str) -> str:
-        """Returns the group in which a peer shares its turns; see `Standing`."""
+        """Returns the group in which a peer shares turns and memory: that of its address for a newcomer."""
+        return peer if self.is_known(peer) else self._hosts.get(peer, peer)
+
+    def is_known(self, peer: str) -> bool:
+        """Returns whether a peer has done anything for this server."""
         account = self._accounts.get(peer)
-        return peer if account is not None and account.earned else self._hosts.get(peer, peer)
+        return account is not None and account.earned > 0
 
     def weight(self, group: str) -> float:
         """Returns the weight of a group: 1 for newcomers, more for those who have served."""

@@ -38,12 +38,13 @@ class Session:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Renews the lease by a step."""
+        """Renews the lease by a step that succeeds."""
         self.is_busy = True
         try:
             yield
+            self.used_at = time.monotonic()
         finally:
-            self.is_busy, self.used_at = False, time.monotonic()
+            self.is_busy = False
 
     def close(self) -> None:
         """Releases the cache; only on the compute thread. Idempotent."""
@@ -58,6 +59,7 @@ class SessionTable:
         self.max_per_peer = max_per_peer
         self._sessions: dict[str, Session] = {}
         self._per_peer: Counter[str] = Counter()
+        self._growing: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Returns the number of open sessions."""
@@ -109,9 +111,21 @@ class SessionTable:
             for session in self._sessions.values()
         )
 
-    def held_tokens(self, peer: str | None = None) -> int:
-        """Returns the tokens (rows times capacity times blocks) that sessions of a peer, or all, hold memory for."""
-        return sum(session.held_tokens for session in self._sessions.values() if peer in (None, session.peer))
+    def held_tokens(self, owns: Callable[[str], bool] = lambda _: True) -> int:
+        """Returns the tokens (rows times capacity times blocks) that sessions of some peers hold, or are about to."""
+        held = sum(session.held_tokens for session in self._sessions.values() if owns(session.peer))
+        return held + sum(amount for peer, amount in self._growing.items() if owns(peer))
+
+    @contextlib.contextmanager
+    def growing(self, peer: str, amount: int) -> Iterator[None]:
+        """Counts what a session of ``peer`` is about to take; until the end it may count twice."""
+        self._growing[peer] += amount
+        try:
+            yield
+        finally:
+            self._growing[peer] -= amount
+            if not self._growing[peer]:
+                del self._growing[peer]
 
     def expired(self, lease_s: float, *, rank: Callable[[str], float] = lambda _: 0.0) -> list[Session]:
         """Returns the sessions without a step for ``lease_s``: of peers of the lowest rank first, then the idlest."""

@@ -95,7 +95,7 @@ class _StallingChannel:
     def __init__(self, inner: Channel, stalling: Stalling) -> None:
         self._inner = inner
         self._stalling = stalling
-        self.remote_peer, self.remote_address = inner.remote_peer, inner.remote_address
+        self.remote_peer = inner.remote_peer
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         if type(message) in self._stalling.stalled:

@@ -17,7 +17,7 @@ from hivemind.proto import p2pd_pb2
 
 import swarm_plugins.transport.p2p_channel as p2p_channel
 from swarm_plugins.errors import TransportError
-from swarm_plugins.ledger import Ledger
+from swarm_plugins.ledger import Groups, Ledger
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, SessionStep
@@ -60,9 +60,9 @@ async def connected(acceptor: Acceptor, handler: Handler, peer: str = "peer-x") 
         await asyncio.sleep(0.01)
 
 
-def acceptor_with(**limits: float) -> Acceptor:
+def acceptor_with(groups: Groups | None = None, **limits: float) -> Acceptor:
     chosen = WireLimits(**limits)  # type: ignore[arg-type]
-    return Acceptor(chosen, Ledger(chosen.max_receiving_bytes))
+    return Acceptor(chosen, Ledger(chosen.max_receiving_bytes, groups=groups))
 
 
 def test_messages_reach_the_handler_with_the_proved_peer() -> None:
@@ -144,6 +144,39 @@ def test_a_peer_without_a_stream_gets_that_of_the_idlest(monkeypatch: pytest.Mon
                 await second.send(InfoRequest())
                 assert await second.receive(timeout_s=5.0) == InfoRequest()
 
+    asyncio.run(main())
+
+
+def test_identities_of_one_address_replace_their_own_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneAddress:
+        def met(self, peer: str, address: str) -> None:
+            hosts[peer] = address
+
+        def group(self, peer: str) -> str:
+            return hosts[peer]
+
+        def is_known(self, peer: str) -> bool:
+            return False
+
+    async def main() -> None:
+        acceptor = acceptor_with(OneAddress(), max_streams=4)
+        async with connected(acceptor, echo, "one") as first, connected(acceptor, echo, "two") as second:
+            for channel in (first, second):
+                await channel.send(InfoRequest())
+                assert await channel.receive(timeout_s=5.0) == InfoRequest()
+            async with connected(acceptor, echo, "three") as third:
+                answer = await third.receive(timeout_s=5.0)
+                assert isinstance(answer, Failure)
+                assert "holds 0 streams here, those of its address 2 and all hold 2 of 4" in answer.message
+            monkeypatch.setattr(p2p_channel, "_IDLE_S", 0.0)
+            async with connected(acceptor, echo, "three") as third:
+                await third.send(InfoRequest())
+                assert await third.receive(timeout_s=5.0) == InfoRequest()
+                with pytest.raises(TransportError):
+                    await first.receive(timeout_s=5.0)
+        assert set(hosts.values()) == {"/ip4/203.0.113.7/tcp/1"}
+
+    hosts: dict[str, str] = {}
     asyncio.run(main())
 
 

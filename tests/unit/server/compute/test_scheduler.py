@@ -200,11 +200,16 @@ def test_abandoned_training_stops_at_the_next_block(runner: FakeRunner, schedule
 def test_full_queue_is_refused_with_its_limit(runner: FakeRunner, scheduler: Scheduler) -> None:
     async def scene() -> None:
         runner.gate = threading.Event()
-        tasks = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5)) for _ in range(16)]
+        tasks = [
+            asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer=f"peer {number}"))
+            for number in range(16)
+        ]
         await until(lambda: scheduler.num_waiting == 16)
-        with pytest.raises(RequestError, match="16 step requests wait") as caught:
-            await scheduler.step(step_of(runner), timeout_s=5)
+        with pytest.raises(RequestError, match="holds 0 waiting steps here and all hold 16 of 16") as caught:
+            await scheduler.step(step_of(runner), timeout_s=5, peer="late")
         assert caught.value.kind == "overloaded"
+        # The server's own work is not refused.
+        tasks.append(asyncio.create_task(scheduler.call(lambda: None, timeout_s=5)))  # type: ignore[arg-type]
         runner.gate.set()
         await asyncio.gather(*tasks)
 
@@ -216,7 +221,7 @@ def test_one_peer_cannot_fill_the_queue(runner: FakeRunner, scheduler: Scheduler
         runner.gate = threading.Event()
         tasks = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="flood")) for _ in range(8)]
         await until(lambda: scheduler.num_waiting == 8)
-        with pytest.raises(RequestError, match="8 step requests of this client wait here") as caught:
+        with pytest.raises(RequestError, match="this client holds 8 waiting steps here and all hold 8 of 16") as caught:
             await scheduler.step(step_of(runner), timeout_s=5, peer="flood")
         assert caught.value.kind == "overloaded"
         tasks.append(asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="other")))
@@ -224,6 +229,26 @@ def test_one_peer_cannot_fill_the_queue(runner: FakeRunner, scheduler: Scheduler
         runner.gate.set()
         await asyncio.gather(*tasks)
         await scheduler.step(step_of(runner), timeout_s=5, peer="flood")
+
+    asyncio.run(scene())
+
+
+def test_identities_of_one_address_cannot_fill_the_queue(runner: FakeRunner, scheduler: Scheduler) -> None:
+    async def scene() -> None:
+        gate = threading.Event()
+        tasks = []
+        for number in range(6):
+            scheduler.points.met(f"sybil {number}", "/ip4/203.0.113.7/tcp/4001")
+            tasks.append(asyncio.create_task(scheduler.train(gate.wait, timeout_s=5, peer=f"sybil {number}")))
+        await until(lambda: scheduler.num_waiting == 6)
+        scheduler.points.met("another", "/ip4/203.0.113.7/tcp/4001")
+        with pytest.raises(RequestError, match="those of its address 6 and all hold 6 of 8"):
+            await scheduler.train(lambda: None, timeout_s=5, peer="another")
+        scheduler.points.met("honest", "/ip4/198.51.100.1/tcp/4001")
+        tasks.append(asyncio.create_task(scheduler.train(lambda: True, timeout_s=5, peer="honest")))
+        await until(lambda: scheduler.num_waiting == 7)
+        gate.set()
+        await asyncio.gather(*tasks)
 
     asyncio.run(scene())
 

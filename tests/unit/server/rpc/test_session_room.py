@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import msgspec
 from fake_server import FakeRunner, transport_to
@@ -13,6 +14,7 @@ from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     Failure,
+    Message,
     SessionOpened,
     SessionStepResponse,
 )
@@ -31,7 +33,10 @@ def test_share_of_the_kv_budget_is_kept(service: Service) -> None:
         answer = await ask(other, step_of(180, 0))
         assert isinstance(answer, Failure)
         assert answer.kind == "out_of_memory"
-        assert "hold 768 tokens x blocks and all hold 768 of 2048: there is no room for 768 more" in answer.message
+        assert (
+            "hold 768 tokens x blocks, those of its address 768 and all 768 of 2048: there is no room for 768 more"
+            in answer.message
+        )
         assert isinstance(await ask(other, step_of(128, 0)), SessionStepResponse)
         # A stranger finds room all the same.
         stranger = transport_to(service, "mallory")
@@ -39,6 +44,56 @@ def test_share_of_the_kv_budget_is_kept(service: Service) -> None:
         await ask(theirs, OPEN)
         assert isinstance(await ask(theirs, step_of(60, 0)), SessionStepResponse)
         await stranger.close()
+
+    play(service, scene)
+
+
+def test_steps_at_the_same_time_keep_the_share_too(service: Service, runner: FakeRunner) -> None:
+    service.kv_tokens = 512
+    service.limits = limits_with(service, max_peer_kv_share=0.7, max_session_tokens=200)
+
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        other = await transport.open("server", "rpc_session", timeout_s=5)
+        for one in (channel, other):
+            await ask(one, OPEN)
+        runner.gate = threading.Event()
+        for one in (channel, other):
+            await one.send(step_of(180, 0))
+        refusal = await other.receive(timeout_s=5)
+        assert isinstance(refusal, Failure)
+        assert refusal.kind == "out_of_memory"
+        runner.gate.set()
+        assert isinstance(await channel.receive(timeout_s=5), SessionStepResponse)
+        assert isinstance(await ask(other, step_of(128, 0)), SessionStepResponse)
+
+    play(service, scene)
+
+
+def test_many_identities_of_one_address_leave_room_for_others(service: Service) -> None:
+    # 32 pages of 64 tokens in each of 4 blocks; identities come until one gets no page.
+    service.kv_tokens = 2048
+    service.limits = limits_with(service, max_peer_kv_share=0.75)
+
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        async def hold(peer: str, num_tokens: int) -> Message:
+            transports.append(transport_to(service, peer))
+            theirs = await transports[-1].open("server", "rpc_session", timeout_s=5)
+            await ask(theirs, OPEN)
+            return await ask(theirs, step_of(num_tokens, 0))
+
+        transports: list[LocalTransport] = []
+        for number in range(40):
+            service.points.met(f"sybil {number}", "/ip4/203.0.113.7/tcp/4001")
+            answer = await hold(f"sybil {number}", 64)
+            if isinstance(answer, Failure):
+                break
+        # As many as one address may hold: nine tenths.
+        assert isinstance(answer, Failure)
+        assert "hold 0 tokens x blocks, those of its address 7168 and all 7168 of 8192" in answer.message
+        service.points.met("honest", "/ip4/198.51.100.1/tcp/4001")
+        assert isinstance(await hold("honest", 64), SessionStepResponse)
+        for one in transports:
+            await one.close()
 
     play(service, scene)
 
