@@ -35,8 +35,7 @@ from swarm_plugins.server.network_rate import network_rate
 from swarm_plugins.server.placing import choose_blocks, may_move
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
-from swarm_plugins.server.rpc.drain import operator_handlers
-from swarm_plugins.server.rpc.table import service_handlers
+from swarm_plugins.server.rpc.table import operator_handlers, service_handlers
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore

@@ -6,20 +6,18 @@ moment and the server, so it cannot be used later, or on another server; only th
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm_plugins.errors import RemoteError
 from swarm_plugins.ledger import Charge
-from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.service import ExpertsService, Service
-from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.identity import Identity, is_signed_by, load_identity
+from swarm_plugins.transport.identity import Identity, is_signed_by
 from swarm_plugins.transport.messages import DrainAccepted, DrainRequest, Failure
 from swarm_plugins.transport.node import SwarmNode
 
@@ -59,16 +57,6 @@ async def ask_to_drain(config: NodeConfig, identity: Identity, *, timeout_s: flo
         return answer
     why = answer.message if isinstance(answer, Failure) else "it was started without --identity, or closed the stream"
     raise RemoteError(f"server {identity.peer_id} does not drain: {why}")
-
-
-def operator_handlers(
-    service: Service | ExpertsService, config: ServeConfig, ask_to_end: Callable[[], object]
-) -> dict[str, Handler]:
-    """Returns the handler for a server's operator; none if its key is not in a file that anyone could have."""
-    if config.identity is None:
-        return {}
-    operator = Operator(load_identity(config.identity), config.drain_s, ask_to_end)
-    return {"rpc_drain": functools.partial(drain_handler, service, operator)}
 
 
 async def drain_handler(service: Service | ExpertsService, operator: Operator, channel: Channel) -> None:
