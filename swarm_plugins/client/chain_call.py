@@ -285,11 +285,13 @@ class ChainCall:
             nonce=view.observer.nonce(),
         )
 
-        async def ask(peer: str) -> tuple[str, BackwardResponse]:
+        def sent_to(peer: str) -> BackwardRequest:
             # The graph is kept by the server of the forward; others run it again, with the same dropout.
-            its = request if peer == run.peer else msgspec.structs.replace(request, ticket=None, forward=forward)
-            response = await self._ask(peer, run.part, "rpc_backward", its, BackwardResponse, len(blocks))
-            _check_gradients(response, its, replace(run, peer=peer))
+            return request if peer == run.peer else msgspec.structs.replace(request, ticket=None, forward=forward)
+
+        async def ask(peer: str) -> tuple[str, BackwardResponse]:
+            response = await self._ask(peer, run.part, "rpc_backward", sent_to(peer), BackwardResponse, len(blocks))
+            _check_gradients(response, request, replace(run, peer=peer))
             return peer, response
 
         async def accept(peer: str, response: BackwardResponse) -> None:
@@ -300,7 +302,7 @@ class ChainCall:
                     forward=run.request,
                     outputs=run.response,
                     adapters=run.part.shipped,
-                    request=request,
+                    request=sent_to(peer),
                     response=response,
                 )
             )

@@ -50,7 +50,7 @@ class BackwardCall:
     forward: ForwardRequest
     """The forward that the gradients belong to."""
     outputs: ForwardResponse
-    """The answer to it."""
+    """The answer to it: of the same server, if ``request`` names its graph, else perhaps of another one."""
     adapters: tuple[LoadedAdapter, ...]
     """As in `ForwardCall`."""
     request: BackwardRequest

@@ -284,6 +284,7 @@ class ClientSession:
             collect_hidden=inputs.collect_hidden,
             collect_router=inputs.collect_router,
             reply_codec=peers.config.codec,
+            nonce=self.servers.view.observer.nonce(),
         )
         units, codec = inputs.num_tokens, peers.config.codec
         response = await peers.with_adapters(

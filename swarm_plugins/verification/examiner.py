@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,17 +14,20 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.client.observer import BackwardCall, ForwardCall, StepCall, WrongAnswerError
-from swarm_plugins.errors import SwarmError, one_line
+from swarm_plugins.errors import CapacityError, SwarmError, one_line
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
+from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 from swarm_plugins.verification.openings import Opening, open_blocks
 from swarm_plugins.verification.recompute import (
     Asked,
     backward_verdicts,
+    check_kind,
     forward_verdicts,
     recompute_backward,
     recompute_forward,
     recompute_opened,
+    travelled,
 )
 from swarm_plugins.verification.scores import Verdict
 
@@ -80,7 +84,11 @@ class Examiner:
             # These gradients enter between the blocks, where the server would have to know them to commit.
             return await self._elsewhere(call, asked, UncheckableError("gradients of inner states cannot be opened"))
         grad = None if isinstance(call, ForwardCall) else call.request.grad_hidden
-        opening = await self._opened(call.peer, asked, grad)
+        try:
+            opening = await self._opened(call.peer, asked, grad)
+        except CapacityError as exc:
+            # All states between the blocks take more memory than the answer did.
+            return await self._elsewhere(call, asked, exc)
         try:
             return Found(verdicts=await recompute_opened(asked, call.response, opening, self._blocks), opening=opening)
         except SwarmError as exc:
@@ -90,13 +98,19 @@ class Examiner:
         """Checks a step of a session by two opened blocks: has the server repeat the session as one forward.
 
         Raises:
-            UncheckableError: If the session is no single forward: it began with a prefix, or its adapters changed.
+            UncheckableError: If the session cannot be repeated as one forward: it began with a prefix, its adapters
+                changed, or it is longer than what the server takes at once.
             SwarmError: If the server does not open the forward.
         """
         info, history, step = call.info, call.history, call.request
         parts = history.merged()
         if info is None or history.prefix or len(parts) != 1:
             raise UncheckableError("the session cannot be repeated as one forward")
+        num_tokens, kind = parts[0].num_tokens, Kind(info.dtype, info.quantization)
+        if 0 < info.max_batch_tokens < num_tokens:
+            raise UncheckableError(f"{num_tokens} tokens are more than the server takes at once")
+        if len(history.steps) > 1 and not await self._blocks.has_fixed_positions(parts[0].blocks.start, kind):
+            raise UncheckableError("the positions of this model depend on the tokens that come together")
         forward = ForwardRequest(
             version=self._servers.view.version.key,
             start=parts[0].blocks.start,
@@ -108,9 +122,16 @@ class Examiner:
             adapter_rows=step.adapter_rows,
             reply_codec=step.reply_codec,
         )
-        asked = Asked(forward, call.adapters, Kind(info.dtype, info.quantization))
+        asked = Asked(forward, call.adapters, kind)
+        if not asked.is_as_sent:
+            raise UncheckableError("the session's adapters have changed since")
+        receipt = check_receipt(call.peer, travelled(step, step.reply_codec), call.response)
+        check_kind(call.peer, receipt, forward.version, kind)
         claimed = ForwardResponse(hidden=call.response.hidden.clone())
-        opening = await self._opened(call.peer, asked, None)
+        try:
+            opening = await self._opened(call.peer, asked, None)
+        except CapacityError as exc:
+            raise UncheckableError(one_line(exc)) from exc
         try:
             return await recompute_opened(asked, claimed, opening, self._blocks)
         except SwarmError as exc:
@@ -122,31 +143,34 @@ class Examiner:
         return await peers.with_adapters(peer, asked.adapters, ask)
 
     async def _elsewhere(self, call: ForwardCall | BackwardCall, asked: Asked, cause: SwarmError) -> Found:
-        """Compares an answer with another server's; if they differ, with a second one's."""
-        answers: dict[str, _Response] = {}
+        """Compares an answer with other servers' until one of them agrees, or two differ from it."""
+        differing: list[tuple[str, _Response]] = []
+        verdicts: list[Verdict] = []
         for peer in self._others(call, asked):
-            if len(answers) == _MAX_OTHERS:
-                break
             try:
-                answers[peer] = await self._ask(peer, call, asked)
+                answer = await self._ask(peer, call, asked)
             except SwarmError as exc:
                 log.debug("server %s did not help to check another: %s", peer, exc)
                 continue
-            if not _is_wrong(_compared(call, asked, call.response, answers[peer])):
+            verdicts = _compared(call, asked, call.response, answer)
+            if not _is_wrong(verdicts):
+                # Of the others, one is alone against these two.
+                self._leave_out(differing, call.peer)
+                return Found(verdicts=verdicts, others=(*(name for name, _ in differing), peer))
+            differing.append((peer, answer))
+            if len(differing) == _MAX_OTHERS:
                 break
-        if not answers:
-            raise UncheckableError(
-                f"{one_line(cause)}; and no other server of the same kind holds these blocks"
-            ) from None
-        first, last = next(iter(answers)), next(reversed(answers))
-        verdicts = _compared(call, asked, call.response, answers[last])
-        is_agreed = last != first and not _is_wrong(_compared(call, asked, answers[first], answers[last]))
-        if first != last or _is_wrong(verdicts):
-            # Of two that differ, either may be wrong; a third one's word is enough to leave one of them alone.
-            doubted = None if is_agreed else first
-            if doubted is not None:
-                self._servers.view.ban(doubted, WrongAnswerError(f"server {doubted} differs from {call.peer}"))
-        return Found(verdicts=verdicts, others=tuple(answers))
+        if not differing:
+            raise UncheckableError(f"{one_line(cause)}; and no other server of the same kind holds these blocks")
+        (_, first), (_, last) = differing[0], differing[-1]
+        if first is last or _is_wrong(_compared(call, asked, first, last)):
+            # No two agree, so the other may be wrong as well.
+            self._leave_out(differing[:1], call.peer)
+        return Found(verdicts=verdicts, others=tuple(name for name, _ in differing))
+
+    def _leave_out(self, differing: Sequence[tuple[str, _Response]], from_whom: str) -> None:
+        for peer, _ in differing:
+            self._servers.view.ban(peer, WrongAnswerError(f"server {peer} differs from {from_whom}"))
 
     def _others(self, call: ForwardCall | BackwardCall, asked: Asked) -> list[str]:
         """Returns other servers of the same kind that hold the blocks, in random order."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
+from swarm_plugins.versions import ModelVersion
 
 if TYPE_CHECKING:
     from swarm_plugins.blocks import SessionCache, Span
@@ -88,10 +89,14 @@ class LocalBlocks:
     Args:
         open_checkpoint: Opens the model's checkpoint.
         limit_bytes: Most bytes of blocks kept in memory; one block is always possible.
+        version: What the checkpoint has to be. None: whatever it is.
     """
 
-    def __init__(self, open_checkpoint: Callable[[], Checkpoint], *, limit_bytes: int) -> None:
+    def __init__(
+        self, open_checkpoint: Callable[[], Checkpoint], *, limit_bytes: int, version: ModelVersion | None = None
+    ) -> None:
         self.limit_bytes = limit_bytes
+        self.version = version
         self._open = open_checkpoint
         self._checkpoint: Checkpoint | None = None
         self._spans: OrderedDict[tuple[int, Kind], tuple[Span, int]] = OrderedDict()
@@ -202,8 +207,33 @@ class LocalBlocks:
 
     def _opened(self) -> Checkpoint:
         if self._checkpoint is None:
-            self._checkpoint = self._open()
+            opened = self._open()
+            if self.version not in (None, opened.version):
+                raise UncheckableError(
+                    f"{opened.name} has changed since the model was loaded: it is {opened.version} now, servers run "
+                    f"{self.version}"
+                )
+            self._checkpoint = opened
         return self._checkpoint
+
+    async def check_unchanged(self) -> None:
+        """Checks that the files still hold the version that servers run: a training run may have written new ones.
+
+        Raises:
+            UncheckableError: If they do not.
+        """
+
+        def look() -> None:
+            with self._lock:
+                self._checkpoint = None
+                try:
+                    self._opened()
+                except SwarmError:
+                    self._spans.clear()
+                    raise
+
+        if self.version is not None and self.version.is_local:
+            await _in_thread(look)
 
     def has_experts(self, blocks: range) -> bool:
         """Returns whether one of some blocks, which have run here, is a mixture of experts."""

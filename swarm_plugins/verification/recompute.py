@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
+from swarm_plugins.client.answers import SpanMovedError
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
+    Codec,
     ForwardRequest,
     ForwardResponse,
+    Message,
+    Receipt,
 )
+from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks
 from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
 
 if TYPE_CHECKING:
     from swarm_plugins.verification.openings import Opening
 
-NUDGES = (1, 2, 3, 4)
+M = TypeVar("M", bound=Message)
+_NUDGES = (1, 2, 3, 4)
 """Seeds of the nudged runs: a near tie that rounding decides falls the other way in one of them."""
 _NUDGE = {torch.float32: 2.0**-20, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """How far an input is nudged: a rounding, of float32 sixteen."""
@@ -43,6 +50,11 @@ class Asked:
         self.request = request
         wire = str(request.hidden.dtype).removeprefix("torch.")
         self.precision = coarsest([kind.precision, wire, request.reply_codec])
+
+    @property
+    def is_as_sent(self) -> bool:
+        """Whether the adapters are still those that the request names: a training step may have changed them."""
+        return all(adapter_digest(one.spec, one.tensors) == one.digest for one in self.adapters)
 
     def inputs(self) -> SpanInputs:
         """Returns the inputs in the server's type."""
@@ -66,6 +78,23 @@ class Asked:
         )
 
 
+def check_kind(peer: str, receipt: Receipt, version: str, kind: Kind) -> None:
+    """Checks that a server has signed for the blocks that it is asked for, and believed to have.
+
+    Raises:
+        SpanMovedError: If it has not: perhaps it was started anew with other settings, which it is to be asked for.
+    """
+    signed = (receipt.version, receipt.dtype, receipt.quantization)
+    said = (version, kind.dtype, kind.quantization)
+    if signed != said:
+        raise SpanMovedError(f"server {peer} signed for {signed}, it is asked for and announces {said}")
+
+
+def travelled(message: M, codec: Codec) -> M:
+    """Returns a copy of a message as it is on the other end of the wire."""
+    return cast(M, decode(b"".join(encode(message, codec=codec))))
+
+
 async def recompute_forward(asked: Asked, response: ForwardResponse, blocks: LocalBlocks) -> list[Verdict]:
     """Compares a forward's answer, inner hidden states included, with the same blocks here.
 
@@ -79,8 +108,8 @@ async def recompute_forward(asked: Asked, response: ForwardResponse, blocks: Loc
 
     expected = await run(0)
     is_mixture = blocks.has_experts(inputs.blocks)
-    return await _settled(
-        lambda nudged: forward_verdicts(asked, response, expected, nudged, is_mixture=is_mixture), run
+    return await settled(
+        blocks, lambda nudged: forward_verdicts(asked, response, expected, nudged, is_mixture=is_mixture), run
     )
 
 
@@ -124,8 +153,8 @@ async def recompute_backward(
 
     expected = await run(0)
     is_mixture = blocks.has_experts(given.blocks)
-    return await _settled(
-        lambda nudged: backward_verdicts(asked, response, expected, nudged, is_mixture=is_mixture), run
+    return await settled(
+        blocks, lambda nudged: backward_verdicts(asked, response, expected, nudged, is_mixture=is_mixture), run
     )
 
 
@@ -213,7 +242,7 @@ class _OpenedBlock:
                 here, *moved = (each[:, -tokens:] for each in (expected[0], *(one[0] for one in nudged)))
                 return _known([comparison.outputs(hidden[:, -tokens:], found, here, moved)])
 
-            verdicts += await _settled(compare, run)
+            verdicts += await settled(self._blocks, compare, run)
         return verdicts
 
     async def gradient_verdicts(self, response: BackwardResponse) -> list[Verdict]:
@@ -250,7 +279,7 @@ class _OpenedBlock:
                 verdicts.append(answer.parameters(claimed, expected[1:], rest, hidden=expected[0]))
             return _known(verdicts)
 
-        return await _settled(compare, run)
+        return await settled(self._blocks, compare, run)
 
     async def _outputs(self, nudge: int) -> list[Tensor]:
         return await self._blocks.outputs(_nudged(self._inputs, nudge), self._asked.kind)
@@ -264,14 +293,21 @@ class _OpenedBlock:
         return Comparison(precision=self._asked.kind.precision, is_mixture=is_mixture, mask=self._inputs.attention_mask)
 
 
-async def _settled(
-    compare: Callable[[Sequence[Sequence[Tensor]]], list[Verdict]], run: Callable[[int], Awaitable[Sequence[Tensor]]]
+async def settled(
+    blocks: LocalBlocks,
+    compare: Callable[[Sequence[Sequence[Tensor]]], list[Verdict]],
+    run: Callable[[int], Awaitable[Sequence[Tensor]]],
 ) -> list[Verdict]:
-    """Returns the verdicts; before they accuse anybody, the blocks run again from nudged inputs."""
+    """Returns the verdicts; before they accuse anybody, the blocks run again from nudged inputs.
+
+    Raises:
+        SwarmError: If the checkpoint has changed meanwhile, or the blocks cannot be run.
+    """
     verdicts = compare([])
     if not any(verdict.is_wrong for verdict in verdicts):
         return verdicts
-    return compare([await run(nudge) for nudge in NUDGES])
+    await blocks.check_unchanged()
+    return compare([await run(nudge) for nudge in _NUDGES])
 
 
 def nudged_hidden(hidden: Tensor, nudge: int) -> Tensor:

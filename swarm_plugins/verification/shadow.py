@@ -17,8 +17,9 @@ from swarm_plugins.block_io import AdapterUse, SpanInputs
 from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import StepCall
 from swarm_plugins.errors import SwarmError, one_line
+from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches, UncheckableError
-from swarm_plugins.verification.recompute import NUDGES, nudged_hidden
+from swarm_plugins.verification.recompute import check_kind, nudged_hidden, settled, travelled
 from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
 
 
@@ -28,10 +29,12 @@ class Shadow:
     Args:
         history: The session's record; its prefix is taken over, its steps are followed by ``add``.
         blocks: The blocks that the server runs.
+        version: Model version that the server is asked for.
         kind: How the server computes.
     """
 
-    def __init__(self, history: History, blocks: range, kind: Kind) -> None:
+    def __init__(self, history: History, blocks: range, version: str, kind: Kind) -> None:
+        self.version = version
         self.kind = kind
         self.blocks = blocks
         self._mirror = History(history.prefix)
@@ -61,8 +64,15 @@ class Shadow:
         )
 
     def add(self, call: StepCall) -> None:
-        """Follows the step that the session has just made."""
+        """Follows the step that the session has just made.
+
+        Raises:
+            ProtocolError: If the server has not signed its answer.
+            SpanMovedError: If it has signed for other blocks than it is believed to have.
+        """
         step = call.history.steps[-1]
+        receipt = check_receipt(call.peer, travelled(call.request, call.request.reply_codec), call.response)
+        check_kind(call.peer, receipt, self.version, self.kind)
         self._steps.append(step)
         named = call.request.adapters, call.request.adapter_rows
         if self._adapters is None or self._adapters[0] != named:
@@ -105,15 +115,19 @@ class Shadow:
             num_blocks=len(self.blocks),
             mask=steps[-1].attention_mask,
         )
-        verdict = comparison.outputs(hidden, claimed, expected)
-        if verdict is None:
-            return []
-        self._pending = []
-        if verdict.is_wrong:
+
+        async def run(nudge: int) -> list[Tensor]:
             whole = self._steps_of(0, last, is_joinable=is_joinable)
-            nudged = [(await self._again(blocks, whole, nudge))[:, -claimed.shape[1] :] for nudge in NUDGES]
-            verdict = comparison.outputs(hidden, claimed, expected, nudged) or verdict
-        return [verdict]
+            return [(await self._again(blocks, whole, nudge))[:, -claimed.shape[1] :]]
+
+        def compare(nudged: Sequence[Sequence[Tensor]]) -> list[Verdict]:
+            verdict = comparison.outputs(hidden, claimed, expected, [moved for (moved,) in nudged])
+            return [] if verdict is None else [verdict]
+
+        verdicts = await settled(blocks, compare, run)
+        if verdicts:
+            self._pending = []
+        return verdicts
 
     async def _again(self, blocks: LocalBlocks, steps: Sequence[SpanInputs], nudge: int) -> Tensor:
         """Runs a session from its start, from nudged inputs; returns the outputs for all its tokens."""

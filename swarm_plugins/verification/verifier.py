@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.client.history import History
@@ -29,9 +29,7 @@ from swarm_plugins.client.observer import (
     WrongAnswerError,
 )
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
-from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receipts import check_receipt
-from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification.evidence import evidence_of, save_evidence
 from swarm_plugins.verification.examiner import NONCE_BYTES, Examiner
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
@@ -39,7 +37,7 @@ from swarm_plugins.verification.norms import NormRanges, norm_ratio
 from swarm_plugins.verification.openings import Opening
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
 from swarm_plugins.verification.rates import CheckRates, When
-from swarm_plugins.verification.recompute import Asked
+from swarm_plugins.verification.recompute import Asked, check_kind, travelled
 from swarm_plugins.verification.scores import Verdict
 from swarm_plugins.verification.shadow import Shadow
 
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=Message)
 _THIS_MACHINE = ("/ip4/127.", "/ip6/::1/")
 """Addresses of a swarm that the user runs, as `LocalSwarm` does."""
 _MAX_WAITING = 4
@@ -145,7 +142,7 @@ class Verifier:
         if len(history.steps) == 1 and len(self._shadows) < _MAX_SHADOWS:
             when = self._when(server)
             if when != "never":
-                shadow = Shadow(history, history.steps[0].blocks, Kind(info.dtype, info.quantization))
+                shadow = Shadow(history, history.steps[0].blocks, info.version, Kind(info.dtype, info.quantization))
                 self._shadows[history] = (shadow, when)
         if history not in self._shadows:
             return
@@ -210,6 +207,9 @@ class Verifier:
         call = _as_sent(call)
         forward = call.request if isinstance(call, ForwardCall) else call.forward
         asked = Asked(forward, call.adapters, Kind(info.dtype, info.quantization))
+        if not asked.is_as_sent:
+            log.debug("adapters have changed since %s answered: its answer cannot be checked", call.peer)
+            return
         check = self._check(server, call, asked)
         if when == "before" or len(self._running) >= _MAX_WAITING:
             await check
@@ -310,7 +310,7 @@ def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -
     is_trusted = config.allowed_peers is not None or all(peer.startswith(_THIS_MACHINE) for peer in peers)
     if config.verify == "off" or (config.verify == "auto" and is_trusted):
         return NoObserver()
-    blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes)
+    blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes, version=servers.view.version)
     evidence = default_cache() / "evidence"
     return Verifier(servers, blocks, user_quarantine(), evidence=evidence, version=str(servers.view.version))
 
@@ -320,12 +320,10 @@ def _check_receipts(call: ForwardCall | BackwardCall, asked: Asked) -> None:
     if isinstance(call, ForwardCall):
         receipt = check_receipt(call.peer, call.request, call.response)
     else:
-        check_receipt(call.peer, call.forward, call.outputs)
+        if call.request.forward is None:
+            check_receipt(call.peer, call.forward, call.outputs)
         receipt = check_receipt(call.peer, call.request, call.response)
-    signed = (receipt.version, receipt.dtype, receipt.quantization)
-    said = (asked.request.version, asked.kind.dtype, asked.kind.quantization)
-    if signed != said:
-        raise ProtocolError(f"server {call.peer} signed for {signed}, it is asked for and announces {said}")
+    check_kind(call.peer, receipt, asked.request.version, asked.kind)
 
 
 def _norm_ratio(call: ForwardCall | BackwardCall) -> float:
@@ -345,16 +343,12 @@ def _as_sent(call: ForwardCall | BackwardCall) -> ForwardCall | BackwardCall:
     """Returns a call with copies of its messages, as they were on the other end of the wire."""
     if isinstance(call, ForwardCall):
         codec = call.request.reply_codec
-        return replace(call, request=_travelled(call.request, codec), response=_travelled(call.response, "none"))
+        return replace(call, request=travelled(call.request, codec), response=travelled(call.response, "none"))
     codec = call.request.reply_codec
     return replace(
         call,
-        forward=_travelled(call.forward, codec),
-        outputs=_travelled(call.outputs, "none"),
-        request=_travelled(call.request, codec),
-        response=_travelled(call.response, "none"),
+        forward=travelled(call.forward, codec),
+        outputs=travelled(call.outputs, "none"),
+        request=travelled(call.request, codec),
+        response=travelled(call.response, "none"),
     )
-
-
-def _travelled(message: M, codec: Codec) -> M:
-    return cast(M, decode(b"".join(encode(message, codec=codec))))
