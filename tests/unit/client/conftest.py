@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import pytest
+import virtual_time
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
@@ -80,7 +80,7 @@ def run_in_swarm() -> RunInSwarm:
                 await peers.close()
                 await transport.close()
 
-        asyncio.run(main())
+        virtual_time.run(main(), timeout_s=60)
 
     return run
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import virtual_time
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
@@ -96,10 +97,9 @@ def run(spans: dict[str, tuple[int, int]], use: Callable[[Swarm, Servers], Await
     async def main() -> None:
         num_blocks = max(end for _, end in spans.values())
         swarm = Swarm({peer: Machine(*span, num_blocks) for peer, span in spans.items()})
-        config = SwarmConfig(**settings)
-        peers = Peers(swarm, config)
+        peers = Peers(swarm, SwarmConfig(**settings))
         peers.deadlines.slack_s = 0.3
-        view = SwarmView(swarm, peers, config, version=VERSION, num_blocks=num_blocks)
+        view = SwarmView(swarm, peers, peers.config, version=VERSION, num_blocks=num_blocks)
         try:
             await use(swarm, Servers(peers, view))
         finally:
@@ -107,7 +107,7 @@ def run(spans: dict[str, tuple[int, int]], use: Callable[[Swarm, Servers], Await
             await peers.close()
             await swarm.close()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    virtual_time.run(main(), timeout_s=60)
 
 
 async def forward(servers: Servers) -> None:

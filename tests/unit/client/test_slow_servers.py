@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import torch
+import virtual_time
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.client.config import SwarmConfig
@@ -97,7 +98,7 @@ def run(machines: dict[str, Server], use: Callable[[Servers], Awaitable[None]]) 
             await peers.close()
             await swarm.close()
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    virtual_time.run(main(), timeout_s=120)
 
 
 def test_a_session_on_a_link_that_became_slow_moves_to_a_faster_server() -> None:
