@@ -7,7 +7,7 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
 from swarm_plugins.server.service import ExpertsService, Service
@@ -47,6 +47,18 @@ async def in_thread(function: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="swarm-load", daemon=True).start()
     return await future
+
+
+def kept_going(work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
+    """Starts a task that runs as long as the server; its failure is a fault of ours, and logged."""
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%r has failed, and stays undone until the server is started again", name, exc_info=error)
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(ended)
+    return task
 
 
 async def sweep(service: Service | ExpertsService) -> None:

@@ -11,10 +11,19 @@ import functools
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.errors import CapacityError, ConfigError, SwarmError, TransportError
+from swarm_plugins.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    SwarmError,
+    TransportError,
+    is_out_of_memory,
+    one_line,
+)
 from swarm_plugins.routing.placement import Move, is_safe
 from swarm_plugins.routing.turns import Snapshot, Turns
 from swarm_plugins.server.background import in_thread, return_free_memory
@@ -36,12 +45,8 @@ _SETTLE_S = 3.0
 """Until an announced move can be seen by all: two that begin at once see each other, and both wait."""
 _GAP_PAUSE_S = 1.0
 """Longest random pause before a gap is closed; before other moves it is half the time between two looks."""
-
-
 _REST_S = 600.0
 """After a move that failed."""
-_FAILURES = (SwarmError, RuntimeError, MemoryError, OSError)
-"""What loading may end with; torch reports missing memory as a RuntimeError."""
 
 
 class Place(Protocol):
@@ -61,38 +66,26 @@ class Place(Protocol):
         """Opens a stream to another peer."""
 
 
+@dataclass(kw_only=True)
 class Mover:
-    """Moves a server's span to where the swarm needs it, for as long as `run` runs.
+    """Moves a server's span to where the swarm needs it, for as long as `run` runs."""
 
-    Args:
-        config: Of the server.
-        presence: Its place in the swarm.
-        service: What answers requests.
-        spans: What runs them.
-        info: Returns what the server announces.
-        describe: Changes fields of that.
-        load: Loads a span, in a thread.
-    """
+    config: ServeConfig
+    presence: Place
+    service: Service
+    """What answers requests."""
+    spans: HostedSpans
+    """What runs them."""
+    info: Callable[[], ServerInfo]
+    """Returns what the server announces."""
+    describe: Callable[..., ServerInfo]
+    """Changes fields of that."""
+    load: Callable[[range], Span]
+    """Loads a span, in a thread."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        presence: Place,
-        service: Service,
-        spans: HostedSpans,
-        info: Callable[[], ServerInfo],
-        describe: Callable[..., ServerInfo],
-        load: Callable[[range], Span],
-    ) -> None:
-        self.config = config
-        self.presence = presence
-        self.service = service
-        self.spans = spans
-        self.info = info
-        self.describe = describe
-        self.load = load
+    def __post_init__(self) -> None:
         self._resting_until = 0.0
-        self._pulse = Pulse(presence, presence.peer_id)
+        self._pulse = Pulse(self.presence, self.presence.peer_id)
 
     async def run(self) -> None:
         """Looks at the swarm from time to time, and moves when it is this server's turn."""
@@ -108,7 +101,7 @@ class Mover:
                 await asyncio.sleep(random.uniform(0, _GAP_PAUSE_S if move.closes_gap else every_s / 2))
                 if await self._due(turns) == move:
                     await self.make(move)
-            except _FAILURES as error:
+            except SwarmError as error:
                 self._resting_until = _now() + _REST_S
                 log.warning("cannot move, staying for %.0f s: %s", _REST_S, error)
 
@@ -164,7 +157,7 @@ class Mover:
         return not self.service.draining.is_leaving and is_safe(snapshot.num_blocks, snapshot.servers, move)
 
     async def _load_then_drop(self, move: Move) -> None:
-        span = await in_thread(lambda: self.load(move.blocks))
+        span = await self._loaded(move.blocks)
         if not self._is_safe(await self._look(), move):
             log.warning("staying: other servers of these blocks have gone meanwhile")
             span.close()
@@ -190,12 +183,31 @@ class Mover:
         await self._forget_all_but(range(0))
         await self._announce(state="joining", start=move.blocks.start, end=move.blocks.stop)
         try:
-            span = await in_thread(lambda: self.load(move.blocks))
-        except _FAILURES:
+            span = await self._loaded(move.blocks)
+        except Exception:
             await self._announce(start=old.start, end=old.stop, target=None)
-            await self._serve(await in_thread(lambda: self.load(old)))
+            await self._serve(await self._loaded(old))
             raise
         await self._serve(span)
+
+    async def _loaded(self, blocks: range) -> Span:
+        """Loads a span.
+
+        Raises:
+            SwarmError: If the checkpoint or the memory does not allow it.
+        """
+        try:
+            return await in_thread(lambda: self.load(blocks))
+        except SwarmError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"blocks {blocks.start}:{blocks.stop} cannot be read: {one_line(error)}") from error
+        except (MemoryError, RuntimeError) as error:
+            # torch reports missing memory as a RuntimeError.
+            if not is_out_of_memory(error):
+                raise
+            text = f"no memory is left to load blocks {blocks.start}:{blocks.stop}: {one_line(error)}"
+            raise CapacityError(text) from error
 
     async def _serve(self, span: Span, **changes: object) -> None:
         """Serves a span from now on, and announces it."""

@@ -22,7 +22,7 @@ from swarm_plugins.errors import ConfigError, MissingExpertsError, TransportErro
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
-from swarm_plugins.server.background import drain, in_thread, sweep
+from swarm_plugins.server.background import drain, in_thread, kept_going, sweep
 from swarm_plugins.server.capacity import Speed, checked_device, measure, set_budgets
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
@@ -197,8 +197,16 @@ class SwarmServer:
         span = await in_thread(lambda: load(blocks))
         service = await self._serve(span, version, num_blocks)
         if may_move(config) and self._spans is not None:
-            mover = Mover(config, self._presence, service, self._spans, lambda: self.info, self._describe, load)
-            self._mover = asyncio.create_task(mover.run(), name="move to where the swarm needs it")
+            mover = Mover(
+                config=config,
+                presence=self._presence,
+                service=service,
+                spans=self._spans,
+                info=lambda: self.info,
+                describe=self._describe,
+                load=load,
+            )
+            self._mover = kept_going(mover.run(), "move to where the swarm needs it")
 
     def _describe(self, **changes: object) -> ServerInfo:
         """Changes what is announced."""
@@ -248,7 +256,7 @@ class SwarmServer:
         presence = self._joined()
         self._describe(max_batch_tokens=set_budgets(service, self.config))
         service.scheduler.start()
-        self._sweeper = asyncio.create_task(sweep(service), name="drop expired graphs")
+        self._sweeper = kept_going(sweep(service), "drop expired graphs")
         handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)
         await presence.serve(handlers)
         await presence.announce(lambda: self.info)

@@ -165,13 +165,13 @@ class InProcessSwarm:
             adapters=AdapterStore(_STORE_BYTES),
         )
         self._movers[peer] = Mover(
-            ServeConfig(model=str(self.directory), announce_every_s=0.05, drain_s=self.drain_s),
-            _Place(peer, lambda: self.transport),
-            service,
-            spans,
-            service.info,
-            describe,
-            lambda blocks: load_span(checkpoint, blocks, dtype=self.dtype, pool=spans.pool),
+            config=ServeConfig(model=str(self.directory), announce_every_s=0.05, drain_s=self.drain_s),
+            presence=_Place(peer, lambda: self.transport),
+            service=service,
+            spans=spans,
+            info=service.info,
+            describe=describe,
+            load=lambda blocks: load_span(checkpoint, blocks, dtype=self.dtype, pool=spans.pool),
         )
         return service
 

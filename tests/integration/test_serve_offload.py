@@ -37,16 +37,17 @@ def test_generation_and_a_training_step_are_those_of_the_local_model(model: Path
 
 
 @pytest.mark.parametrize(
-    ("family", "offload", "message"),
+    ("family", "options", "message"),
     [
-        ("llama", "fast=1MB", "has no experts"),
-        ("mixtral", "fast=1KB", "--offload fast is 1000"),
-        ("mixtral", "quick=1GB", "expected NAME=VALUE with a name out of fast, ram"),
+        ("llama", "--offload fast=1MB", "has no experts"),
+        # The blocks are named, and the budget does not hold one expert of them.
+        ("mixtral", "--blocks 1:4 --offload fast=1KB", "--offload fast is 1000, but at least 55296 bytes are needed"),
+        ("mixtral", "--offload quick=1GB", "expected NAME=VALUE with a name out of fast, ram"),
     ],
 )
-def test_wrong_uses_end_in_one_sentence(family: str, offload: str, message: str, tmp_path: Path) -> None:
+def test_wrong_uses_end_in_one_sentence(family: str, options: str, message: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "swarm_plugins", "serve", str(save_tiny(family, tmp_path / family))]
-    ended = subprocess.run([*command, "--offload", offload], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run([*command, *options.split()], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode != 0
     assert message in ended.stderr.replace("\n", " ")
     assert "Traceback" not in ended.stderr

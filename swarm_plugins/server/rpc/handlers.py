@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Charge, Ledger
 from swarm_plugins.server.failures import BadRequestError, failure_of
 from swarm_plugins.server.service import ExpertsService, Service
@@ -59,7 +59,8 @@ async def answer_requests(
             return False
         except TransportError:
             return False
-        except Exception as error:  # noqa: BLE001 - no room for this message; the next one can be read
+        except CapacityError as error:
+            # There was no room for this message; the next one can be read.
             return await send_failure(channel, rpc, error)
         if request is None:
             return False

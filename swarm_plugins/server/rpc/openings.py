@@ -21,6 +21,7 @@ from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import signed
 from swarm_plugins.server.rpc.training import checked_inputs
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.gradients import Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
 from swarm_plugins.server.state.slices import cut_batch
 from swarm_plugins.transport.channel import Channel
@@ -92,7 +93,7 @@ def _inner_states(service: Service, inputs: SpanInputs, grad: Tensor | None) -> 
             runner,
             cut_batch(one, spec, service.run_limits),
             SpanOutputs(hidden=grads[-1] if grads else grad),
-            needs_hidden=True,
+            Needs(),
             limit_bytes=service.run_limits.run_bytes,
             weights=service.weights,
             between=between,

@@ -26,7 +26,7 @@ from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import signed
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.state.gradients import Gradients, KeptForward
+from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
 from swarm_plugins.server.state.slices import Slice, cut_batch
 from swarm_plugins.transport.channel import Channel
@@ -138,9 +138,7 @@ async def _backward(
             service.runner,
             parts,
             grads,
-            needs_hidden=request.needs_hidden,
-            needs_adapters=request.needs_adapters,
-            needs_prefix=request.needs_prefix,
+            Needs(request.needs_hidden, request.needs_adapters, request.needs_prefix),
             limit_bytes=service.run_limits.run_bytes,
             weights=service.weights,
             between=service.runner.on_block_boundary or (lambda: None),

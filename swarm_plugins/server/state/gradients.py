@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,14 @@ class Gradients:
     prefix: tuple[Tensor, ...] = ()
 
 
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool = True
+    adapters: bool = False
+    prefix: bool = False
+
+
 def forward_only(runner: SpanRunner, inputs: SpanInputs) -> SpanOutputs:
     """Runs a forward without a graph."""
     with torch.no_grad():
@@ -53,7 +62,7 @@ def forward_keeping(
 ) -> tuple[SpanOutputs, KeptForward | None, int]:
     """Returns outputs without graph, the forward with its graph (None if too large) and the bytes it holds."""
     meter = GraphMeter(limit_bytes, weights)
-    leaves = as_leaves(inputs, hidden=True, adapters=True, prefix=True)
+    leaves = as_leaves(inputs, Needs(adapters=True, prefix=True))
     with torch.enable_grad(), meter.recording():
         outputs = runner.forward(leaves)
     meter.count((leaves.hidden, *leaves.prefix, *outputs.tensors))
@@ -65,10 +74,8 @@ def gradients(
     runner: SpanRunner,
     kept: KeptForward | SpanInputs,
     grads: SpanOutputs,
+    needs: Needs,
     *,
-    needs_hidden: bool = True,
-    needs_adapters: bool = False,
-    needs_prefix: bool = False,
     limit_bytes: int = 1 << 62,
     weights: Collection[int] = (),
     between: Callable[[], None] = lambda: None,
@@ -84,7 +91,7 @@ def gradients(
         CapacityError: If the graph of a single block is larger than ``limit_bytes``.
     """
     if isinstance(kept, SpanInputs):
-        inputs = as_leaves(kept, hidden=needs_hidden, adapters=needs_adapters, prefix=needs_prefix)
+        inputs = as_leaves(kept, needs)
         meter = GraphMeter(limit_bytes, weights)
         with torch.enable_grad(), meter.recording():
             # With the states between the blocks, where a pass block by block starts.
@@ -96,14 +103,14 @@ def gradients(
             _paired(outputs, grads)
             blockwise = _Blockwise(runner, inputs, limit_bytes, weights)
             grad = blockwise.run(outputs, grads, between)
-            leaves = _wanted(inputs, hidden=False, adapters=needs_adapters, prefix=needs_prefix)
+            leaves = _wanted(inputs, needs._replace(hidden=False))
             rest = [blockwise.gradients.get(id(leaf), torch.zeros_like(leaf)) for leaf in leaves]
-            return _sorted([grad, *rest] if needs_hidden else rest, inputs, needs_hidden, needs_prefix)
+            return _sorted([grad, *rest] if needs.hidden else rest, inputs, needs)
         kept = KeptForward(inputs=inputs, outputs=outputs)
-    wanted = _wanted(kept.inputs, hidden=needs_hidden, adapters=needs_adapters, prefix=needs_prefix)
+    wanted = _wanted(kept.inputs, needs)
     found = _backward(_paired(kept.outputs, grads), wanted)
     results = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(wanted, found, strict=True)]
-    return _sorted(results, kept.inputs, needs_hidden, needs_prefix)
+    return _sorted(results, kept.inputs, needs)
 
 
 def _backward(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -115,11 +122,11 @@ def _backward(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) 
     return torch.autograd.grad(outputs, wanted, grads, allow_unused=True)
 
 
-def _sorted(results: Sequence[Tensor], inputs: SpanInputs, needs_hidden: bool, needs_prefix: bool) -> Gradients:
-    num_prefix = len(inputs.prefix) if needs_prefix else 0
+def _sorted(results: Sequence[Tensor], inputs: SpanInputs, needs: Needs) -> Gradients:
+    num_prefix = len(inputs.prefix) if needs.prefix else 0
     return Gradients(
-        hidden=results[0] if needs_hidden else None,
-        adapters=tuple(results[int(needs_hidden) : len(results) - num_prefix]),
+        hidden=results[0] if needs.hidden else None,
+        adapters=tuple(results[int(needs.hidden) : len(results) - num_prefix]),
         prefix=tuple(results[len(results) - num_prefix :]),
     )
 
@@ -142,22 +149,22 @@ def _uneven(name: str, given: int, made: int) -> BadRequestError:
     return BadRequestError(f"{name} has {given} tensors, the forward had {made}: give one each, or none")
 
 
-def _wanted(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> list[Tensor]:
-    wanted = [inputs.hidden] if hidden else []
-    if adapters:
+def _wanted(inputs: SpanInputs, needs: Needs) -> list[Tensor]:
+    wanted = [inputs.hidden] if needs.hidden else []
+    if needs.adapters:
         wanted.extend(inputs.adapters.tensors)
-    if prefix:
+    if needs.prefix:
         wanted.extend(inputs.prefix)
     return wanted
 
 
-def as_leaves(inputs: SpanInputs, *, hidden: bool, adapters: bool, prefix: bool) -> SpanInputs:
+def as_leaves(inputs: SpanInputs, needs: Needs) -> SpanInputs:
     """Returns the inputs with fresh leaves of a graph where requested."""
     return dataclasses.replace(
         inputs,
-        hidden=_leaf(inputs.hidden) if hidden else inputs.hidden,
-        adapters=inputs.adapters.map(_leaf) if adapters else inputs.adapters,
-        prefix=tuple(_leaf(tensor) for tensor in inputs.prefix) if prefix else inputs.prefix,
+        hidden=_leaf(inputs.hidden) if needs.hidden else inputs.hidden,
+        adapters=inputs.adapters.map(_leaf) if needs.adapters else inputs.adapters,
+        prefix=tuple(_leaf(tensor) for tensor in inputs.prefix) if needs.prefix else inputs.prefix,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from swarm_plugins.server.failures import BadRequestError
 from swarm_plugins.server.state.gradients import (
     Gradients,
     KeptForward,
+    Needs,
     as_leaves,
     forward_keeping,
     forward_only,
@@ -21,14 +21,6 @@ from swarm_plugins.server.state.gradients import (
 )
 from swarm_plugins.server.state.long_rows import LongRows
 from swarm_plugins.server.state.slices import Slice, join_rows, rows_of
-
-
-class _Needs(NamedTuple):
-    """Which gradients are wanted."""
-
-    hidden: bool
-    adapters: bool
-    prefix: bool
 
 
 def run_forward(
@@ -71,16 +63,13 @@ def run_backward(
     runner: SpanRunner,
     parts: Sequence[KeptForward | Slice],
     grads: SpanOutputs,
+    needs: Needs,
     *,
-    needs_hidden: bool = True,
-    needs_adapters: bool = False,
-    needs_prefix: bool = False,
     limit_bytes: int = 1 << 62,
     weights: Collection[int] = (),
     between: Callable[[], None] = lambda: None,
 ) -> Gradients:
     """Returns the gradients of kept forwards, or of slices that run (again) for it; see `gradients`."""
-    needs = _Needs(needs_hidden, needs_adapters, needs_prefix)
     found: list[Gradients] = []
     first = 0
     if len(parts) > 1:
@@ -93,27 +82,10 @@ def run_backward(
         first += count
         share = share.map(lambda tensor: tensor.to(runner.spec.device))
         if isinstance(part, KeptForward):
-            one = gradients(
-                runner,
-                part,
-                share,
-                needs_hidden=needs_hidden,
-                needs_adapters=needs_adapters,
-                needs_prefix=needs_prefix,
-            )
+            one = gradients(runner, part, share, needs)
         elif part.part_tokens is None:
             inputs = part.inputs.map(lambda tensor: tensor.to(runner.spec.device))
-            one = gradients(
-                runner,
-                inputs,
-                share,
-                needs_hidden=needs_hidden,
-                needs_adapters=needs_adapters,
-                needs_prefix=needs_prefix,
-                limit_bytes=limit_bytes,
-                weights=weights,
-                between=between,
-            )
+            one = gradients(runner, inputs, share, needs, limit_bytes=limit_bytes, weights=weights, between=between)
         else:
             one = _of_long_rows(runner, part, share, needs, between)
         found.append(one)
@@ -121,10 +93,10 @@ def run_backward(
 
 
 def _of_long_rows(
-    runner: SpanRunner, part: Slice, grads: SpanOutputs, needs: _Needs, between: Callable[[], None]
+    runner: SpanRunner, part: Slice, grads: SpanOutputs, needs: Needs, between: Callable[[], None]
 ) -> Gradients:
     given = part.inputs.map(lambda tensor: tensor.to(runner.spec.device))
-    inputs = as_leaves(given, hidden=False, adapters=needs.adapters, prefix=False)
+    inputs = as_leaves(given, Needs(hidden=False, adapters=needs.adapters))
     rows = LongRows(runner, inputs, part.part_tokens or 1, between)
     outputs = rows.forward()
     wrong = [grad for grad in (grads.hidden, *grads.hidden_states) if grad.shape != outputs.hidden.shape]

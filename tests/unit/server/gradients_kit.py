@@ -13,7 +13,7 @@ from swarm_plugins.block_io import AdapterUse
 from swarm_plugins.blocks import Span, SpanInputs
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.server.state.activations import GraphMeter
-from swarm_plugins.server.state.gradients import Gradients, gradients
+from swarm_plugins.server.state.gradients import Gradients, Needs, gradients
 
 BLOCKS, SHAPE = range(4), (2, 12, 32)
 
@@ -57,8 +57,7 @@ def found(span: Span, inputs: SpanInputs, limit_bytes: int, boundaries: list[int
         span,
         inputs,
         outputs.with_tensors([random(*SHAPE), *(random(*tensor.shape) for tensor in outputs.tensors[1:])]),
-        needs_adapters=True,
-        needs_prefix=True,
+        Needs(adapters=True, prefix=True),
         limit_bytes=limit_bytes,
         between=lambda: None if boundaries is None else boundaries.append(1),
     )

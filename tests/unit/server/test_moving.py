@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.errors import CapacityError
+from swarm_plugins.errors import CapacityError, SwarmError
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
@@ -125,18 +125,25 @@ def test_without_room_for_two_spans_the_old_one_is_dropped_first(directory: Path
 
 def test_a_span_that_cannot_be_loaded_leaves_the_old_one(directory: Path) -> None:
     with InProcessSwarm(directory, spans=SPANS) as swarm:
-        for mobility in ("loads-first", "drops-first"):
+        missing = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+        gone = OSError("Input/output error")
+        for mobility, error, said in [
+            ("loads-first", CapacityError("no memory left"), "no memory left"),
+            ("drops-first", CapacityError("no memory left"), "no memory left"),
+            ("loads-first", missing, "no memory is left to load blocks 2:4: .*DefaultCPUAllocator"),
+            ("drops-first", gone, "blocks 2:4 cannot be read: .*Input/output error"),
+        ]:
             mover = swarm._movers[swarm.peers[0]]
             mover.describe(mobility=mobility)
             load = mover.load
 
-            def fail(blocks: range, load: Callable[[range], Span] = load) -> Span:
+            def fail(blocks: range, load: Callable[[range], Span] = load, error: Exception = error) -> Span:
                 if blocks == range(2, 4):
-                    raise CapacityError("no memory left")
+                    raise error
                 return load(blocks)
 
             mover.load = fail
-            with pytest.raises(CapacityError, match="no memory left"):
+            with pytest.raises(SwarmError, match=said):
                 swarm.move(swarm.peers[0], 2, 4)
             mover.load = load
             info = swarm.services[swarm.peers[0]].info()

@@ -10,7 +10,7 @@ from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks import Span
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import RequestError
-from swarm_plugins.server.state.gradients import gradients
+from swarm_plugins.server.state.gradients import Needs, gradients
 
 
 def test_gradients_are_those_of_one_graph(span: Span) -> None:
@@ -31,4 +31,4 @@ def test_a_single_block_over_the_limit_is_refused(span: Span) -> None:
 
 def test_gradients_that_fit_no_output_are_refused_there_too(span: Span) -> None:
     with pytest.raises(RequestError, match=r"a gradient has shape \[1, 1, 32\]"):
-        gradients(span, inputs_of(span), SpanOutputs(hidden=torch.zeros(1, 1, 32)), limit_bytes=1000)
+        gradients(span, inputs_of(span), SpanOutputs(hidden=torch.zeros(1, 1, 32)), Needs(), limit_bytes=1000)

@@ -12,7 +12,7 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks import Span
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import BadRequestError
-from swarm_plugins.server.state.gradients import Gradients, KeptForward
+from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
 from swarm_plugins.server.state.slices import RunLimits, Slice, cut_batch
 
@@ -42,8 +42,7 @@ def both_ways(span: Span, inputs: SpanInputs, parts: list[Slice]) -> tuple[SpanO
     outputs, _, _ = run_forward(span, parts)
     tensors = [random(*SHAPE), *(random(*tensor.shape) for tensor in outputs.tensors[1:])]
     grads = outputs.with_tensors(tensors)
-    needs = {"needs_adapters": True, "needs_prefix": bool(inputs.prefix)}
-    return outputs, run_backward(span, parts, grads, **needs)
+    return outputs, run_backward(span, parts, grads, Needs(adapters=True, prefix=bool(inputs.prefix)))
 
 
 @pytest.mark.parametrize("kind", ["everything", "padded", "plain"])
@@ -69,8 +68,8 @@ def test_graphs_of_slices_are_kept_together_or_not_at_all(span: Span) -> None:
     assert kept is not None
     assert [type(one) for one in kept] == [KeptForward] * 2
     grads = outputs.with_tensors([random(*SHAPE)])
-    again = run_backward(span, parts, grads, needs_adapters=True)
-    for one, other in zip(flat(run_backward(span, kept, grads, needs_adapters=True)), flat(again), strict=True):
+    again = run_backward(span, parts, grads, Needs(adapters=True))
+    for one, other in zip(flat(run_backward(span, kept, grads, Needs(adapters=True))), flat(again), strict=True):
         assert torch.equal(one, other)
     assert run_forward(span, parts, keep_bytes=held - 1)[1:] == (None, 0)
 
@@ -114,4 +113,4 @@ def test_gradients_of_wrong_shapes_are_refused(span: Span, tokens: int) -> None:
         SpanOutputs(hidden=hidden, router_logits=(random(3, 4),)),
     ):
         with pytest.raises(BadRequestError, match=r"gradient|grad_"):
-            run_backward(span, parts, grads)
+            run_backward(span, parts, grads, Needs())
