@@ -7,7 +7,10 @@ the capacity spread evenly over all blocks, which no placement can exceed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +25,7 @@ from swarm_plugins.bench.figures import Report
 from swarm_plugins.errors import ConfigError, MissingExtraError
 from swarm_plugins.routing.placement import Placed
 from swarm_plugins.routing.simulation import Course, Scenario, mean_coverage, simulate
+from swarm_plugins.routing.span_table import Floats
 from swarm_plugins.study.plots import GOOD, MARK, MUTED, rc_settings, save_svg, tidy
 
 Swarm = tuple[Placed, ...]
@@ -29,6 +33,8 @@ _EXACT_UP_TO = 16
 """Servers whose optimum is found by integer programming."""
 _SOLVE_S = 10.0
 _GOAL = 0.9
+_DRAWN = 150
+"""Points of a curve, each the mean of its stretch: a large swarm changes thousands of times."""
 
 
 def scenario_of(num_servers: int, *, churn_h: float, seed: int) -> Scenario:
@@ -42,6 +48,20 @@ def scenario_of(num_servers: int, *, churn_h: float, seed: int) -> Scenario:
     return Scenario(num_servers=num_servers, num_blocks=shape[0], lengths=shape[1], churn_h=churn_h, seed=seed)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides what C code writes to standard output: HiGHS prints names of its functions, whatever its options say."""
+    sys.stdout.flush()
+    shown = os.dup(1)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(shown, 1)
+        os.close(shown)
+
+
 @functools.cache
 def _optimum(num_blocks: int, servers: tuple[tuple[int, float], ...]) -> float:
     """Returns an upper bound of the slowest block's coverage, of servers by length and rate; the optimum if proven."""
@@ -53,13 +73,14 @@ def _optimum(num_blocks: int, servers: tuple[tuple[int, float], ...]) -> float:
         coverage[start : start + length, column] = rate
         choices[index, column] = 1
     coverage[:, -1] = -1
-    result = milp(
-        np.append(np.zeros(len(places)), -1.0),
-        constraints=[LinearConstraint(coverage, 0, np.inf), LinearConstraint(choices, 1, 1)],
-        integrality=np.append(np.ones(len(places)), 0),
-        bounds=Bounds(0, np.append(np.ones(len(places)), np.inf)),
-        options={"time_limit": _SOLVE_S, "mip_rel_gap": 0.005},
-    )
+    with _quiet():
+        result = milp(
+            np.append(np.zeros(len(places)), -1.0),
+            constraints=[LinearConstraint(coverage, 0, np.inf), LinearConstraint(choices, 1, 1)],
+            integrality=np.append(np.ones(len(places)), 0),
+            bounds=Bounds(0, np.append(np.ones(len(places)), np.inf)),
+            options={"time_limit": _SOLVE_S, "mip_rel_gap": 0.005},
+        )
     even = sum(length * rate for length, rate in servers) / num_blocks
     return even if result.mip_dual_bound is None else min(even, -float(result.mip_dual_bound))
 
@@ -183,23 +204,33 @@ def draw_courses(courses: Sequence[Course], file: Path) -> None:
         for panel, course in zip(panels[:, 0], courses, strict=True):
             _draw_course(course, panel)
         panels[0, 0].legend(loc="lower right", frameon=False)
-        panels[-1, 0].set_xlabel("hours; ticks: a server begins to move; line: the last arrival or departure")
+        panels[-1, 0].set_xlabel("hours; ticks: servers begin to move; line: the last arrival or departure")
         try:
             save_svg(figure, file)
         except OSError as exc:
             raise ConfigError(f"cannot draw to {file} ({exc}); name a file in a folder that can be written") from exc
 
 
+def _means(times_s: Sequence[float], values: Sequence[float], edges: Floats) -> Floats:
+    """Returns the mean in each stretch of a value that holds from its time to the next."""
+    lengths = np.diff(np.append(times_s, edges[-1]))
+    areas = np.concatenate([[0.0], np.cumsum(lengths * np.asarray(values))])
+    found: Floats = np.diff(np.interp(edges, np.append(times_s, edges[-1]), areas)) / np.diff(edges)
+    return found
+
+
 def _draw_course(course: Course, panel: Any) -> None:
     bound = upper_bound(course.scenario.num_blocks)
-    hours = [time_s / 3600 for time_s in (*course.times_s, course.scenario.end_s)]
+    edges = np.linspace(course.times_s[0], course.scenario.end_s, _DRAWN + 1)
+    hours = (edges[:-1] + edges[1:]) / 7200
     optimum = [bound(one) for one in course.swarms]
-    panel.step(hours, [*optimum, optimum[-1]], where="post", color=MUTED, label="optimum")
-    found = course.throughputs
-    panel.step(hours, [*found, found[-1]], where="post", color=GOOD, label="placement by the servers")
-    panel.plot([moved / 3600 for moved in course.moves_s], [0] * len(course.moves_s), "|", color=MARK)
+    found = _means(course.times_s, course.throughputs, edges)
+    panel.plot(hours, _means(course.times_s, optimum, edges), color=MUTED, label="optimum")
+    panel.plot(hours, found, color=GOOD, label="placement by the servers")
+    moving = hours[np.histogram(course.moves_s, edges)[0] > 0]
+    panel.plot(moving, np.zeros_like(moving), "|", color=MARK)
     panel.axvline(course.last_churn_s / 3600, color=MUTED, linewidth=0.8)
     panel.set_title(f"{course.scenario.num_servers} servers", loc="left", fontsize=10)
-    panel.set_ylim(bottom=-0.03 * max(found))
+    panel.set_ylim(bottom=-0.03 * float(found.max()))
     panel.set_ylabel("tokens/s")
     tidy(panel)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.progress import Progress
 
+from swarm_plugins.bench import placement
 from swarm_plugins.bench.placement import bench_placement, upper_bound
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.routing.placement import Placed
@@ -30,6 +33,20 @@ def test_the_optimum_of_few_servers_is_exact(servers: list[Placed], optimum: flo
     assert upper_bound(8)(tuple(servers)) == pytest.approx(optimum, abs=1e-6)
 
 
+def test_what_the_solver_prints_is_not_shown(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def solve(*args: object, **settings: object) -> object:
+        os.write(1, b"HighsMipSolverData::noise")
+        return milp(*args, **settings)
+
+    milp = placement.milp
+    monkeypatch.setattr(placement, "milp", solve)
+    assert upper_bound(8)((placed(5, 1.0), placed(5, 2.0))) == pytest.approx(1.0, abs=1e-6)
+    sys.stdout.write("shown\n")
+    assert capfd.readouterr().out == "shown\n"
+
+
 def test_a_small_swarm_is_reported_and_drawn(tmp_path: Path) -> None:
     with Progress(disable=True) as progress:
         picture = tmp_path / "placement.svg"
@@ -39,5 +56,6 @@ def test_a_small_swarm_is_reported_and_drawn(tmp_path: Path) -> None:
         assert figure.num_uncovered == 0
         report.print_tables(Console(quiet=True))
         assert "<svg" in picture.read_text()
+        assert picture.stat().st_size < 30_000
         with pytest.raises(ConfigError, match=r"name a file that ends in \.svg"):
             bench_placement(sizes=[1], churn_h=0.0, seed=1, plot=tmp_path / "a.docx", progress=progress)
