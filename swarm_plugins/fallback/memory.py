@@ -51,22 +51,23 @@ class MemoryStreams:
     """Runs handlers at the other end of channels."""
 
     def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], str] = {}
 
     def open(self, peer: str, handler: Handler) -> Channel:
         """Opens a channel to a handler."""
         forth: _Frames = asyncio.Queue()
         back: _Frames = asyncio.Queue()
         task = asyncio.create_task(_run(handler, _End(peer, back, forth)), name="serve this client")
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running[task] = peer
+        task.add_done_callback(self._running.pop)
         return _End(peer, forth, back)
 
-    async def close(self) -> None:
-        """Ends all handlers. Idempotent."""
-        for task in list(self._running):
+    async def close(self, peer: str) -> None:
+        """Ends all handlers of a peer. Idempotent."""
+        tasks = [task for task, name in self._running.items() if name == peer]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _run(handler: Handler, end: _End) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from swarm_plugins.client.observer import BackwardCall, CallObserver, ForwardCall, StepCall
 from swarm_plugins.fallback.memory import MemoryStreams
-from swarm_plugins.transport.channel import Channel, Transport
+from swarm_plugins.transport.channel import Channel, Handler, Transport
 from swarm_plugins.transport.identity import new_identity
 
 if TYPE_CHECKING:
@@ -22,15 +26,19 @@ log = logging.getLogger(__name__)
 
 _STEP_S, _TOKEN_S = 60.0, 1.0
 """Announced to this client's deadlines: this machine may be slow, but it does not vanish."""
+_IDLE_S = 60.0
+"""Blocks that were not used for so long, while servers of the swarm were, are freed."""
 
 
-class _Hosted(NamedTuple):
+@dataclass
+class _Hosted:
     """Blocks that run here."""
 
     peer: str
     blocks: range
     served: Any
     """A `HostedBlocks` of the server's part."""
+    used_at: float = field(default_factory=time.monotonic)
 
 
 class StandIn:
@@ -47,9 +55,12 @@ class StandIn:
         self._peers = peers
         self._open_checkpoint = open_checkpoint
         self._hosted: dict[str, _Hosted] = {}
-        self._streams = MemoryStreams()
         self._lock = asyncio.Lock()
-        peers.transport = _Rerouted(peers.transport, self._open)
+        # Of all models that share the connection.
+        self._here = peers.transport if isinstance(peers.transport, _Rerouted) else _Rerouted(peers.transport)
+        peers.transport = self._here
+        # Nothing else ends the servers of a model that is gone.
+        weakref.finalize(self, _abandon, self._hosted, self._here).atexit = False
 
     async def stand_in(self, blocks: range) -> str:
         """Loads blocks that no server holds, unless they are here already; returns the peer that serves them.
@@ -60,10 +71,12 @@ class StandIn:
         async with self._lock:
             for hosted in self._hosted.values():
                 if blocks.start >= hosted.blocks.start and blocks.stop <= hosted.blocks.stop:
+                    hosted.used_at = time.monotonic()
                     return hosted.peer
             log.warning("no server holds blocks %d:%d: they run here until one does", blocks.start, blocks.stop)
             hosted = await asyncio.to_thread(self._host, blocks)
             self._hosted[hosted.peer] = hosted
+            self._here.handlers[hosted.peer] = hosted.served.handlers
             self._peers.deadlines.announce(hosted.peer, step_s=_STEP_S, token_s=_TOKEN_S * len(blocks))
             return hosted.peer
 
@@ -71,10 +84,6 @@ class StandIn:
         # Loads what a server needs, now that this client has to be one.
         served = importlib.import_module("swarm_plugins.server.stand_in").host_blocks(self._open_checkpoint(), blocks)
         return _Hosted(new_identity().peer_id, blocks, served)
-
-    def _open(self, peer: str, rpc: str) -> Channel | None:
-        hosted = self._hosted.get(peer)
-        return None if hosted is None else self._streams.open(peer, hosted.served.handlers[rpc])
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a peer must not be asked at all."""
@@ -86,26 +95,43 @@ class StandIn:
 
     async def forward_done(self, call: ForwardCall) -> None:
         """Lets a forward be examined, unless it ran here."""
-        if call.peer not in self._hosted:
+        if not await self._is_own(call.peer):
             await self.inner.forward_done(call)
 
     async def backward_done(self, call: BackwardCall) -> None:
         """Lets a backward be examined, unless it ran here."""
-        if call.peer not in self._hosted:
+        if not await self._is_own(call.peer):
             await self.inner.backward_done(call)
 
     async def step_done(self, call: StepCall) -> None:
         """Lets a step be examined, unless it ran here."""
-        if call.peer not in self._hosted:
+        if not await self._is_own(call.peer):
             await self.inner.step_done(call)
+
+    async def _is_own(self, peer: str) -> bool:
+        """Returns whether a call was answered here; if not, frees what the swarm has again."""
+        now = time.monotonic()
+        hosted = self._hosted.get(peer)
+        if hosted is not None:
+            hosted.used_at = now
+            return True
+        for one in list(self._hosted.values()):
+            if now - one.used_at > _IDLE_S and one.served.is_idle:
+                log.info("blocks %d:%d are not needed here any more", one.blocks.start, one.blocks.stop)
+                await self._free(one)
+        return False
+
+    async def _free(self, hosted: _Hosted) -> None:
+        # Gone for later requests first: a backward whose graph was kept here replans.
+        if self._hosted.pop(hosted.peer, None) is not None:
+            await self._here.end(hosted.peer)
+            await asyncio.to_thread(hosted.served.close)
 
     async def close(self) -> None:
         """Ends the server and frees the blocks. Idempotent."""
         await self.inner.close()
-        await self._streams.close()
-        hosted, self._hosted = list(self._hosted.values()), {}
-        for one in hosted:
-            await asyncio.to_thread(one.served.close)
+        for one in list(self._hosted.values()):
+            await self._free(one)
 
 
 def with_stand_in(observer: CallObserver, servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -> CallObserver:
@@ -115,16 +141,32 @@ def with_stand_in(observer: CallObserver, servers: Servers, open_checkpoint: Cal
     return StandIn(observer, servers.peers, open_checkpoint)
 
 
+def _abandon(hosted: dict[str, _Hosted], here: _Rerouted) -> None:
+    """Frees blocks in the background: a garbage collector calls this."""
+    for one in hosted.values():
+        here.handlers.pop(one.peer, None)
+        threading.Thread(target=one.served.close, name="free blocks").start()
+
+
 class _Rerouted:
     """A transport that reaches the peers of this process through memory."""
 
-    def __init__(self, inner: Transport, open_here: Callable[[str, str], Channel | None]) -> None:
+    def __init__(self, inner: Transport) -> None:
+        self.handlers: dict[str, Mapping[str, Handler]] = {}
+        """By peer and rpc."""
         self._inner = inner
-        self._open_here = open_here
+        self._streams = MemoryStreams()
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel; see `Transport`."""
-        return self._open_here(peer, rpc) or await self._inner.open(peer, rpc, timeout_s=timeout_s)
+        if peer in self.handlers:
+            return self._streams.open(peer, self.handlers[peer][rpc])
+        return await self._inner.open(peer, rpc, timeout_s=timeout_s)
+
+    async def end(self, peer: str) -> None:
+        """Ends the streams of a peer of this process, which cannot be reached any more."""
+        self.handlers.pop(peer, None)
+        await self._streams.close(peer)
 
     async def close(self) -> None:
         """Closes the inner transport."""

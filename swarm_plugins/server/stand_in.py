@@ -31,6 +31,11 @@ class HostedBlocks:
     service: Service
     span: Span
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no session is open and no request runs."""
+        return not len(self.service.sessions) and not self.service.scheduler.num_waiting
+
     def close(self) -> None:
         """Ends the compute thread and frees the blocks."""
         self.service.scheduler.close()

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
+from trainer_kit import ROWS, Tuner, quiet_trainer
 from transformers import PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
 from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.fallback.stand_in import StandIn
 from swarm_plugins.local_swarm import LocalServer
 from swarm_plugins.testing.models import save_tiny
 
@@ -102,6 +107,46 @@ def test_a_client_says_that_all_servers_are_frozen_and_goes_on_after_that_and_af
             daemon.kill()
             check_works(client, expected)
             assert server.is_alive
+
+
+class _AtStep(pl.Callback):
+    """Does something before a training step."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.step = step
+        self.action = action
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.global_step == self.step:
+            self.action()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of Lightning
+def test_a_trainer_and_a_generation_go_on_here_while_blocks_have_no_server(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SwarmConfig(local_fallback=True, refresh_s=0.2)
+    with LocalSwarm(model, num_servers=2, dtype="float32") as swarm, connect(swarm.initial_peers[:1], config) as client:
+        loader = functools.partial(AutoSwarmModelForCausalLM.from_pretrained, connection=client)
+
+        def losses(*callbacks: pl.Callback) -> list[float]:
+            tuner = Tuner(model, types.SimpleNamespace(from_pretrained=loader))
+            trainer = quiet_trainer(max_steps=4, callbacks=list(callbacks), enable_checkpointing=False)
+            trainer.fit(tuner, torch.utils.data.DataLoader(ROWS, batch_size=2))
+            return tuner.losses
+
+        generating = loader(model)
+        [host] = [one for one in client._observers if isinstance(one, StandIn)]
+        expected = losses(), tokens(generating)
+        assert (losses(_AtStep(2, swarm.servers[1].kill)), tokens(generating)) == expected
+        assert host._hosted
+        swarm.restart(1)
+        monkeypatch.setattr("swarm_plugins.fallback.stand_in._IDLE_S", 0.5)
+        deadline = time.monotonic() + 3 * CURE_S
+        while host._hosted:
+            assert tokens(generating) == expected[1]
+            assert time.monotonic() < deadline
+        assert losses() == expected[0]
 
 
 @pytest.mark.slow

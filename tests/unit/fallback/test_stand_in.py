@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.fallback.stand_in import StandIn
 from swarm_plugins.testing import InProcessSwarm, save_tiny
 
 IDS = torch.tensor([[5, 17, 99, 23, 64, 9], [31, 64, 9, 88, 12, 7]])
@@ -47,7 +51,9 @@ def generated(model: PreTrainedModel) -> list[list[int]]:
     return model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None).tolist()
 
 
-def test_work_goes_on_when_servers_go_and_moves_back_when_they_return(directory: Path) -> None:
+def test_work_goes_on_when_servers_go_and_moves_back_when_they_return(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = local_model(directory)
     want, losses, wanted_losses = generated(local), [], []
     train(with_lora(local), wanted_losses, 6)
@@ -62,10 +68,39 @@ def test_work_goes_on_when_servers_go_and_moves_back_when_they_return(directory:
         train(tuned, losses, 2)
         swarm.restart("peer0")
         swarm.restart("peer1")
-        train(tuned, losses, 2)
+        [stand_in] = [one for one in swarm.connection._observers if isinstance(one, StandIn)]
+        served = [one.served for one in stand_in._hosted.values()]
+        assert served
+        train(tuned, losses, 1)
+        assert stand_in._hosted
+        monkeypatch.setattr("swarm_plugins.fallback.stand_in._IDLE_S", 0.0)
+        train(tuned, losses, 1)
+        assert not stand_in._hosted
+        assert not stand_in._here._streams._running
+        assert all(one.service.scheduler._thread is None for one in served)
         assert losses == pytest.approx(wanted_losses, rel=1e-5)
         # They started empty: the last steps ran on them.
         assert all(service.adapters.used_bytes > 0 for service in swarm.services.values())
+
+
+def num_computing() -> int:
+    return sum(thread.name == "swarm-compute" for thread in threading.enumerate())
+
+
+def test_blocks_of_a_model_that_is_gone_are_freed(directory: Path) -> None:
+    with InProcessSwarm(directory, spans=[(1, 2)], config=CONFIG) as swarm:
+        before = num_computing()
+        for _ in range(2):
+            model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+            generated(model)
+            assert num_computing() == before + 2
+            del model
+            deadline = time.monotonic() + 30.0
+            while num_computing() > before:
+                # Again and again: sessions of the model close in the background.
+                gc.collect()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
 
 def test_a_model_loads_though_nobody_serves_it(directory: Path) -> None:
