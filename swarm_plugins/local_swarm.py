@@ -232,6 +232,18 @@ class LocalSwarm:
         return tuple(self._servers)
 
     @property
+    def num_servers(self) -> int:
+        """Number of servers, also of those that do not run yet."""
+        return len(self._blocks) * self._replicas
+
+    @property
+    def folder(self) -> Path:
+        """Folder of identities and logs, removed when the swarm is closed."""
+        if self._directory is None:
+            raise ConfigError("this swarm is not running: start it first")
+        return self._directory
+
+    @property
     def initial_peers(self) -> list[str]:
         """Addresses of all live servers, to join the swarm by."""
         return [address for server in self._servers if server.is_alive for address in server.addresses]
@@ -247,7 +259,7 @@ class LocalSwarm:
         self._directory = Path(tempfile.mkdtemp(prefix="swarm-local-"))
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            for index in range(len(self._blocks) * self._replicas):
+            for index in range(self.num_servers):
                 self._servers.append(self._spawn(index, {}))
             first, *others = self._servers
             first.tell_peers([])
@@ -289,34 +301,49 @@ class LocalSwarm:
         Raises:
             TransportError: If it ends or is not ready in time; the message quotes the end of its log.
         """
+        self._replace(index, {}, model=model)
+
+    def _replace(
+        self,
+        index: int,
+        options: Mapping[str, object],
+        *,
+        model: str | os.PathLike[str] | None = None,
+        module: str = "swarm_plugins",
+    ) -> None:
+        """Ends a server at once and starts one in its place, with the same ports and further options."""
         if not self._servers:
             raise ConfigError("this swarm is not running: start it first")
         old = self._servers[index]
         old.kill()
         ports = [address.partition("/p2p/")[0] for address in old.addresses]
-        options = {} if "host_maddrs" in self._options else {"host_maddrs": ports}
-        new = self._servers[index] = self._spawn(index, options, model=model)
+        same = {} if "host_maddrs" in self._options else {"host_maddrs": ports}
+        new = self._servers[index] = self._spawn(index, {**same, **options}, model=model, module=module)
         new.tell_peers(self.initial_peers)
         self._wait_for([new], "ready", time.monotonic() + self._start_timeout_s)
 
     def _spawn(
-        self, index: int, options: Mapping[str, object], *, model: str | os.PathLike[str] | None = None
+        self,
+        index: int,
+        options: Mapping[str, object],
+        *,
+        model: str | os.PathLike[str] | None = None,
+        module: str = "swarm_plugins",
     ) -> LocalServer:
-        if self._directory is None:
-            raise ConfigError("this swarm is closed")
+        """Starts ``swarm serve``, or the same command of another module."""
         name = self.model if model is None else str(Path(model).expanduser().resolve())
         span = index // self._replicas
         by_number = self._num_blocks is not None
         chosen = ["--num-blocks", str(self._num_blocks)] if by_number else ["--blocks", self._blocks[span]]
-        command = [sys.executable, "-m", "swarm_plugins", "serve", name, "--embedded", *chosen]
+        command = [sys.executable, "-m", module, "serve", name, "--embedded", *chosen]
         if self._threads is not None:
             command += ["--threads", str(self._threads)]
         shares = {share: values[span] for share, values in self._shares.items() if values is not None}
-        known = {"identity": self._directory / f"server-{index}.key", **self._options, **options}
+        known = {"identity": self.folder / f"server-{index}.key", **self._options, **options}
         for option, value in {**known, **{share: one for share, one in shares.items() if one is not None}}.items():
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 command += [f"--{option.replace('_', '-')}", str(item)]
-        return LocalServer(command, _environment(self._threads), self._directory / f"server-{index}.log")
+        return LocalServer(command, _environment(self._threads), self.folder / f"server-{index}.log")
 
     def _wait_for(self, servers: Sequence[LocalServer], event: str, deadline: float) -> None:
         while True:

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swarm_plugins.testing.faulty_swarm import FaultySwarm
     from swarm_plugins.testing.in_process import InProcessSwarm
     from swarm_plugins.testing.liars import Liar
     from swarm_plugins.testing.models import save_tiny, tiny_config, tiny_model, tiny_tokenizer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Faults",
+    "FaultySwarm",
     "FaultyTransport",
     "InProcessSwarm",
     "Liar",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "faulty_swarm": ("FaultySwarm",),
     "models": ("save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"),
     "in_process": ("InProcessSwarm",),
     "liars": ("Liar",),

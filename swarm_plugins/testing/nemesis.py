@@ -18,14 +18,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import psutil
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.testing.faulty_swarm import FaultySwarm
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.liars import Liar
+from swarm_plugins.testing.transports import Line
 
 FaultKind = Literal[
     "kill",  # the server vanishes; at the end of the fault it starts again with the same identity and no memory
@@ -67,7 +69,7 @@ class Victim(Protocol):
     def num_servers(self) -> int:
         """Servers, with indices from 0."""
 
-    def strike(self, fault: Fault) -> Callable[[], None]:
+    def strike(self, fault: Fault) -> Callable[[], object]:
         """Begins a fault; returns what ends it."""
 
 
@@ -199,16 +201,24 @@ class Nemesis:
         self.close()
 
 
+_LINE_FAULTS: dict[FaultKind, dict[str, bool | float]] = {
+    "freeze": {"is_frozen": True},
+    "partition": {"loses_requests": True, "loses_answers": True},
+    "partition_to": {"loses_requests": True},
+    "partition_from": {"loses_answers": True},
+    "slow_link": {"delay_s": 0.25},
+}
+
+
+def _strike_line(line: Line, kind: FaultKind) -> Callable[[], object]:
+    faults = _LINE_FAULTS[kind]
+    sound = {name: vars(line)[name] for name in faults}
+    vars(line).update(faults)
+    return lambda: vars(line).update(sound)
+
+
 class _InProcess:
     """Strikes servers of this process through the transport that reaches them."""
-
-    _LINE: ClassVar[dict[FaultKind, dict[str, bool | float]]] = {
-        "freeze": {"is_frozen": True},
-        "partition": {"loses_requests": True, "loses_answers": True},
-        "partition_to": {"loses_requests": True},
-        "partition_from": {"loses_answers": True},
-        "slow_link": {"delay_s": 0.25},
-    }
 
     def __init__(self, swarm: InProcessSwarm, other_model: str | Path | None) -> None:
         self._swarm = swarm
@@ -222,20 +232,13 @@ class _InProcess:
         left_out |= {"other_version"} if self._other_model is None else set()
         return [kind for kind in KINDS if kind not in {"freeze_daemon", *left_out}]
 
-    def strike(self, fault: Fault) -> Callable[[], None]:
+    def strike(self, fault: Fault) -> Callable[[], object]:
         swarm, peer = self._swarm, self._swarm.peers[fault.server]
-        if fault.kind in self._LINE:
-            line, sound = swarm.transport.line(peer), {"is_frozen": False, "delay_s": 0.0}
-            sound |= {"loses_requests": False, "loses_answers": False}
-            vars(line).update(self._LINE[fault.kind])
-            return lambda: vars(line).update(sound)
+        if fault.kind in _LINE_FAULTS:
+            return _strike_line(swarm.transport.line(peer), fault.kind)
         if fault.kind == "lie":
             liar = swarm.replace(peer, Liar("scaled", factor=1.05))
-
-            def honest() -> None:
-                swarm.replace(liar)
-
-            return honest
+            return lambda: swarm.replace(liar)
         swarm.kill(peer)
         if fault.kind == "other_version":
             swarm.restart(peer, directory=self._other_model)
@@ -258,11 +261,19 @@ class _Processes:
 
     @property
     def kinds(self) -> Sequence[FaultKind]:
-        found: list[FaultKind] = ["kill", "freeze", "freeze_daemon"]
-        return found if self._other_model is None else [*found, "other_version"]
+        left_out = {"other_version"} if self._other_model is None else set()
+        if not isinstance(self._swarm, FaultySwarm):
+            left_out |= {"partition", "partition_to", "partition_from", "slow_link", "lie"}
+        return [kind for kind in KINDS if kind not in left_out]
 
-    def strike(self, fault: Fault) -> Callable[[], None]:
+    def strike(self, fault: Fault) -> Callable[[], object]:
         server = self._swarm.servers[fault.server]
+        if isinstance(self._swarm, FaultySwarm):
+            if fault.kind == "lie":
+                self._swarm.replace_by_liar(fault.server)
+                return lambda: self._swarm.restart(fault.server)
+            if fault.kind in _LINE_FAULTS and fault.kind != "freeze":
+                return _strike_line(self._swarm.links[fault.server], fault.kind)
         if fault.kind in ("freeze", "freeze_daemon"):
             daemons = psutil.Process(server.pid).children()
             frozen = daemons if fault.kind == "freeze_daemon" else [psutil.Process(server.pid), *daemons]

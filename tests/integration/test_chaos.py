@@ -5,31 +5,41 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from chaos_kit import storm
+from chaos_kit import Memory, decode, storm
 from session_check import bytes_left, sessions_left
 
-from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
+from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig, connect
-from swarm_plugins.testing import InProcessSwarm, Nemesis, save_tiny, tiny_model
+from swarm_plugins.errors import MissingBlocksError
+from swarm_plugins.testing import FaultySwarm, InProcessSwarm, Nemesis, save_tiny, tiny_model
+from swarm_plugins.testing.nemesis import Fault
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "15"))
 SEED = int(os.environ["CHAOS_SEED"]) if "CHAOS_SEED" in os.environ else None
 CONFIG = SwarmConfig(refresh_s=1.0, info_timeout_s=2.0, request_timeout_s=10.0, verify="on")
+CURE_S = 15.0
+"""Until a call works again after a fault: 2 s on an idle machine."""
+MAX_GROWTH_MIB = 8.0
 SPANS = [(0, 2), (0, 2), (2, 4), (2, 4)]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
 
 @pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _quiet_and_with_its_own_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
+    caplog.set_level(logging.WARNING, "lightning")
 
 
 @pytest.fixture
@@ -49,11 +59,20 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
+def check_flat(memory: Memory) -> None:
+    """Asserts that no process that lived through a third of the run grew in the last third of its life.
+
+    A leak of one activation or cache of the tiny model a round is several MB here; between the thirds a process that
+    was measured grew by less than 1 MB, but one that has just started may still take what its first faults need.
+    """
+    seen = memory.growth()
+    judged = {pid: grown for pid, (seconds, grown) in seen.items() if seconds > SECONDS / 3}
+    sys.stdout.write(f"growth of processes, in seconds and MiB: {sorted(seen.values())}\n")
+    assert judged
+    assert all(grown < MAX_GROWTH_MIB for grown in judged.values()), seen
+
+
 both_kinds = pytest.mark.parametrize("models", ["llama", "mixtral"], indirect=True)
-
-
-def server_memory(swarm: LocalSwarm) -> list[int]:
-    return [psutil.Process(server.pid).memory_info().rss for server in swarm.servers]
 
 
 @both_kinds
@@ -63,12 +82,14 @@ def test_faults_in_process(models: tuple[Path, Path]) -> None:
     with InProcessSwarm(directory, spans=SPANS, config=CONFIG) as swarm:
         nemesis = Nemesis(swarm, seed=SEED, duration_s=SECONDS, other_model=other)
         sys.stdout.write(f"{nemesis}\n")
-        done = storm(
+        done, memory = storm(
             directory,
             lambda: AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection),
             nemesis,
+            pids=lambda: [os.getpid()],
         )
         sys.stdout.write(f"{done}\n")
+        check_flat(memory)
         assert nemesis.num_struck == len(nemesis.schedule)
         assert sessions_left(swarm) == 0
         assert bytes_left(swarm) == 0
@@ -82,16 +103,18 @@ def test_faults_of_processes(models: tuple[Path, Path], temporary: Path) -> None
     directory, other = models
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     files = psutil.Process().num_fds()
-    with LocalSwarm(directory, spans=SPANS[::2], replicas=2) as swarm:
+    with FaultySwarm(directory, spans=SPANS[::2], replicas=2) as swarm:
         nemesis = Nemesis(swarm, seed=SEED, duration_s=SECONDS, other_model=other, length_s=(0.5, 6.0))
         sys.stdout.write(f"{nemesis}\n")
         peers = swarm.initial_peers
-        done = storm(
+        done, memory = storm(
             directory,
             lambda: AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=peers, swarm=CONFIG),
             nemesis,
+            pids=lambda: [os.getpid(), *(server.pid for server in swarm.servers)],
         )
-        sys.stdout.write(f"{done}\nserver memory: {[f'{rss / 1e6:.0f} MB' for rss in server_memory(swarm)]}\n")
+        sys.stdout.write(f"{done}\n")
+        check_flat(memory)
         assert nemesis.num_struck == len(nemesis.schedule)
         connect(peers, CONFIG).close()
     left = {process.pid for process in psutil.Process().children(recursive=True)} - before
@@ -100,3 +123,29 @@ def test_faults_of_processes(models: tuple[Path, Path], temporary: Path) -> None
     # A killed process cannot remove its socket; the next one does, a minute later.
     kills = sum(fault.kind in ("kill", "other_version") for fault in nemesis.schedule)
     assert len([path for path in temporary.rglob("*") if path.is_socket()]) <= 2 * kills
+
+
+@pytest.mark.swarm
+def test_each_fault_of_a_process(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny_model("llama", seed=5).save_pretrained(other)
+    directory = save_tiny("llama", tmp_path / "model")
+    with FaultySwarm(directory, spans=[(0, 4)]) as swarm, connect(swarm.initial_peers, CONFIG) as connection:
+        model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection)
+        want = decode(model)
+        nemesis = Nemesis(swarm, seed=1, other_model=other)
+        for kind in nemesis.victim.kinds:
+            heal = nemesis.victim.strike(Fault(kind=kind, server=0, start_s=0, length_s=0))
+            if kind == "slow_link":
+                assert decode(model).equal(want)
+            else:
+                with pytest.raises(MissingBlocksError):
+                    decode(model)
+            heal()
+            until = time.monotonic() + CURE_S
+            while True:
+                try:
+                    assert decode(model).equal(want), kind
+                    break
+                except MissingBlocksError:
+                    assert time.monotonic() < until, kind

@@ -1,0 +1,21 @@
+"""``python -m swarm_plugins.testing.lying_server``: the ``swarm`` command, whose server scales its outputs by 1.01."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from swarm_plugins.blocks.load import load_span
+from swarm_plugins.blocks.span import Span
+from swarm_plugins.cli import main
+from swarm_plugins.server import server
+from swarm_plugins.testing.liars import Liar
+
+
+def _load_liar(*args: Any, **kwargs: Any) -> Span:
+    return Liar("scaled").corrupt(load_span(*args, **kwargs))
+
+
+if __name__ == "__main__":
+    with mock.patch.object(server, "load_span", _load_liar):
+        main()

@@ -1,0 +1,78 @@
+"""Links between ports: what they carry, and what each fault does to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from swarm_plugins.testing.links import Link
+
+SOON_S = 20.0
+NOTHING_S = 0.2
+"""Long enough for a byte that nothing holds back."""
+
+
+@asynccontextmanager
+async def echo_behind(link: Link) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Yields a connection through a link to a server that sends everything back."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while chunk := await reader.read(1 << 16):
+            writer.write(chunk)
+        writer.close()
+
+    async with await asyncio.start_server(echo, "127.0.0.1", link.target_port):
+        await link.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+            await link.close()
+
+
+@pytest.mark.parametrize("fault", ["loses_requests", "loses_answers", "is_frozen"])
+def test_what_a_fault_takes_arrives_after_it(fault: str) -> None:
+    async def body() -> None:
+        link = Link()
+        async with echo_behind(link) as (reader, writer):
+            writer.write(b"before")
+            assert await reader.readexactly(6) == b"before"
+            setattr(link, fault, True)
+            writer.write(bytes(1 << 20))
+            writer.write_eof()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), NOTHING_S)
+            setattr(link, fault, False)
+            assert await reader.read() == bytes(1 << 20)
+
+    asyncio.run(asyncio.wait_for(body(), SOON_S))
+
+
+def test_a_slow_link_delays_each_direction() -> None:
+    async def body() -> None:
+        link = Link()
+        async with echo_behind(link) as (reader, writer):
+            link.delay_s = 0.2
+            started = asyncio.get_running_loop().time()
+            writer.write(b"slow")
+            assert await reader.readexactly(4) == b"slow"
+            assert asyncio.get_running_loop().time() - started >= 0.4
+
+    asyncio.run(asyncio.wait_for(body(), SOON_S))
+
+
+def test_a_connection_ends_with_its_target() -> None:
+    async def body() -> None:
+        link = Link()
+        await link.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        assert await reader.read() == b""
+        writer.close()
+        await link.close()
+        await link.close()
+
+    asyncio.run(asyncio.wait_for(body(), SOON_S))
