@@ -27,6 +27,9 @@ from swarm_plugins.transport.sockets import SocketFolder
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+MAX_DAEMON_MESSAGE_BYTES = 1 << 20
+"""Largest call of the DHT, or answer to one, that the daemon passes on."""
+
 _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
 _IDENTITY_CHECK_PAUSES_S = (0.0, 0.2, 0.4, 0.8)
@@ -224,6 +227,7 @@ def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
         "use_relay": config.use_relay,
         "use_auto_relay": config.use_auto_relay,
         "startup_timeout": config.start_timeout_s,
+        "persistent_conn_max_msg_size": MAX_DAEMON_MESSAGE_BYTES,
     }
 
 

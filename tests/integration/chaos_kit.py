@@ -116,14 +116,19 @@ class Memory:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.setdefault(pid, []).append((time.monotonic(), psutil.Process(pid).memory_info().rss))
 
-    def growth(self) -> dict[int, tuple[float, float]]:
-        """Returns how long each process was seen, in s, and how much larger its last third was than the one before."""
+    def growth(self) -> dict[int, float]:
+        """Returns how much larger, in MiB, processes were in the last third of their time than in the one before.
+
+        Those that were there for less than a third of the whole time are left out: they may still be warming up.
+        """
+        started = min(seen[0][0] for seen in self._seen.values())
+        ended = max(seen[-1][0] for seen in self._seen.values())
         found = {}
         for pid, seen in self._seen.items():
             third = len(seen) // 3
-            if third:
+            if third and seen[-1][0] - seen[0][0] > (ended - started) / 3:
                 middle, last = (sorted(rss for _, rss in seen[n * third : (n + 1) * third]) for n in (1, 2))
-                found[pid] = (seen[-1][0] - seen[0][0], (last[third // 2] - middle[third // 2]) / 2**20)
+                found[pid] = (last[third // 2] - middle[third // 2]) / 2**20
         return found
 
 

@@ -59,17 +59,15 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def check_flat(memory: Memory) -> None:
-    """Asserts that no process that lived through a third of the run grew in the last third of its life.
+def check_flat(memory: Memory, num_processes: int) -> None:
+    """Asserts that processes have stopped growing once they are warm.
 
-    A leak of one activation or cache of the tiny model a round is several MB here; between the thirds a process that
-    was measured grew by less than 1 MB, but one that has just started may still take what its first faults need.
+    They grew by up to 4 MiB, and shrank as often; the audit's leak of one graph a round was 17 MiB in 400 s.
     """
-    seen = memory.growth()
-    judged = {pid: grown for pid, (seconds, grown) in seen.items() if seconds > SECONDS / 3}
-    sys.stdout.write(f"growth of processes, in seconds and MiB: {sorted(seen.values())}\n")
-    assert judged
-    assert all(grown < MAX_GROWTH_MIB for grown in judged.values()), seen
+    growth = memory.growth()
+    sys.stdout.write(f"growth in MiB: {growth}\n")
+    assert len(growth) >= num_processes
+    assert max(growth.values()) < MAX_GROWTH_MIB
 
 
 both_kinds = pytest.mark.parametrize("models", ["llama", "mixtral"], indirect=True)
@@ -89,7 +87,7 @@ def test_faults_in_process(models: tuple[Path, Path]) -> None:
             pids=lambda: [os.getpid()],
         )
         sys.stdout.write(f"{done}\n")
-        check_flat(memory)
+        check_flat(memory, 1)
         assert nemesis.num_struck == len(nemesis.schedule)
         assert sessions_left(swarm) == 0
         assert bytes_left(swarm) == 0
@@ -106,17 +104,16 @@ def test_faults_of_processes(models: tuple[Path, Path], temporary: Path) -> None
     with FaultySwarm(directory, spans=SPANS[::2], replicas=2) as swarm:
         nemesis = Nemesis(swarm, seed=SEED, duration_s=SECONDS, other_model=other, length_s=(0.5, 6.0))
         sys.stdout.write(f"{nemesis}\n")
-        peers = swarm.initial_peers
-        done, memory = storm(
-            directory,
-            lambda: AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=peers, swarm=CONFIG),
-            nemesis,
-            pids=lambda: [os.getpid(), *(server.pid for server in swarm.servers)],
-        )
+        with connect(swarm.initial_peers, CONFIG) as connection:
+            done, memory = storm(
+                directory,
+                lambda: AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection),
+                nemesis,
+                pids=lambda: [os.getpid(), *(one.pid for one in swarm.servers if one.has_reached("ready"))],
+            )
         sys.stdout.write(f"{done}\n")
-        check_flat(memory)
+        check_flat(memory, 2)
         assert nemesis.num_struck == len(nemesis.schedule)
-        connect(peers, CONFIG).close()
     left = {process.pid for process in psutil.Process().children(recursive=True)} - before
     assert not left
     assert psutil.Process().num_fds() <= files + 2

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 MAX_KEYS_PER_CALL = 16
 """Keys in one call; this package looks up 4 at once and stores 2."""
 
-MAX_ANSWER_BYTES = 3 << 20
-"""Records in the answer to one look-up; the daemon carries 4 MiB."""
+MAX_ANSWER_BYTES = 3 << 18
+"""Records in the answer to one look-up; the daemon carries 1 MiB."""
 
 _ASKED_AT_ONCE = 16
 _ANSWER_S = 2.0
