@@ -1,15 +1,19 @@
-"""A hostile peer of the DHT, in a process of its own: ``dht_attacker.py ADDRESS``, until it is ended.
+"""A hostile peer of the DHT, in a process of its own: ``dht_attacker.py ADDRESS [PINGS]``, until it is ended.
 
-Prints a line when the first call has been answered.
+It has some large calls and pings on the way all the time, or so many pings. Prints a line when the first call has been
+answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
+import psutil
 from hivemind.p2p import P2P, P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 
@@ -28,7 +32,22 @@ def make(kind: str) -> tuple[str, bytes]:
     return "rpc_ping", dht_pb2.PingRequest().SerializeToString()
 
 
-async def main(address: str) -> None:
+@contextlib.contextmanager
+def calls_without_end(*arguments: str) -> Iterator[None]:
+    """Runs the attacker."""
+    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        yield
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.communicate()
+        psutil.wait_procs(children, 10)
+
+
+async def main(address: str, num_pings: int | None = None) -> None:
     """Sends calls without end."""
     p2p = await P2P.create(initial_peers=[address], dht_mode="client", no_listen=True)
     peer = PeerID.from_base58(address.rpartition("/")[2])
@@ -44,9 +63,11 @@ async def main(address: str) -> None:
                 sys.stdout.flush()
                 is_said = True
 
-    calls = [make(kind) for kind in ("look-ups", "records", "pings")]
-    await asyncio.gather(*(flood(*call) for call in calls for _ in range(AT_ONCE)))
+    calls = [make(kind) for kind in ("look-ups", "records", "pings")] * AT_ONCE
+    if num_pings is not None:
+        calls = [make("pings")] * num_pings
+    await asyncio.gather(*(flood(*call) for call in calls))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

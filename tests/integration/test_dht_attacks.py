@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ import psutil
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ed25519
+from dht_attacker import calls_without_end
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage
 from hivemind.proto import crypto_pb2
@@ -36,7 +35,6 @@ from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key
 
 pytestmark = pytest.mark.swarm
 
-ATTACKER = Path(__file__).with_name("dht_attacker.py")
 ATTACK_S = 2.5
 NUM_SYBILS = 4200
 MIB = 1 << 20
@@ -64,20 +62,6 @@ class Seen(NamedTuple):
     """Of the server's event loop, to a message that takes no computing."""
     rounds: int
     longest_round_s: float
-
-
-@contextmanager
-def calls_without_end(address: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, str(ATTACKER), address], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n"
-        yield
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.communicate()
-        psutil.wait_procs(children, 10)
 
 
 async def watch(swarm: LocalSwarm, honest: PreTrainedModel, expected: Tensor) -> Seen:

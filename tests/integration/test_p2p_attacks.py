@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from dht_attacker import calls_without_end
 from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PHandlerError, PeerID
@@ -192,6 +193,24 @@ def test_one_peer_that_calls_without_end_is_refused(rpc: str) -> None:
 
             with pytest.raises(P2PHandlerError, match="more than 10 calls of the DHT a second of one peer"):
                 await call()
+
+    run(body)
+
+
+def test_thousands_of_calls_at_once_keep_no_honest_record_out() -> None:
+    async def body() -> None:
+        # The honest server has another address than the attacker, with whom it would share a budget.
+        async with server() as victim:
+            (address,) = await victim.addresses()
+            kept = victim._dht._dht.protocol.storage
+            async with server(address, host_maddrs=["/ip4/127.0.0.2/tcp/0"]) as honest:
+                key = own_server_key("v1", honest.peer_id)
+                with calls_without_end(address, "6000"):
+                    for _ in range(3):
+                        await asyncio.sleep(1.0)
+                        await honest.announce(INFO, 60.0)
+                        stored = kept.get(DHTID.from_bytes(key_id(key)))
+                        assert stored.value.data[honest.peer_id].expiration_time == honest._dht._expirations[key]
 
     run(body)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,46 +20,78 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.admission.gate import REFUSED, Gate
 from swarm_plugins.transport.admission.origins import Origins, list_connections
-from swarm_plugins.transport.admission.paces import Paces
+from swarm_plugins.transport.admission.paces import Pace, Paces
 
 MAX_CALL_BYTES = 128 << 10
 """Largest call of the DHT; 16 records of 4 KiB take half of it."""
 
 _ENTER_TIMEOUT_S = 3.0
-_READ_BURST_BYTES = 64 << 20
-_READ_BYTES_PER_S = 64 << 20
-_READ_MESSAGES_PER_S = 1000
-_MESSAGE_BYTES = _READ_BYTES_PER_S // _READ_MESSAGES_PER_S
+_BURST_BYTES = 64 << 20
+_BYTES_PER_S = 64 << 20
+# Messages count as their bytes, and as some more for their work: 50 us if nobody answers, 200 us otherwise.
+_MESSAGE_BYTES = _BYTES_PER_S // 4000
+_CALL_BYTES = _BYTES_PER_S // 500
+_IGNORE_S = 10.0
+_MAX_IGNORED = 4096
 
 
 class PacedReader:
-    """Reads no faster than the DHT may take from the CPU, whoever sends: the rest waits in the daemon.
-
-    A message counts as its bytes, and as some more for the work that it makes.
-    """
+    """Reads no faster than the DHT may take from the CPU, whoever sends: the rest waits in the daemon."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
-        self._left = float(_READ_BURST_BYTES)
+        self._left = float(_BURST_BYTES)
         self._since = time.monotonic()
 
     async def readexactly(self, num_bytes: int) -> bytes:
         """Returns the next bytes, when their time has come."""
         data = await self._reader.readexactly(num_bytes)
         if num_bytes > 1:  # a single byte is part of a length
-            now = time.monotonic()
-            self._left = min(_READ_BURST_BYTES, self._left + (now - self._since) * _READ_BYTES_PER_S)
-            self._since = now
-            self._left -= num_bytes + _MESSAGE_BYTES
+            self.charge(num_bytes + _MESSAGE_BYTES)
             if self._left < 0:
-                await asyncio.sleep(-self._left / _READ_BYTES_PER_S)
+                await asyncio.sleep(-self._left / _BYTES_PER_S)
         return data
+
+    def charge(self, num_bytes: int) -> None:
+        """Counts work as so many bytes."""
+        now = time.monotonic()
+        self._left = min(_BURST_BYTES, self._left + (now - self._since) * _BYTES_PER_S) - num_bytes
+        self._since = now
 
 
 class _PacedConnector(DaemonConnector):  # type: ignore[misc]  # hivemind has no types
+    reader: PacedReader
+
     async def open_persistent_connection(self) -> tuple[Any, Any]:
         reader, writer = await super().open_persistent_connection()
-        return PacedReader(reader), writer
+        self.reader = PacedReader(reader)
+        return self.reader, writer
+
+
+class _Control(ControlClient):  # type: ignore[misc]  # hivemind has no types
+    """Ignores callers that go on although they are refused: their calls do not hold up those of others.
+
+    The daemon delivers all calls one after another. If each was answered, some thousand from one peer, all sent at
+    once, would take longer than others wait for an answer.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ignored: OrderedDict[bytes, float] = OrderedDict()
+        """Peer ids, as bytes, and until when."""
+
+    def ignore(self, peer: bytes) -> None:
+        """Ignores the calls of a peer for a while."""
+        self._ignored[peer] = time.monotonic() + _IGNORE_S
+        if len(self._ignored) > _MAX_IGNORED:
+            self._ignored.popitem(last=False)
+
+    async def _handle_persistent_request(self, call_id: Any, request: Any) -> None:
+        if self._ignored.get(request.peer, 0.0) > time.monotonic():
+            self._handler_tasks.pop(call_id)
+            return
+        self.daemon_connector.reader.charge(_CALL_BYTES)
+        await super()._handle_persistent_request(call_id, request)
 
 
 class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -67,6 +100,8 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
     gate: Gate
     origins: Origins
     paces: Paces
+    _refusals: Pace
+    """Of each caller, those that are said."""
 
     @classmethod
     async def open(cls, socket_path: str, gate: Gate) -> DHTConnection:
@@ -78,7 +113,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
         # Never listened on: calls of the DHT are no streams.
         self._client_listen_maddr = Multiaddr(f"/unix{socket_path}-dht-{secrets.token_hex(4)}")
         self._client = Client(_initialized_with_create=True)
-        self._client.control = await ControlClient.create(
+        self._client.control = await _Control.create(
             _PacedConnector(control_maddr=self._daemon_listen_maddr),
             self._client_listen_maddr,
             persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
@@ -88,6 +123,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
         await self._ping_daemon()
         self.origins = Origins(lambda: list_connections(self))
         self.paces = Paces()
+        self._refusals = Pace(50, 5.0)
         return self
 
     def close(self) -> None:
@@ -99,7 +135,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
     ) -> None:
         async def answer(request: bytes, remote_id: PeerID) -> bytes:
             peer = remote_id.to_base58()
-            await self._check(len(request), peer)
+            await self._check(len(request), remote_id)
             context = P2PContext(handle_name=handle_name, local_id=self.peer_id, remote_id=remote_id)
             response = await handler(input_protobuf_type.FromString(request), context)
             content = bytes(response.SerializeToString())
@@ -123,9 +159,12 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
                 self.gate.forget(peer)  # it has been restarted
         return None
 
-    async def _check(self, num_bytes: int, peer: str) -> None:
+    async def _check(self, num_bytes: int, caller: PeerID) -> None:
+        peer = caller.to_base58()
         refusal = self.gate.refusal(peer) or self.paces.refusal(peer, await self.origins.of(peer))
         if refusal is not None:
+            if not self._refusals.take(peer):
+                self._client.control.ignore(caller.to_bytes())
             raise ProtocolError(refusal)
         if num_bytes > MAX_CALL_BYTES:
             raise ProtocolError(f"call of the DHT with {num_bytes} bytes, the limit is {MAX_CALL_BYTES}")

@@ -1,4 +1,4 @@
-"""How often peers may call: each peer, all peers of one address, and all together."""
+"""How often peers may call: each peer, all peers of one address or network, and all together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Pace:
 
 
 class Paces:
-    """Budgets of a peer, of an address and of all: identities cost nothing, so a budget for each is not enough.
+    """Budgets of a peer, an address, a network and of all: identities cost nothing, so one for each is not enough.
+
+    No address, and no network, can use up what is there for all.
 
     A server of this package makes some 4 calls a second to the nodes that keep its records, a client fewer.
     """
@@ -56,6 +58,7 @@ class Paces:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._of_peer = Pace(100, 10.0, clock)
         self._of_host = Pace(500, 50.0, clock)
+        self._of_network = Pace(1000, 100.0, clock)
         self._of_all = Pace(2000, 250.0, clock)
 
     def refusal(self, peer: str, origin: Origin) -> str | None:
@@ -74,5 +77,6 @@ class Paces:
         return (
             (self._of_peer, peer, "of one peer"),
             (self._of_host, origin.host, "of one address"),
+            (self._of_network, origin.network, "of one network"),
             (self._of_all, None, "of all peers"),
         )

@@ -35,6 +35,15 @@ def test_many_identities_of_an_address_have_one_budget() -> None:
     assert budgets.refusal("honest", there) is None
 
 
+def test_many_addresses_of_a_network_have_one_budget() -> None:
+    budgets = Paces(clock=lambda: 0.0)
+    addresses = [origin_of(bytes([0x29, *range(6), 0, index % 200, *range(8)])) for index in range(4200)]
+    refusals = [budgets.refusal(f"sybil {index}", address) for index, address in enumerate(addresses)]
+    assert refusals.count(None) == 1000
+    assert refusals[-1] == "more than 100 calls of the DHT a second of one network"
+    assert budgets.refusal("honest", origin_of(b"\x04\x01\x02\x03\x05\x06")) is None
+
+
 def test_all_callers_have_one_budget() -> None:
     budgets = Paces(clock=lambda: 0.0)
     refusals = [budgets.refusal(f"sybil {index}", origin_of(bytes([4, 1, 1, index % 200, 1]))) for index in range(4200)]
