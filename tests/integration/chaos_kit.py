@@ -114,7 +114,8 @@ class Memory:
         """Measures some processes; one that has just ended is left out."""
         for pid in pids:
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._seen.setdefault(pid, []).append((time.monotonic(), psutil.Process(pid).memory_info().rss))
+                rss = psutil.Process(pid).memory_info().rss
+                self._seen.setdefault(pid, []).append((time.monotonic(), rss))
 
     def growth(self) -> dict[int, float]:
         """Returns how much larger, in MiB, processes were in the last third of their time than in the one before.
