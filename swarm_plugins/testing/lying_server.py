@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+from swarm_plugins import cli
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
-from swarm_plugins.cli import main
 from swarm_plugins.server import server
 from swarm_plugins.testing.liars import Liar
+
+
+def main() -> None:
+    """Runs the command."""
+    with mock.patch.object(server, "load_span", _load_liar):
+        cli.main()
 
 
 def _load_liar(*args: Any, **kwargs: Any) -> Span:
@@ -17,5 +23,4 @@ def _load_liar(*args: Any, **kwargs: Any) -> Span:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(server, "load_span", _load_liar):
-        main()
+    main()

@@ -21,7 +21,6 @@ from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.verification import user_quarantine
 
-HERE = Path(__file__).parent
 IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
@@ -30,7 +29,7 @@ def liar(model: Path, address: str) -> Iterator[str]:
     """Runs a lying server of the whole model, which is preferred to two honest ones; yields its peer id."""
     arguments = ["serve", str(model), "--blocks", "0:4", "--threads", "1", "--initial-peers", address]
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "lying_server.py"), *arguments],
+        [sys.executable, "-m", "swarm_plugins.testing.lying_server", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
