@@ -125,7 +125,7 @@ class InProcessSwarm:
         """Kills a server and starts one with the same blocks and a new identity; returns its id."""
         self.kill(peer)
         old = self.services.pop(peer)
-        del self._handlers[peer]
+        del self._handlers[peer], self._movers[peer]
         old.scheduler.close()
         info = old.info()
         return self._add(self.peers.index(peer), range(info.start, info.end), liar)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from swarm_plugins import cli
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
+from swarm_plugins.cli.main import main as swarm
 from swarm_plugins.server import server
 from swarm_plugins.testing.liars import Liar
 
@@ -15,7 +15,7 @@ from swarm_plugins.testing.liars import Liar
 def main() -> None:
     """Runs the command."""
     with mock.patch.object(server, "load_span", _load_liar):
-        cli.main()
+        swarm()
 
 
 def _load_liar(*args: Any, **kwargs: Any) -> Span:

@@ -117,6 +117,10 @@ class Memory:
                 rss = psutil.Process(pid).memory_info().rss
                 self._seen.setdefault(pid, []).append((time.monotonic(), rss))
 
+    def __str__(self) -> str:
+        lines = {pid: [rss >> 20 for _, rss in seen[:: len(seen) // 20 + 1]] for pid, seen in self._seen.items()}
+        return "\n".join(f"memory of {pid} in MiB: {line}" for pid, line in lines.items())
+
     def growth(self) -> dict[int, float]:
         """Returns how much larger, in MiB, processes were in the last third of their time than in the one before.
 

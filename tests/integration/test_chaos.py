@@ -31,7 +31,12 @@ CURE_S = 15.0
 """Until a call works again after a fault: 2 s on an idle machine."""
 MAX_GROWTH_MIB = 8.0
 SPANS = [(0, 2), (0, 2), (2, 4), (2, 4)]
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    # Each server that starts again takes some seconds, as long as the fault that it ends.
+    pytest.mark.timeout(120 + 8 * SECONDS),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +70,7 @@ def check_flat(memory: Memory, num_processes: int) -> None:
     They grew by up to 4 MiB, and shrank as often; the audit's leak of one graph a round was 17 MiB in 400 s.
     """
     growth = memory.growth()
-    sys.stdout.write(f"growth in MiB: {growth}\n")
+    sys.stdout.write(f"{memory}\ngrowth in MiB: {growth}\n")
     assert len(growth) >= num_processes
     assert max(growth.values()) < MAX_GROWTH_MIB
 
