@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,15 +14,37 @@ from swarm_plugins.routing.placement import Mobility, Placed
 from swarm_plugins.routing.turns import Snapshot
 from swarm_plugins.server.capacity import blocks_that_fit, free_device_bytes
 from swarm_plugins.server.config import ServeConfig
-from swarm_plugins.server.presence import Presence
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0
-"""Until an announcement can be seen by others that join."""
+"""Until an announcement can be seen by others that join; longer than a measurement takes, or as long."""
 _USABLE_SHARE = 0.8
 """Share of the free memory that a second span may take while the first is served."""
+
+
+class Rates(NamedTuple):
+    """How fast a server is."""
+
+    throughput: float
+    """Tokens per second through one block."""
+    network_tokens_s: float
+    """Hidden states per second over its network. 0: unknown."""
+
+
+class Swarm(Protocol):
+    """What the choice needs of `Presence`."""
+
+    @property
+    def peer_id(self) -> str:
+        """Id of this server."""
+
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
+        """Returns the servers of a model version."""
+
+    async def announce(self, info: Callable[[], ServerInfo]) -> None:
+        """Announces this server."""
 
 
 def snapshot_of(num_blocks: int, infos: Mapping[str, ServerInfo]) -> Snapshot:
@@ -67,29 +90,42 @@ def mobility_of(config: ServeConfig, span_bytes: int) -> Mobility:
 
 
 async def choose_blocks(
-    presence: Presence,
+    presence: Swarm,
     checkpoint: Checkpoint,
     config: ServeConfig,
     describe: Callable[..., ServerInfo],
+    measure: Callable[[range], Awaitable[Rates]],
 ) -> range:
     """Returns the span of a server that joins, announced already: others that join at the same time take another.
+
+    Where it helps most depends on how fast it is, so one block is measured first, and the network to other servers.
 
     Args:
         presence: Its place in the swarm.
         checkpoint: The model.
         config: What to serve.
         describe: Changes fields of what it announces, and returns that.
+        measure: Measures blocks, and the network to other servers.
     """
     length = config.num_blocks
     if length is None:
         length = blocks_that_fit(checkpoint, config)
         log.info("memory holds %d blocks", length)
-    info = describe()
-    blocks = range(length)
-    for pause_s in (0.0, _SETTLE_S) if config.initial_peers else (0.0,):
-        await asyncio.sleep(pause_s)
+
+    async def choose() -> range:
+        info = describe()
         infos = await presence.servers(info.version, info.num_blocks)
-        blocks = snapshot_of(info.num_blocks, infos).span_of_new(presence.peer_id, length, 0.0)
-        info = describe(start=blocks.start, end=blocks.stop)
+        rate = _placed(presence.peer_id, info).rate
+        blocks = snapshot_of(info.num_blocks, infos).span_of_new(presence.peer_id, length, rate)
+        describe(start=blocks.start, end=blocks.stop)
         await presence.announce(describe)
+        return blocks
+
+    describe(start=0, end=length)
+    blocks = await choose()
+    if config.initial_peers:
+        # Blocks are claimed already: others that join see that while this server measures.
+        _, rates = await asyncio.gather(asyncio.sleep(_SETTLE_S), measure(blocks[:1]))
+        describe(throughput=rates.throughput, network_tokens_s=rates.network_tokens_s)
+        blocks = await choose()
     return blocks

@@ -32,7 +32,7 @@ from swarm_plugins.server.hosted import HostedSpans, storages
 from swarm_plugins.server.identity import identity_of
 from swarm_plugins.server.moving import Mover
 from swarm_plugins.server.network_rate import network_rate
-from swarm_plugins.server.placing import choose_blocks, may_move
+from swarm_plugins.server.placing import Rates, choose_blocks, may_move
 from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc.table import operator_handlers, service_handlers
@@ -175,7 +175,8 @@ class SwarmServer:
         )
         # Before the load, which may take minutes: others that join meanwhile see these blocks as taken.
         if named is None:
-            blocks = await choose_blocks(self._presence, checkpoint, config, self._describe)
+            rates = functools.partial(self._rates, checkpoint, device)
+            blocks = await choose_blocks(self._presence, checkpoint, config, self._describe, rates)
         await self._presence.announce(lambda: self.info)
         self._held = await in_thread(lambda: load_held(checkpoint, blocks, config))
         if self._held is not None and config.is_holder:
@@ -261,6 +262,22 @@ class SwarmServer:
         await presence.serve(handlers)
         await presence.announce(lambda: self.info)
 
+    async def _rates(self, checkpoint: Checkpoint, device: torch.device, blocks: range) -> Rates:
+        """Measures blocks, and the network to other servers; not if they need experts that others hold."""
+        if self.config.remote_experts:
+            return Rates(0.0, 0.0)
+        span = await in_thread(lambda: self._load_span(checkpoint, device, blocks))
+        try:
+            speed = await self._measured(span)
+            return Rates(round(speed.throughput, 3), await self._network_rate(span))
+        finally:
+            span.close()
+
+    async def _network_rate(self, span: Span) -> float:
+        info, spec = self.info, span.spec
+        token_bytes = spec.hidden_size * spec.dtype.itemsize
+        return await network_rate(self._joined(), info.version, info.num_blocks, token_bytes)
+
     async def _measured(self, span: Span) -> Speed:
         """Measures a span; without its remote experts if these have no holders yet."""
         tokens = self.config.limits.max_batch_tokens
@@ -279,7 +296,6 @@ class SwarmServer:
         scheduler = Scheduler(spans, SchedulerConfig(max_pack_tokens=config.max_pack_tokens), self._points)
         limits = config.limits
         speed = await self._measured(span)
-        token_bytes = span.spec.hidden_size * span.spec.dtype.itemsize
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
         scheduler.chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
         kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
@@ -290,7 +306,7 @@ class SwarmServer:
             state="online",
             throughput=round(speed.throughput, 3),
             decode_s=speed.decode_s,
-            network_tokens_s=await network_rate(self._joined(), version, num_blocks, token_bytes),
+            network_tokens_s=await self._network_rate(span),
             total_kv_tokens=kv_tokens,
             max_session_tokens=min(limits.max_session_tokens, span.spec.max_positions, kv_tokens),
             needs=() if self._share is None else self._share.needs,
