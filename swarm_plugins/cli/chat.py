@@ -43,7 +43,7 @@ def chat(
         from swarm_plugins.client.config import SwarmConfig
 
         config = SwarmConfig(
-            discovery=discovery,  # type: ignore[arg-type]  # checked there
+            discovery=discovery,
             secret_file=secret_file,
             identity=identity,
         )

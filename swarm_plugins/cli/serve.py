@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.arguments import Secret, split_addresses
+from swarm_plugins.cli.support.arguments import Secret, Way, split_addresses
 from swarm_plugins.cli.support.output import SERVE_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.sizes import parse_bytes
@@ -49,8 +49,10 @@ def serve(
         ),
     ] = None,
     discovery: Annotated[
-        str,
-        typer.Option(metavar="dht|static", help="static: announce nothing; clients are given this server's address."),
+        Way,
+        typer.Option(
+            parser=str, metavar="dht|static", help="static: announce nothing; clients are given this server's address."
+        ),
     ] = "dht",
     secret_file: Secret = None,
     allowed_peers: Annotated[
@@ -167,7 +169,7 @@ def serve(
             remote_experts=is_remote,
             # An embedded server joins its parent's swarm, whatever the environment says.
             initial_peers=tuple(split_addresses(initial_peers)) if embedding is None else (),
-            discovery=discovery,  # type: ignore[arg-type]  # checked there
+            discovery=discovery,
             secret_file=secret_file,
             allowed_peers=tuple(split_addresses(allowed_peers)) or None,
             relays=tuple(split_addresses(relay)),

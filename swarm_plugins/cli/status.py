@@ -38,7 +38,7 @@ def status(
 
         config = NodeConfig(
             initial_peers=tuple(peers),
-            discovery=discovery,  # type: ignore[arg-type]  # checked there
+            discovery=discovery,
             secret_file=secret_file,
             identity_path=identity,
             client_mode=True,
@@ -87,7 +87,7 @@ def drain(
 
         config = NodeConfig(
             initial_peers=tuple(peers),
-            discovery=discovery,  # type: ignore[arg-type]  # checked there
+            discovery=discovery,
             secret_file=secret_file,
             client_mode=True,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,9 +15,13 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the
 Peers = Annotated[
     list[str] | None, typer.Option(help="Address to reach the swarm by; repeatable.", envvar="SWARM_INITIAL_PEERS")
 ]
+Way = Literal["dht", "static"]
+"""Of finding servers. With ``parser=str`` the config checks it, and says in one sentence what is allowed."""
 Discovery = Annotated[
-    str,
-    typer.Option(metavar="dht|static", help="static: the servers are those at --initial-peers; no DHT is asked."),
+    Way,
+    typer.Option(
+        parser=str, metavar="dht|static", help="static: the servers are those at --initial-peers; no DHT is asked."
+    ),
 ]
 Secret = Annotated[
     Path | None,

@@ -12,13 +12,11 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
-from hivemind.p2p import P2PDaemonError, PeerID
-from hivemind.utils.multiaddr import Multiaddr
-
 from swarm_plugins.errors import ProtocolError, TransportError
 from swarm_plugins.transport.admission.gate import Open
 from swarm_plugins.transport.config import peer_id_in, place_in
 from swarm_plugins.transport.daemon import Daemon
+from swarm_plugins.transport.neighbors import connect_peer
 
 log = logging.getLogger(__name__)
 
@@ -89,16 +87,17 @@ class Relays:
                 await self._reserve(address)
         except TransportError as exc:
             return exc
-        except (TimeoutError, OSError, P2PDaemonError, asyncio.IncompleteReadError) as exc:
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as exc:
             log.debug("relay %s: %r", address, exc)
-            return TransportError(
-                f"relay {address} cannot be reached: check that a server runs there, and its address, port and firewall"
-            )
+            return _unreachable(address)
         return None
 
     async def _reserve(self, address: str) -> None:
         relay = peer_id_in(address)
-        await self._daemon.p2p._client.connect(PeerID.from_base58(relay), [Multiaddr(place_in(address))])
+        try:
+            await connect_peer(self._daemon.socket_path, relay, [place_in(address)])
+        except TransportError as exc:
+            raise _unreachable(address) from exc
         try:
             reader, writer = await self._open(relay, _HOP)
         except TransportError as exc:
@@ -114,6 +113,12 @@ class Relays:
                 f"relay {address} gives this node no place (status {status}): it has none left, or is itself behind a "
                 "relay; give another"
             )
+
+
+def _unreachable(address: str) -> TransportError:
+    return TransportError(
+        f"relay {address} cannot be reached: check that a server runs there, and its address, port and firewall"
+    )
 
 
 async def _read_message(reader: asyncio.StreamReader) -> bytes:
