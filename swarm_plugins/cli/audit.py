@@ -25,35 +25,50 @@ def audit(
 ) -> None:
     """Show the servers caught with a wrong answer; replay the evidence against one."""
     with one_sentence_errors("audit"):
-        from swarm_plugins.verification import user_quarantine
-        from swarm_plugins.verification.evidence import read_evidence
-
-        quarantine = user_quarantine()
-        listed = quarantine.peers()
         if peer is None:
             if model is not None or forgive:
                 raise ConfigError("no peer is named: give its id, as `swarm audit` alone lists it")
-            for name, caught in listed.items():
-                typer.echo(f"{name} quarantined until {_date(caught.until)}: {caught.reason} ({caught.model})")
-            if not listed:
-                typer.echo("No server is in quarantine.")
+            _list()
             return
-        is_file = Path(peer).is_file()
-        if not is_file and peer not in listed:
-            raise ConfigError(f"{peer} is not in quarantine, and there is no such file; `swarm audit` lists who is")
-        if forgive and not is_file:
-            quarantine.forgive(peer)
-            typer.echo(f"{peer} may be used again")
+        file = Path(peer) if Path(peer).is_file() else _evidence_against(peer, forgive=forgive)
+        if file is None:
             return
-        file = Path(peer) if is_file else Path(listed[peer].evidence)
-        if not is_file:
-            typer.echo(f"{peer} quarantined until {_date(listed[peer].until)}: {listed[peer].reason}")
+        from swarm_plugins.verification.evidence import read_evidence
+
         evidence = read_evidence(file)
         typer.echo(f"evidence: {file}\n{_described(evidence)}")
         if model is None:
             typer.echo(f"replay it with: swarm audit {peer} --model MODEL")
         elif not _replay(evidence, model):
             raise typer.Exit(1)
+
+
+def _list() -> None:
+    from swarm_plugins.verification import user_quarantine
+
+    listed = user_quarantine().peers()
+    for name, caught in listed.items():
+        typer.echo(f"{name} quarantined until {_date(caught.until)}: {caught.reason} ({caught.model})")
+    if not listed:
+        typer.echo("No server is in quarantine.")
+
+
+def _evidence_against(peer: str, *, forgive: bool) -> Path | None:
+    """Prints why a peer is in quarantine; returns the file with what it was caught with. None: it is forgiven."""
+    from swarm_plugins.verification import user_quarantine
+
+    quarantine = user_quarantine()
+    caught = quarantine.peers().get(peer)
+    if caught is None:
+        raise ConfigError(f"{peer} is not in quarantine, and there is no such file; `swarm audit` lists who is")
+    if forgive:
+        quarantine.forgive(peer)
+        typer.echo(f"{peer} may be used again")
+        return None
+    typer.echo(f"{peer} quarantined until {_date(caught.until)}: {caught.reason}")
+    if not caught.evidence:
+        raise ConfigError(f"no evidence against {peer} was saved, so its answer cannot be replayed")
+    return Path(caught.evidence)
 
 
 def _described(evidence: Evidence) -> str:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _MAX_FILES = 32
 """Files kept; the oldest goes first."""
 _MAX_FILE_BYTES = 1 << 30
+_MAX_BYTES = 4 << 30
+"""Of all files together."""
 
 
 class OpenedFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,9 +108,17 @@ def save_evidence(folder: Path, evidence: Evidence) -> Path:
         Path(temporary).replace(path)
     finally:
         Path(temporary).unlink(missing_ok=True)
-    for old in sorted(folder.glob("*.evidence"), key=lambda file: file.stat().st_mtime_ns)[:-_MAX_FILES]:
-        old.unlink(missing_ok=True)
+    _delete_oldest(folder)
     return path
+
+
+def _delete_oldest(folder: Path) -> None:
+    num_bytes = 0
+    newest_first = sorted(folder.glob("*.evidence"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for index, file in enumerate(newest_first):
+        num_bytes += file.stat().st_size
+        if index >= _MAX_FILES or (index and num_bytes > _MAX_BYTES):
+            file.unlink(missing_ok=True)
 
 
 def read_evidence(path: Path) -> Evidence:

@@ -24,6 +24,8 @@ _MAX_PEERS = 1024
 """Peers remembered; the one caught first is forgotten first."""
 _MAX_FILE_BYTES = 4 << 20
 _LOOK_S = 1.0
+_LOCK_S = 2.0
+"""Longest wait for another process that writes the file."""
 
 
 class Caught(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,8 +52,12 @@ def user_quarantine() -> Quarantine:
     return Quarantine(default_cache() / "quarantine.json")
 
 
+class _DamagedError(ValueError):
+    """The file is no list of peers."""
+
+
 class Quarantine:
-    """The list on disk.
+    """The list on disk. A file that is damaged is renamed, and a new list begun.
 
     Args:
         path: The file; its folder is made when the first server is caught.
@@ -83,8 +89,7 @@ class Quarantine:
         caught = Caught(until=now + QUARANTINE_S, caught_at=now, model=model, reason=reason, evidence=evidence)
         try:
             with self._locked():
-                kept = {**self._read(), peer: caught}
-                kept = {name: one for name, one in kept.items() if now < one.until}
+                kept = {**self._read_or_begin(), peer: caught}
                 newest = sorted(kept, key=lambda name: kept[name].caught_at)[-_MAX_PEERS:]
                 self._saved = {name: kept[name] for name in newest}
                 self._write(_File(peers=self._saved))
@@ -100,16 +105,17 @@ class Quarantine:
             OSError: If the file cannot be written.
         """
         with self._locked():
-            kept = self._read()
+            kept = self._read_or_begin()
             found = kept.pop(peer, None)
             if found is not None:
                 self._write(_File(peers=kept))
         self._saved = kept
-        return found is not None
+        unsaved = self._unsaved.pop(peer, None)
+        return found is not None or unsaved is not None
 
     def _all(self) -> Mapping[str, Caught]:
         now = self._clock()
-        if now - self._looked_at >= _LOOK_S:
+        if abs(now - self._looked_at) >= _LOOK_S:  # the clock may have been set back
             self._looked_at = now
             self._refresh()
         return ChainMap(self._unsaved, self._saved)
@@ -120,39 +126,76 @@ class Quarantine:
             stamp = (stat.st_mtime_ns, stat.st_size)
         except OSError:
             stamp = (0, 0)
-        if stamp != self._read_at:
-            self._read_at = stamp
+        if stamp == self._read_at:
+            return
+        self._read_at = stamp
+        try:
             self._saved = self._read()
+        except _DamagedError:
+            with contextlib.suppress(OSError), self._locked():
+                # Read again: another process may have begun a new list meanwhile.
+                self._saved = self._read_or_begin()
+        except OSError as exc:
+            log.warning("cannot read the list of quarantined servers %s: %s", self.path, one_line(exc))
 
     def _read(self) -> dict[str, Caught]:
+        """Returns the peers that are listed and excluded now.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        now = self._clock()
         try:
             if self.path.stat().st_size > _MAX_FILE_BYTES:
-                raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
-            return msgspec.json.decode(self.path.read_bytes(), type=_File).peers
+                raise _DamagedError(f"it has more than {_MAX_FILE_BYTES} bytes")
+            found = msgspec.json.decode(self.path.read_bytes(), type=_File).peers
         except FileNotFoundError:
             return {}
-        except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as exc:
-            self._put_aside(exc)
-            return {}
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+            raise _DamagedError(one_line(exc)) from exc
+        # If the clock has been set back since, the day begins now: by the old clock it might last for years.
+        dated = {
+            peer: msgspec.structs.replace(caught, caught_at=now, until=now + QUARANTINE_S)
+            if caught.until > now + QUARANTINE_S
+            else caught
+            for peer, caught in found.items()
+        }
+        return {peer: caught for peer, caught in dated.items() if now < caught.until}
 
-    def _put_aside(self, cause: Exception) -> None:
-        aside = self.path.with_name(f"{self.path.name}.damaged-{int(self._clock())}")
-        with contextlib.suppress(OSError):
+    def _read_or_begin(self) -> dict[str, Caught]:
+        """Reads the file; puts it aside if it is damaged. The caller has locked it."""
+        try:
+            return self._read()
+        except _DamagedError as exc:
+            aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
             self.path.replace(aside)
-        log.warning(
-            "the list of quarantined servers %s cannot be read (%s): kept as %s, and started anew",
-            self.path,
-            one_line(cause),
-            aside.name,
-        )
+            log.warning(
+                "the list of quarantined servers %s cannot be read (%s): kept as %s, and started anew",
+                self.path,
+                exc,
+                aside.name,
+            )
+            return {}
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps other processes from changing the file meanwhile."""
+        """Keeps other processes from changing the file meanwhile.
+
+        Raises:
+            OSError: If the lock cannot be had in time.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.path.with_name(f"{self.path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            deadline = time.monotonic() + _LOCK_S
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"another process has kept it locked for {_LOCK_S:g} s") from None
+                    time.sleep(0.01)
             yield
         finally:
             os.close(lock)

@@ -15,7 +15,7 @@ from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.testing import InProcessSwarm, Liar, LocalTransport
-from swarm_plugins.testing.liars import LIES
+from swarm_plugins.testing.liars import LIES, Lie
 from swarm_plugins.verification import Quarantine, Verifier, make_observer
 from swarm_plugins.versions import ModelVersion
 
@@ -30,9 +30,11 @@ def listed(cache: Path) -> dict[str, str]:
     return {peer: caught.reason for peer, caught in Quarantine(cache / "quarantine.json").peers().items()}
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_caught_at_once_and_leaves_no_trace(llama: Path, cache: Path, lie: str) -> None:
-    liar = Liar(lie)
+@pytest.mark.parametrize(
+    ("lie", "factor"), [*((lie, 1.01) for lie in LIES), ("scaled", 1.05)], ids=[*LIES, "scaled by 1.05"]
+)
+def test_a_lie_is_caught_at_once_and_leaves_no_trace(llama: Path, cache: Path, lie: Lie, factor: float) -> None:
+    liar = Liar(lie, factor=factor)
     with with_liar(llama, liar) as swarm:
         assert train(swarm) == clean_losses(llama)
         # An adapter is stale from the second step on.

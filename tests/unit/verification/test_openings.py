@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from lies_kit import HONEST, IDS, train, tuned
+from peft import PrefixTuningConfig, get_peft_model
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.blocks import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
-from swarm_plugins.testing.liars import Lie
+from swarm_plugins.testing.liars import Lie, _ScaledGradient
 from swarm_plugins.verification import Quarantine, evidence, openings
 from swarm_plugins.verification.local_blocks import LocalBlocks
 from swarm_plugins.verification.replay import replay
@@ -81,6 +85,47 @@ def test_a_lie_in_one_block_shows_when_that_block_is_opened(
             with torch.no_grad():
                 model(input_ids=IDS, use_cache=False)
             assert (swarm.peers[1] in Quarantine(cache / "quarantine.json")) == is_caught
+
+
+def test_a_scaled_last_block_is_caught_although_the_final_norm_hides_it(deep: Path, cache: Path) -> None:
+    def logits(liar: Liar, config: SwarmConfig) -> torch.Tensor:
+        with InProcessSwarm(deep, spans=[(0, 6), (0, 6)], config=config, liars={0: liar}) as swarm:
+            model = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
+            with torch.no_grad():
+                found: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
+            assert (swarm.peers[0] in Quarantine(cache / "quarantine.json")) == (
+                config is not HONEST and liar.calls > 0
+            )
+            return found
+
+    liar = Liar("scaled", factor=1.5, block=5)
+    honest = logits(Liar("echo", honest_calls=100), HONEST)
+    assert torch.allclose(logits(liar, HONEST), honest, atol=1e-4)
+    assert torch.equal(logits(liar, config_for(deep)), honest)
+
+
+@pytest.mark.parametrize("is_opened", [False, True], ids=["whole", "opened"])
+def test_a_wrong_gradient_of_a_prefix_is_caught(deep: Path, cache: Path, is_opened: bool) -> None:
+    class PrefixLiar(Liar):
+        def corrupt(self, span: Span) -> Span:
+            honest = span.forward
+
+            def forward(inputs: SpanInputs) -> SpanOutputs:
+                wrong = (_ScaledGradient.apply(tensor, -1.0) for tensor in inputs.prefix)  # type: ignore[no-untyped-call]
+                return honest(replace(inputs, prefix=tuple(wrong)))
+
+            span.__dict__.update(forward=forward)
+            return span
+
+    config = config_for(deep) if is_opened else SwarmConfig(verify="on")
+    liars = {1: PrefixLiar("flipped_gradients")}
+    with InProcessSwarm(deep, spans=[(0, 2), (2, 6), (2, 6)], config=config, liars=liars) as swarm:
+        base = AutoSwarmModelForCausalLM.from_pretrained(deep, connection=swarm.connection)
+        model = get_peft_model(base, PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        caught = Quarantine(cache / "quarantine.json").peers()
+        assert list(caught) == [swarm.peers[1]]
+        assert "wrong backward" in caught[swarm.peers[1]].reason
 
 
 def test_last_block_and_another_are_chosen() -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from lies_kit import CHECKED, HONEST, IDS, with_liar
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
+from swarm_plugins.cli import app
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.testing import InProcessSwarm, Liar
 from swarm_plugins.verification import Quarantine
@@ -38,6 +40,9 @@ def test_lies_from_the_first_step_are_caught_before_they_are_used(llama: Path, c
             assert liar.calls == liar.honest_calls + 1
             caught = Quarantine(cache / "quarantine.json").peers()[swarm.peers[1]]
             assert caught.reason.startswith("wrong session step of blocks 2:4")
+            shown = CliRunner().invoke(app, ["audit", swarm.peers[1]])
+            assert shown.exit_code == 1
+            assert "no evidence against" in shown.output
 
 
 def test_a_lie_in_a_later_step_of_a_followed_session_is_caught(llama: Path, cache: Path) -> None:
