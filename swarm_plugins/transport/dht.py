@@ -54,6 +54,8 @@ Item = tuple[str, str, bytes, float]
 _CROWD = 64
 """As many servers as a client asks at once."""
 _MAX_INITIAL = 8
+_WORKERS = 16
+"""Nodes asked at the same time in a look-up."""
 
 _BOOTSTRAP_TIMEOUT_S = 30.0
 _LEAVE_TIMEOUT_S = 3.0
@@ -100,6 +102,8 @@ class SwarmDHT:
             client_mode=self._config.client_mode,
             node_id=node_id_of(connection.peer_id),
             record_validator=Admission(connection.origins),
+            # Each that has stopped holds up one worker for 3 s.
+            num_workers=_WORKERS,
             # Cached servers are minutes old; every look-up here asks the network.
             cache_locally=False,
             cache_nearest=0,

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
 from p2p_kit import INFO, client, echo, run
 
 from swarm_plugins.client.discovery.network import LastingNetwork
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.transport.channel import Directory
+from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 
 pytestmark = pytest.mark.swarm
@@ -67,6 +70,33 @@ def test_a_client_sees_the_servers_again_that_were_all_frozen() -> None:
                             await looking.servers("v1", 8)
                     assert neighbors(looking) == 0
                 assert await sees(looking, first.peer_id, second.peer_id)
+
+    run(body)
+
+
+def test_a_look_up_asks_frozen_nodes_at_the_same_time_not_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with SwarmNode() as first, client(*await first.addresses()) as looking:
+            await first.announce(INFO, 60.0)
+            assert looking._dht is not None
+            protocol = looking._dht._dht.protocol
+            call_find, waiting, most = protocol.call_find, set(), 0
+            for _ in range(8):
+                protocol.routing_table.add_or_update_node(DHTID.generate(), PeerID.from_base58(new_identity().peer_id))
+
+            async def call(peer: PeerID, keys: list[DHTID]) -> object:
+                nonlocal most
+                if peer.to_base58() == first.peer_id:
+                    return await call_find(peer, keys)
+                waiting.add(peer)
+                most = max(most, len(waiting))
+                await asyncio.sleep(0.2)
+                waiting.discard(peer)
+                return None
+
+            monkeypatch.setattr(protocol, "call_find", call)
+            assert set(await looking.servers("v1", 8)) == {first.peer_id}
+            assert most == 8
 
     run(body)
 
