@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,7 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from dht_attacker import calls_without_end
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage
-from hivemind.proto import crypto_pb2
+from hivemind.p2p import P2P, P2PHandlerError, PeerID
+from hivemind.proto import crypto_pb2, dht_pb2
 from hivemind.utils import MSGPackSerializer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -147,6 +149,59 @@ def test_a_node_that_names_thousands_of_servers_hides_none(model: Path, swarm: L
             return time.monotonic() - started < 20.0  # 1 to 2 s; before, MissingBlocksError
 
     asyncio.run(asyncio.wait_for(body(), 240))
+
+
+async def send_sybils(address: str) -> list[bool]:
+    """Sends records of peers that do not exist, each signed by itself; returns which were stored."""
+    peer = PeerID.from_base58(address.rpartition("/")[2])
+    attacker = await P2P.create(initial_peers=[address], dht_mode="client", no_listen=True)
+    async with SwarmNode(NodeConfig(initial_peers=(address,), client_mode=True)) as node:
+        ((version, found),) = (await node.models()).items()
+        info = next(iter((await node.servers(version, found.num_blocks)).values()))
+    stored: list[bool] = []
+
+    async def send(some: list[Identity], expiration: float) -> None:
+        request = dht_pb2.StoreRequest(in_cache=[False] * len(some), expiration_time=[expiration] * len(some))
+        for one in some:
+            key = own_server_key(version, one.peer_id)
+            request.keys.append(key_id(key))
+            request.subkeys.append(MSGPackSerializer.dumps(one.peer_id))
+            blob = sign_record(one, key, ServerRecord(info=info), expiration)
+            request.values.append(MSGPackSerializer.dumps(blob))
+        with contextlib.suppress(P2PHandlerError):
+            answer = await attacker.call_protobuf_handler(peer, "DHTProtocol.rpc_store", request, dht_pb2.StoreResponse)
+            stored.extend(answer.store_ok)
+
+    try:
+        sybils = [sybil() for _ in range(NUM_SYBILS)]
+        calls = [asyncio.create_task(send(sybils[i : i + 16], time.time() + 3500.0)) for i in range(0, NUM_SYBILS, 16)]
+        # Most are refused; calls of a peer that goes on then are not answered.
+        _, ignored = await asyncio.wait(calls, timeout=5.0)
+        for call in ignored:
+            call.cancel()
+        await asyncio.gather(*ignored, return_exceptions=True)
+    finally:
+        await attacker.shutdown()
+    return stored
+
+
+def test_4200_records_change_nothing_for_running_and_new_clients(model: Path, swarm: LocalSwarm) -> None:
+    with connect(swarm.initial_peers, SwarmConfig()) as connection:
+        running = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        expected = generate(running)
+        memory = psutil.Process(swarm.servers[0].pid).memory_info
+        before = memory().rss
+        stored = asyncio.run(send_sybils(swarm.initial_peers[0]))
+        assert stored, "some are looked at"
+        assert not any(stored)
+        assert generate(running).equal(expected)
+        assert memory().rss - before < 50 * MIB
+    with connect(swarm.initial_peers, SwarmConfig()) as connection:
+        new = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+        assert generate(new).equal(expected)
+    shown = CliRunner().invoke(app, ["status", "--json", f"--initial-peers={swarm.initial_peers[0]}"])
+    (found,) = json.loads(shown.stdout)
+    assert {one["peer"] for one in found["servers"]} == {server.peer_id for server in swarm.servers}
 
 
 def test_a_static_client_asks_the_servers_themselves(model: Path, swarm: LocalSwarm) -> None:
