@@ -24,7 +24,12 @@ from hivemind.proto import dht_pb2
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.admission.origins import Origin, Origins
 from swarm_plugins.transport.admission.serializer import pack_dictionary
-from swarm_plugins.transport.admission.storage import MAX_KEYS_PER_OWNER, BoundedStorage
+from swarm_plugins.transport.admission.storage import (
+    MAX_KEYS_PER_OWNER,
+    MAX_OWNERS_PER_HOST,
+    MAX_OWNERS_PER_NETWORK,
+    BoundedStorage,
+)
 from swarm_plugins.transport.records import OwnedRecordValidator
 
 log = logging.getLogger(__name__)
@@ -34,6 +39,9 @@ MAX_KEYS_PER_CALL = 16
 
 MAX_ANSWER_BYTES = 3 << 18
 """Records in the answer to one look-up; the daemon carries 1 MiB."""
+
+MAX_NODES = 4096
+"""Nodes in the routing table, those that wait for a place included."""
 
 _ASKED_AT_ONCE = 16
 _ANSWER_S = 2.0
@@ -51,6 +59,42 @@ class Admission(OwnedRecordValidator):
         super().__init__()
         self.origins = origins
         self._asked_at = float("-inf")
+        self._crowd_asked_at = float("-inf")
+        self._nodes: dict[DHTID, Origin] = {}
+        """Origins of the nodes in the routing table."""
+
+    async def has_place(self, protocol: DHTProtocol, node_id: DHTID, peer_id: PeerID) -> bool:
+        """Returns whether a peer may enter the routing table: one address, or one network, has so many places in it.
+
+        If it may not, some of those who keep it out are asked whether they are still there, for the next time.
+        """
+        table = protocol.routing_table
+        if node_id in table:
+            return True
+        origin = await self.origins.of(peer_id.to_base58())
+        self._nodes = {node: its for node, its in self._nodes.items() if node in table}
+        crowd = self._crowd(origin)
+        if not crowd:
+            self._nodes[node_id] = origin
+            return True
+        if time.monotonic() - self._crowd_asked_at >= _PAUSE_S:
+            self._crowd_asked_at = time.monotonic()
+            asked = crowd[:_ASKED_AT_ONCE]
+            for node in asked:
+                self._nodes[node] = self._nodes.pop(node)
+            # hivemind drops those that do not answer.
+            await asyncio.gather(*(_is_there(protocol, table[node].to_base58()) for node in asked))
+        return False
+
+    def _crowd(self, origin: Origin) -> list[DHTID]:
+        """Returns the nodes that keep another one of some origin out, those asked last at the end."""
+        neighbors = [node for node, its in self._nodes.items() if its.host == origin.host]
+        if len(neighbors) >= MAX_OWNERS_PER_HOST:
+            return neighbors
+        network = [node for node, its in self._nodes.items() if its.network == origin.network]
+        if len(network) >= MAX_OWNERS_PER_NETWORK:
+            return network
+        return list(self._nodes) if len(self._nodes) >= MAX_NODES else []
 
     async def make_room(self, protocol: DHTProtocol, key: DHTID, origin: Origin) -> None:
         """Asks some of those who keep a newcomer out whether they are still there, and drops those who are not."""
@@ -140,9 +184,14 @@ async def send_own(self: Any, peer: Any, keys: Any, values: Sequence[Any], *args
 
 
 async def learn_node(self: Any, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-    """Replaces ``DHTProtocol.update_routing_table``: one node id for each peer."""
-    is_ours = isinstance(self.record_validator, Admission)
-    if is_ours and responded and node_id is not None and node_id != node_id_of(peer_id):
+    """Replaces ``DHTProtocol.update_routing_table``: one node id for each peer, some peers for each address."""
+    admission = self.record_validator
+    if (
+        isinstance(admission, Admission)
+        and responded
+        and node_id is not None
+        and (node_id != node_id_of(peer_id) or not await admission.has_place(self, node_id, peer_id))
+    ):
         return
     await _plain_learn(self, node_id, peer_id, responded)
 
