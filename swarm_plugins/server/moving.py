@@ -31,10 +31,10 @@ from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
-from swarm_plugins.server.placing import mobility_of, snapshot_of
-from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.pulse import Pulse
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.startup.placing import mobility_of, snapshot_of
+from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ServerInfo

@@ -3,46 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 
 import msgspec
-import torch
 
-from swarm_plugins import __version__
-from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.errors import ConfigError, MissingExpertsError, TransportError
+from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.server.background import drain, in_thread, kept_going, sweep
-from swarm_plugins.server.capacity import Speed, checked_device, measure, set_budgets
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
-from swarm_plugins.server.experts import load_held, measure_held
-from swarm_plugins.server.hosted import HostedSpans, storages
-from swarm_plugins.server.identity import identity_of
+from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
-from swarm_plugins.server.network_rate import network_rate
-from swarm_plugins.server.placing import Rates, choose_blocks, may_move
-from swarm_plugins.server.preload import preload_adapter
 from swarm_plugins.server.presence import Presence
 from swarm_plugins.server.rpc.table import operator_handlers, service_handlers
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
+from swarm_plugins.server.startup.capacity import checked_device, set_budgets
+from swarm_plugins.server.startup.held_experts import load_held, measure_held
+from swarm_plugins.server.startup.identity import identity_of
+from swarm_plugins.server.startup.joining import joining_info, node_config
+from swarm_plugins.server.startup.placing import choose_blocks, may_move
+from swarm_plugins.server.startup.preload import preload_adapter
+from swarm_plugins.server.startup.spans import SpanLoader, rate_of_network
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.server.state.slices import RunLimits
-from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -132,22 +127,10 @@ class SwarmServer:
         await in_thread(self._points.load)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
         identity = await in_thread(lambda: identity_of(checkpoint, config))
-        version = identity.version.key
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         named = config.span_of(num_blocks)
         self._presence = Presence(
-            NodeConfig(
-                initial_peers=config.initial_peers,
-                host_maddrs=config.host_maddrs,
-                announce_maddrs=config.announce_maddrs,
-                identity_path=config.identity,
-                discovery=config.discovery,
-                secret_file=config.secret_file,
-                allowed_peers=config.allowed_peers,
-                relays=config.relays,
-                use_auto_relay=config.auto_relay,
-                nat_port_map=config.nat_port_map,
-            ),
+            node_config(config),
             every_s=config.announce_every_s,
             ttl_s=config.announce_ttl_s,
             ledger=self._ledger,
@@ -156,34 +139,19 @@ class SwarmServer:
         if on_joined is not None:
             on_joined(self)
         blocks = named or range(num_blocks)
-        self._info = ServerInfo(
-            version=version,
-            # Without its path: it is announced to everyone.
-            model=identity.version.name,
-            num_blocks=num_blocks,
-            start=blocks.start,
-            end=blocks.stop,
-            dtype=config.dtype or "",
-            quantization=identity.quantization,
-            state="joining",
-            max_batch_tokens=config.limits.max_batch_tokens,
-            max_session_tokens=config.limits.max_session_tokens,
-            adapters=tuple(_public_name(name) for name in config.adapters),
-            software=__version__,
-            experts=(config.experts.start, config.experts.stop) if config.experts and config.is_holder else None,
-            slice=config.slice,
-        )
+        self._info = joining_info(config, identity, num_blocks, blocks)
+        loader = SpanLoader(checkpoint=checkpoint, config=config, device=device)
         # Before the load, which may take minutes: others that join meanwhile see these blocks as taken.
         if named is None:
-            rates = functools.partial(self._rates, checkpoint, device)
+            rates = functools.partial(loader.rates, network=self._presence, info=self._info)
             blocks = await choose_blocks(self._presence, checkpoint, config, self._describe, rates)
         await self._presence.announce(lambda: self.info)
         self._held = await in_thread(lambda: load_held(checkpoint, blocks, config))
         if self._held is not None and config.is_holder:
-            await self._serve_experts(self._held, version)
+            await self._serve_experts(self._held)
             return
         if config.remote_experts:
-            self._share = RemoteShare(
+            share = self._share = RemoteShare(
                 self._presence,
                 identity.version,
                 num_blocks,
@@ -194,9 +162,9 @@ class SwarmServer:
                 self._held,
                 self._points.earned,
             )
-        load = functools.partial(self._load_span, checkpoint, device)
-        span = await in_thread(lambda: load(blocks))
-        service = await self._serve(span, version, num_blocks)
+            loader.elsewhere, loader.rehearsing = share.attach, share.experts.rehearsing
+        span = await in_thread(lambda: loader.load(blocks))
+        service = await self._serve(loader, span)
         if may_move(config) and self._spans is not None:
             mover = Mover(
                 config=config,
@@ -205,7 +173,7 @@ class SwarmServer:
                 spans=self._spans,
                 info=lambda: self.info,
                 describe=self._describe,
-                load=load,
+                load=loader.load,
             )
             self._mover = kept_going(mover.run(), "move to where the swarm needs it")
 
@@ -215,29 +183,12 @@ class SwarmServer:
             self._info = msgspec.structs.replace(self._info, **changes)
         return self.info
 
-    def _load_span(self, checkpoint: Checkpoint, device: torch.device, blocks: range) -> Span:
-        config, share = self.config, self._share
-        # The span is tried once when it has been loaded; holders may come later.
-        with contextlib.nullcontext() if share is None else share.experts.rehearsing():
-            return load_span(
-                checkpoint,
-                blocks,
-                dtype=None if config.dtype is None else getattr(torch, config.dtype),
-                device=device,
-                quantization=config.quantization,
-                kv_bytes=config.kv_bytes,
-                pool=None if self._spans is None else self._spans.pool,
-                offload=None if share is not None else config.offload,
-                elsewhere=None if share is None else share.attach,
-                progress=config.show_progress,
-            )
-
-    async def _serve_experts(self, held: HeldExperts, version: str) -> None:
+    async def _serve_experts(self, held: HeldExperts) -> None:
         speed = await in_thread(lambda: measure_held(held))
         scheduler = Scheduler(held, points=self._points)
         held.rows_at_once = max(_MIN_PACK_TOKENS, int(speed.throughput * _SLICE_S))
         self._service = ExpertsService(
-            version=version,
+            version=self.info.version,
             held=held,
             scheduler=scheduler,
             info=lambda: self.info,
@@ -262,40 +213,13 @@ class SwarmServer:
         await presence.serve(handlers)
         await presence.announce(lambda: self.info)
 
-    async def _rates(self, checkpoint: Checkpoint, device: torch.device, blocks: range) -> Rates:
-        """Measures blocks, and the network to other servers; not if they need experts that others hold."""
-        if self.config.remote_experts:
-            return Rates(0.0, 0.0)
-        span = await in_thread(lambda: self._load_span(checkpoint, device, blocks))
-        try:
-            speed = await self._measured(span)
-            return Rates(round(speed.throughput, 3), await self._network_rate(span))
-        finally:
-            span.close()
-
-    async def _network_rate(self, span: Span) -> float:
-        info, spec = self.info, span.spec
-        token_bytes = spec.hidden_size * spec.dtype.itemsize
-        return await network_rate(self._joined(), info.version, info.num_blocks, token_bytes)
-
-    async def _measured(self, span: Span) -> Speed:
-        """Measures a span; without its remote experts if these have no holders yet."""
-        tokens = self.config.limits.max_batch_tokens
-        try:
-            return await in_thread(lambda: measure(span, max_tokens=tokens, weights=storages(span)))
-        except MissingExpertsError as error:
-            if self._share is None:
-                raise
-            log.warning("%s", error)
-            with self._share.experts.rehearsing():
-                return await in_thread(lambda: measure(span, max_tokens=tokens, weights=storages(span)))
-
-    async def _serve(self, span: Span, version: str, num_blocks: int) -> Service:
-        config = self.config
+    async def _serve(self, loader: SpanLoader, span: Span) -> Service:
+        config, share = self.config, self._share
         spans = self._spans = HostedSpans(span)
+        loader.pool = spans.pool
         scheduler = Scheduler(spans, SchedulerConfig(max_pack_tokens=config.max_pack_tokens), self._points)
         limits = config.limits
-        speed = await self._measured(span)
+        speed = await loader.measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
         scheduler.chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
         kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
@@ -306,14 +230,14 @@ class SwarmServer:
             state="online",
             throughput=round(speed.throughput, 3),
             decode_s=speed.decode_s,
-            network_tokens_s=await self._network_rate(span),
+            network_tokens_s=await rate_of_network(span, self._joined(), info),
             total_kv_tokens=kv_tokens,
             max_session_tokens=min(limits.max_session_tokens, span.spec.max_positions, kv_tokens),
-            needs=() if self._share is None else self._share.needs,
+            needs=() if share is None else share.needs,
         )
         service = self._service = Service(
-            version=version,
-            num_blocks=num_blocks,
+            version=info.version,
+            num_blocks=info.num_blocks,
             runner=spans,
             scheduler=scheduler,
             info=lambda: self.info,
@@ -392,8 +316,3 @@ class SwarmServer:
         if self._presence is None:
             raise ConfigError("this server is not running: call start() first, and nothing after close()")
         return self._presence
-
-
-def _public_name(adapter: str) -> str:
-    """Returns an adapter's name as announced: of a directory only its last part."""
-    return Path(adapter).resolve().name if Path(adapter).is_dir() else adapter

@@ -18,7 +18,7 @@ from swarm_plugins.errors import CapacityError, TransportError
 from swarm_plugins.hub import download, fetch_adapter
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.local_swarm import LocalSwarm
-from swarm_plugins.server.preload import preload_adapter
+from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.testing.models import save_tiny
 
 MODEL, ADAPTER = "alice/tiny", "alice/tiny-lora"
@@ -103,7 +103,7 @@ def test_weights_too_large_for_an_adapter_are_not_downloaded(
     hub.forget()
     monkeypatch.setitem(download._MAX_BYTES, "adapter_model.safetensors", 100)
     here = functools.partial(fetch_adapter, endpoint=hub.endpoint, cache_dir=tmp_path / "hf")
-    monkeypatch.setattr("swarm_plugins.server.preload.fetch_adapter", here)
+    monkeypatch.setattr("swarm_plugins.server.startup.preload.fetch_adapter", here)
     span = load_span(Checkpoint.open(str(directory)), range(1))
     with pytest.raises(CapacityError, match=r"adapter_model.safetensors of alice/tiny-lora has .* at most 100"):
         preload_adapter(ADAPTER, span)

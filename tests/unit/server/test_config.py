@@ -10,9 +10,9 @@ import torch
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig
-from swarm_plugins.server.capacity import blocks_that_fit, work_bytes
 from swarm_plugins.server.config import ServeConfig, ServiceLimits
 from swarm_plugins.server.server import SwarmServer
+from swarm_plugins.server.startup.capacity import blocks_that_fit, work_bytes
 from swarm_plugins.testing.models import save_tiny
 
 

@@ -12,8 +12,8 @@ import torch
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.routing.placement import Mobility, Placed
 from swarm_plugins.routing.turns import Snapshot
-from swarm_plugins.server.capacity import blocks_that_fit, free_device_bytes
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.startup.capacity import blocks_that_fit, free_device_bytes
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from fake_server import VERSION
 
-from swarm_plugins.server import placing
 from swarm_plugins.server.config import ServeConfig
-from swarm_plugins.server.placing import Rates, choose_blocks
+from swarm_plugins.server.startup import placing
+from swarm_plugins.server.startup.placing import Rates, choose_blocks
 from swarm_plugins.transport.messages import ServerInfo
 
 

@@ -17,7 +17,7 @@ from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError
-from swarm_plugins.server.preload import preload_adapter
+from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.testing.models import save_tiny
 
 SPAN = range(1, 3)

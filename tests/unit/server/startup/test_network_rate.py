@@ -11,8 +11,8 @@ import torch
 from fake_server import VERSION, transport_to
 
 from swarm_plugins.errors import TransportError
-from swarm_plugins.server.network_rate import network_rate
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.startup.network_rate import network_rate
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import MAX_ECHO_BYTES, EchoRequest, EchoResponse, Failure, ServerInfo

@@ -11,8 +11,8 @@ from torch import Tensor
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.offload.widths import NF4, Width
 from swarm_plugins.remote_experts.held import HeldExperts, load_held_experts
-from swarm_plugins.server.capacity import Speed
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.startup.capacity import Speed
 
 _EXPERT_BITS: dict[str, Width | None] = {"none": None, "int8": 8, "nf4": NF4}
 _MEASURED_ROWS = 64

@@ -12,9 +12,9 @@ from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.offload import OffloadConfig, quantize_checkpoint
 from swarm_plugins.offload.store.manifest import MANIFEST_FILE
 from swarm_plugins.offload.widths import Width
-from swarm_plugins.server.capacity import blocks_that_fit
 from swarm_plugins.server.config import ServeConfig
-from swarm_plugins.server.identity import identity_of
+from swarm_plugins.server.startup.capacity import blocks_that_fit
+from swarm_plugins.server.startup.identity import identity_of
 from swarm_plugins.testing.models import save_tiny
 
 FEW = OffloadConfig(fast_bytes=60_000)

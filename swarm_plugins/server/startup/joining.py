@@ -1,0 +1,53 @@
+"""How a server joins, and what it announces before it has loaded anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarm_plugins import __version__
+from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.startup.identity import Identity
+from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.messages import ServerInfo
+
+
+def node_config(config: ServeConfig) -> NodeConfig:
+    """Returns the settings of a server's node."""
+    return NodeConfig(
+        initial_peers=config.initial_peers,
+        host_maddrs=config.host_maddrs,
+        announce_maddrs=config.announce_maddrs,
+        identity_path=config.identity,
+        discovery=config.discovery,
+        secret_file=config.secret_file,
+        allowed_peers=config.allowed_peers,
+        relays=config.relays,
+        use_auto_relay=config.auto_relay,
+        nat_port_map=config.nat_port_map,
+    )
+
+
+def joining_info(config: ServeConfig, identity: Identity, num_blocks: int, blocks: range) -> ServerInfo:
+    """Returns what a server of these blocks, of a model of ``num_blocks``, announces while it loads."""
+    return ServerInfo(
+        version=identity.version.key,
+        # Without its path: it is announced to everyone.
+        model=identity.version.name,
+        num_blocks=num_blocks,
+        start=blocks.start,
+        end=blocks.stop,
+        dtype=config.dtype or "",
+        quantization=identity.quantization,
+        state="joining",
+        max_batch_tokens=config.limits.max_batch_tokens,
+        max_session_tokens=config.limits.max_session_tokens,
+        adapters=tuple(_public_name(name) for name in config.adapters),
+        software=__version__,
+        experts=(config.experts.start, config.experts.stop) if config.experts and config.is_holder else None,
+        slice=config.slice,
+    )
+
+
+def _public_name(adapter: str) -> str:
+    """Returns an adapter's name as announced: of a directory only its last part."""
+    return Path(adapter).resolve().name if Path(adapter).is_dir() else adapter
