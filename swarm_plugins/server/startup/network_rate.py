@@ -71,7 +71,8 @@ async def _bytes_per_s(network: Network, peer: str) -> float:
     try:
         round_trip_s = min([await _echo_s(channel, _SMALL_BYTES) for _ in range(_ROUNDS)])
         echo_s = min([await _echo_s(channel, MAX_ECHO_BYTES) for _ in range(_ROUNDS)])
-        return MAX_ECHO_BYTES / max(echo_s - round_trip_s, 1e-6)
+        # A peer that answers small echoes late must not make the network look much faster.
+        return MAX_ECHO_BYTES / (echo_s - min(round_trip_s, echo_s / 2))
     finally:
         await channel.close()
 

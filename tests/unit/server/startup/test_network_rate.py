@@ -62,7 +62,18 @@ def rate(handler: Callable[[Channel], object] | None, version: str = VERSION) ->
 
 
 def test_the_rate_is_that_of_the_line() -> None:
-    assert 0.4 * 2e6 / 1024 < rate(slow_echo(2e6)) <= 2e6 / 1024
+    # On a busy machine the round trip that is taken off may be too long.
+    assert 0.4 * 2e6 / 1024 < rate(slow_echo(2e6)) <= 1.5 * 2e6 / 1024
+
+
+def test_a_peer_that_is_late_with_small_echoes_makes_the_network_at_most_twice_as_fast() -> None:
+    async def late(channel: Channel) -> None:
+        while (request := await channel.receive(timeout_s=5.0)) is not None:
+            assert isinstance(request, EchoRequest)
+            await asyncio.sleep(0.3)  # whatever the size
+            await channel.send(EchoResponse(payload=request.payload))
+
+    assert rate(late) <= 2 * MAX_ECHO_BYTES / 0.3 / 1024
 
 
 @pytest.mark.parametrize("handler", [liar, silent, None], ids=["liar", "silent", "gone"])
