@@ -7,6 +7,7 @@ from typing import Protocol
 
 import pytest
 import virtual_time
+from client_kit import VERSION, server_info
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
@@ -14,25 +15,8 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import Message, ServerInfo
-from swarm_plugins.versions import ModelVersion
-
-VERSION = ModelVersion("tiny", "a" * 40)
 
 Answer = Callable[[Message], Message]
-
-
-def server_info(start: int, end: int, num_blocks: int) -> ServerInfo:
-    return ServerInfo(
-        version=VERSION.key,
-        model=VERSION.name,
-        num_blocks=num_blocks,
-        start=start,
-        end=end,
-        dtype="float32",
-        quantization="none",
-        throughput=1e6,
-        free_kv_tokens=1000,
-    )
 
 
 def answering(answer: Answer) -> Handler:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 import virtual_time
+from client_kit import VERSION, server_info
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
@@ -26,25 +27,13 @@ from swarm_plugins.testing import InProcessSwarm, save_tiny
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import Failure, ForwardRequest, ForwardResponse, Message, ServerInfo
-from swarm_plugins.versions import ModelVersion
-
-VERSION = ModelVersion("tiny", "a" * 40)
 
 
 class Machine:
     """A server that can be frozen: then it answers nothing."""
 
     def __init__(self, start: int, end: int, num_blocks: int) -> None:
-        self.info = ServerInfo(
-            version=VERSION.key,
-            model=VERSION.name,
-            num_blocks=num_blocks,
-            start=start,
-            end=end,
-            dtype="float32",
-            quantization="none",
-            throughput=1e6,
-        )
+        self.info = server_info(start, end, num_blocks)
         self.thawed = asyncio.Event()
         self.thawed.set()
         self.is_stuck = False

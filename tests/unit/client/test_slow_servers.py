@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import torch
 import virtual_time
+from client_kit import VERSION, server_info
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.client.config import SwarmConfig
@@ -19,33 +20,18 @@ from swarm_plugins.transport.messages import (
     Failure,
     InfoRequest,
     Message,
-    ServerInfo,
     SessionOpen,
     SessionOpened,
     SessionStep,
     SessionStepResponse,
 )
-from swarm_plugins.versions import ModelVersion
-
-VERSION = ModelVersion("tiny", "a" * 40)
 
 
 class Server:
     """A slow server; each answer is the sum of its session so far, which a replay has to rebuild."""
 
     def __init__(self, decode_s: float, *, start: int = 0, end: int = 2) -> None:
-        self.info = ServerInfo(
-            version=VERSION.key,
-            model=VERSION.name,
-            num_blocks=2,
-            start=start,
-            end=end,
-            dtype="float32",
-            quantization="none",
-            decode_s=decode_s,
-            throughput=1.0 / decode_s,
-            free_kv_tokens=1000,
-        )
+        self.info = server_info(start, end, 2, decode_s=decode_s, throughput=1.0 / decode_s)
         self.delay_s = 0.0
         self.is_full = False
         self.steps: list[int] = []
