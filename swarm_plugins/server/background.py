@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import logging
 import sys
 import threading
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SWEEP_EVERY_S = 10.0
+_SWEEPS_PER_SUMMARY = 60
 _IDLE_LOAD = 0.02
 """A server less busy than this has time to tidy up."""
 
@@ -64,8 +66,10 @@ def kept_going(work: Coroutine[object, object, None], name: str) -> asyncio.Task
 async def sweep(service: Service | ExpertsService) -> None:
     """Drops expired graphs, saves points, and returns freed memory to the system after busy periods."""
     was_busy = False
-    while True:
+    for number in itertools.count(1):
         await asyncio.sleep(_SWEEP_EVERY_S)
+        if number % _SWEEPS_PER_SUMMARY == 0:
+            log.info("points: %s", service.points.summary())
         if isinstance(service, Service):
             service.activations.drop_expired()
         await in_thread(service.points.save)

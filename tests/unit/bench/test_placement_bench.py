@@ -33,6 +33,15 @@ def test_the_optimum_of_few_servers_is_exact(servers: list[Placed], optimum: flo
     assert upper_bound(8)(tuple(servers)) == pytest.approx(optimum, abs=1e-6)
 
 
+def test_optima_that_are_not_proven_in_time_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_SOLVE_S", 0.0)
+    placement._optimum.cache_clear()
+    with Progress(disable=True) as progress:
+        report = bench_placement(sizes=[6], churn_h=0.1, seed=2, plot=None, progress=progress)
+    placement._optimum.cache_clear()
+    assert "optima were not proven within 0 s each" in report.notes[-1]
+
+
 def test_what_the_solver_prints_is_not_shown(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
