@@ -139,9 +139,10 @@ class Verifier:
         if not await self._can_hold(server, history.steps[-1].blocks):
             await self._examine_step(server, call)
             return
-        if len(history.steps) == 1 and len(self._shadows) < _MAX_SHADOWS:
+        if len(history.steps) == 1:
             when = self._when(server)
-            if when != "never":
+            # Of a new server the first steps are always checked, whatever other sessions are followed.
+            if when == "before" or (when == "after" and len(self._shadows) < _MAX_SHADOWS):
                 shadow = Shadow(history, history.steps[0].blocks, info.version, Kind(info.dtype, info.quantization))
                 self._shadows[history] = (shadow, when)
         if history not in self._shadows:
@@ -154,6 +155,8 @@ class Verifier:
         shadow.add(call)
         if when == "before" and len(history.steps) <= _FIRST_STEPS:
             await self._judge(server, shadow.blocks, shadow.compare(self._blocks))
+            if len(history.steps) == _FIRST_STEPS and len(self._shadows) > _MAX_SHADOWS:
+                del self._shadows[history]
         elif shadow.num_waiting >= _STEPS_AT_ONCE and len(self._running) < _MAX_WAITING:
             check = self._judge(server, shadow.blocks, shadow.compare(self._blocks))
             self._start(check, f"check a session of {call.peer}")

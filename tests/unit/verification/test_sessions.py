@@ -14,7 +14,7 @@ from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.cli import app
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.testing import InProcessSwarm, Liar
-from swarm_plugins.verification import Quarantine
+from swarm_plugins.verification import Quarantine, verifier
 
 
 def model_of(swarm: InProcessSwarm) -> PreTrainedModel:
@@ -43,6 +43,18 @@ def test_lies_from_the_first_step_are_caught_before_they_are_used(llama: Path, c
             shown = CliRunner().invoke(app, ["audit", swarm.peers[1]])
             assert shown.exit_code == 1
             assert "no evidence against" in shown.output
+
+
+def test_first_steps_are_checked_however_many_sessions_are_followed(
+    llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Found by chaos with seed 1589812717: with eight sessions open, a new liar's answer to a prompt was believed.
+    monkeypatch.setattr(verifier, "_MAX_SHADOWS", 0)
+    liar = Liar("scaled")
+    with with_liar(llama, liar) as swarm:
+        generated(swarm)
+        assert liar.calls == 1
+        assert list(Quarantine(cache / "quarantine.json").peers()) == [swarm.peers[1]]
 
 
 def test_a_lie_in_a_later_step_of_a_followed_session_is_caught(llama: Path, cache: Path) -> None:
