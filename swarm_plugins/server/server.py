@@ -269,11 +269,15 @@ class SwarmServer:
         if service is None:
             return 0
         service.draining.leave()
+        sessions = service.sessions if isinstance(service, Service) else ()
+        if sessions:
+            how_long = f"it ends when they have, after {drain_s:g} s at the latest, or at another signal"
+            log.warning("this server drains; open sessions: %d; %s", len(sessions), how_long)
         try:
             await self._joined().announce(lambda: self.info)
         except TransportError as error:
             log.warning("cannot announce that this server is draining: %s", error)
-        return await wait_until_ended(lambda: len(service.sessions), drain_s) if isinstance(service, Service) else 0
+        return await wait_until_ended(lambda: len(sessions), drain_s)
 
     async def close(self) -> None:
         """Leaves the DHT, waits a moment for running requests, ends everything. Idempotent."""

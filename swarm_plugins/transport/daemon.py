@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import socket
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
 _IDENTITY_CHECK_PAUSES_S = (0.0, 0.2, 0.4, 0.8)
 _IDENTITY_CHECK_TIMEOUT_S = 15.0
+_IN_ITS_OWN_GROUP = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+"""Starts the daemon so that Ctrl-C, which reaches all processes of a terminal's group, leaves it to its parent."""
 # hivemind passes on the last line of the daemon's log: ``Daemon failed to start: 2026/11/21 07:59:06 failed to ...``.
 _LOG_PREFIX = re.compile(r"^Daemon failed to start: (?:\d{4}/\d\d/\d\d \d\d:\d\d:\d\d )?")
 
@@ -185,6 +188,11 @@ async def _create(arguments: dict[str, Any]) -> P2P:
             super().__init__()
             self.sockets = folder
             created.append(self)
+
+        @staticmethod
+        def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
+            command: list[str] = P2P._make_process_args(*arguments, **options)
+            return [sys.executable, "-I", "-S", "-c", _IN_ITS_OWN_GROUP, *command]
 
     try:
         return await TrackedP2P.create(**arguments)

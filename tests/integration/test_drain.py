@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +46,11 @@ def serving(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.
             process.communicate()
 
 
+def states_seen_from(address: str) -> dict[str, str]:
+    status = CliRunner().invoke(app, ["status", "--json", "--initial-peers", address])
+    return {server["peer"]: server["state"] for server in json.loads(status.output)[0]["servers"]}
+
+
 def drain(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["drain", *arguments])
     assert "Traceback" not in result.output
@@ -57,7 +64,7 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
     key, other_key = tmp_path / "server.key", tmp_path / "other.key"
     create_identity_file(other_key)
     local = AutoModelForCausalLM.from_pretrained(directory).eval()
-    log = tmp_path / "first.log"
+    log, second_log = tmp_path / "first.log", tmp_path / "second.log"
     options = ("--identity", str(key), "--log-format", "json", "--log-level", "info")
     with serving(directory, log, *options) as (one, address):
         model = AutoSwarmModelForCausalLM.from_pretrained(
@@ -71,14 +78,13 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
         assert f"is the identity of {load_identity(other_key).peer_id}, not of" in text
         code, text = drain(address, "--identity", str(key))
         assert code == 0, text
-        assert "drains: 1 sessions are open; it ends when they have, 30 s from now at the latest." in text
-        with serving(directory, tmp_path / "second.log", "--initial-peers", address) as (two, second):
+        assert "drains; open sessions: 1; it ends when they have, 30 s from now at the latest." in text
+        with serving(directory, second_log, "--initial-peers", address) as (two, second):
             for _ in range(4):
                 tokens = torch.cat([tokens, model(tokens[:, -1:], past_key_values=cache).logits.argmax(-1)], dim=1)
             want = local.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
             assert tokens.tolist() == want[:, 4:].tolist()
-            status = CliRunner().invoke(app, ["status", "--json", "--initial-peers", second])
-            states = {server["peer"]: server["state"] for server in json.loads(status.output)[0]["servers"]}
+            states = states_seen_from(second)
             assert sorted(states.values()) == ["draining", "online"]
             # A new session goes to the other server; the old one has not moved.
             new = DynamicCache(config=model.config)
@@ -89,14 +95,17 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
             assert one.poll() is None
             cache.reset()
             assert one.wait(END_S) == 0
-            lines = [json.loads(line) for line in log.read_text().splitlines()]
-            assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
+            for line in log.read_text().splitlines():
+                assert {"time", "level", "logger", "message"} <= json.loads(line).keys()
 
-            two.terminate()
+            # As Ctrl-C in a terminal does it, and service managers.
+            os.killpg(two.pid, signal.SIGINT)
             time.sleep(1.0)
             assert two.poll() is None
             two.terminate()
             assert two.wait(END_S) == 0
+            assert "drains; open sessions: 1; it ends when they have, after 30 s" in (told := second_log.read_text())
+            assert "daemon" not in told
         connect([address], SwarmConfig(refresh_s=0.5)).close()
 
 
