@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,26 +67,37 @@ class SwarmConfig:
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "request_timeout_s", "info_timeout_s", "refresh_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {getattr(self, name)!r}")
-        if self.max_retries < 0:
-            raise ConfigError(f"max_retries must be 0 or more, got {self.max_retries}")
-        if self.min_batch_tokens < 1:
-            raise ConfigError(f"min_batch_tokens must be at least 1, got {self.min_batch_tokens}")
-        if self.verify_bytes < 0:
-            raise ConfigError(f"verify_bytes must be 0 or more, got {self.verify_bytes}")
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+        for name, least in (("max_retries", 0), ("min_batch_tokens", 1), ("verify_bytes", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name} must be a whole number, {least} or more; got {value!r}")
+        if type(self.local_fallback) is not bool:
+            raise ConfigError(f"local_fallback must be True or False, got {self.local_fallback!r}")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         object.__setattr__(self, "local_blocks", _checked_local_blocks(self.local_blocks))
         object.__setattr__(self, "identity", _path(self.identity))
         object.__setattr__(self, "secret_file", _path(self.secret_file))
-        if self.allowed_peers is not None and not self.allowed_peers:
-            raise ConfigError("allowed_peers is empty, so no server could be used; pass None to allow any")
+        object.__setattr__(self, "allowed_peers", _checked_peers(self.allowed_peers))
 
 
 def _path(given: Path | str | None) -> Path | None:
     return None if given is None else Path(given)
+
+
+def _checked_peers(given: object) -> tuple[str, ...] | None:
+    """Returns ids of peers; a YAML file gives them in a list."""
+    if given is None:
+        return None
+    if not isinstance(given, Collection) or isinstance(given, str) or not all(isinstance(one, str) for one in given):
+        raise ConfigError(f"invalid allowed_peers {given!r}: expected peer ids, such as ['12D3Koo...']")
+    if not given:
+        raise ConfigError("allowed_peers is empty, so no server could be used; pass None to allow any")
+    return tuple(given)
 
 
 def _checked_local_blocks(local: object) -> tuple[int, int]:
