@@ -117,21 +117,29 @@ class StandIn:
             return True
         for one in list(self._hosted.values()):
             if now - one.used_at > _IDLE_S and one.served.is_idle:
-                log.info("blocks %d:%d are not needed here any more", one.blocks.start, one.blocks.stop)
+                log.warning("servers hold blocks %d:%d again", one.blocks.start, one.blocks.stop)
                 await self._free(one)
         return False
 
     async def _free(self, hosted: _Hosted) -> None:
-        # Gone for later requests first: a backward whose graph was kept here replans.
-        if self._hosted.pop(hosted.peer, None) is not None:
-            await self._here.end(hosted.peer)
+        if await self._withdraw(hosted):
             await asyncio.to_thread(hosted.served.close)
+
+    async def _withdraw(self, hosted: _Hosted) -> bool:
+        """Lets no later request reach these blocks; returns whether they can be freed now."""
+        # A backward whose graph was kept here replans.
+        if self._hosted.pop(hosted.peer, None) is None:
+            return False
+        await self._here.end(hosted.peer)
+        return True
 
     async def close(self) -> None:
         """Ends the server and frees the blocks. Idempotent."""
         await self.inner.close()
         for one in list(self._hosted.values()):
-            await self._free(one)
+            if await self._withdraw(one):
+                # Here: at the end of the interpreter, no thread takes new work.
+                one.served.close()
 
 
 def with_stand_in(observer: CallObserver, servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -> CallObserver:
