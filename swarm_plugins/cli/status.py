@@ -48,7 +48,9 @@ def status(
         if json:
             typer.echo(json_format.dumps([one.as_dict() for one in found], indent=2))
         elif found:
-            print_tables(found, wide_console(_PIPE_CHARS), initial_peers=peers)
+            print_tables(
+                found, wide_console(_PIPE_CHARS), initial_peers=peers, discovery=discovery, secret_file=secret_file
+            )
         if model is not None and not found:
             raise MissingBlocksError(
                 f"no server of this swarm serves {model!r}; run `swarm status` without it to list what is served"
@@ -93,6 +95,6 @@ def drain(
         )
         accepted = asyncio.run(ask_to_drain(config, owner, timeout_s=timeout))
         typer.echo(
-            f"{wanted} drains: {accepted.sessions} sessions are open; it ends when they have, "
+            f"{wanted} drains; open sessions: {accepted.sessions}; it ends when they have, "
             f"{accepted.drain_s:g} s from now at the latest."
         )

@@ -141,7 +141,7 @@ async def _drain(server: SwarmServer, stop: _Stop) -> None:
     urged = asyncio.create_task(stop.urged.wait(), name="wait for a second signal")
     await asyncio.wait([draining, urged], return_when=asyncio.FIRST_COMPLETED)
     if draining.done() and draining.exception() is None and (left := draining.result()):
-        log.warning("%d sessions are still open after %.0f s: their clients go on elsewhere", left, drain_s)
+        log.warning("sessions still open after %.0f s: %d; their clients go on elsewhere", drain_s, left)
     for task in (draining, urged):
         task.cancel()
     await asyncio.gather(draining, urged, return_exceptions=True)
@@ -178,11 +178,12 @@ def _report(server: SwarmServer, addresses: tuple[str, ...], embedding: Embeddin
         return
     peers = " ".join(f"--initial-peers {address}" for address in addresses)
     revision = f" --revision {shlex.quote(config.revision)}" if config.revision else ""
-    secret = " --secret-file FILE" if config.secret_file else ""
+    joining = " --discovery static" if config.discovery == "static" else ""
+    joining += f" --secret-file {shlex.quote(str(config.secret_file))}" if config.secret_file else ""
     part = "" if info.slice is None else f", slice {info.slice[0]}/{info.slice[1]}"
     what = "" if info.experts is None else f"experts {info.experts[0]}:{info.experts[1]}{part} of "
     sys.stdout.write(
         f"Serving {what}blocks {info.start}:{info.end} of {info.num_blocks} of {info.model}@{info.version}; "
-        f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}{secret}\n"
+        f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}{joining}\n"
     )
     sys.stdout.flush()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
@@ -23,7 +25,12 @@ _END_CHARS = 8
 
 
 def print_tables(
-    found: Sequence[ModelStatus], console: Console | None = None, *, initial_peers: Sequence[str] = ()
+    found: Sequence[ModelStatus],
+    console: Console | None = None,
+    *,
+    initial_peers: Sequence[str] = (),
+    discovery: str = "dht",
+    secret_file: Path | None = None,
 ) -> None:
     """Prints one table per model version, and commands to serve its missing blocks.
 
@@ -31,6 +38,9 @@ def print_tables(
     """
     console = console or Console()
     is_wide = console.width >= _WIDE_CHARS
+    joining = functools.partial(
+        serve_command, initial_peers=initial_peers, discovery=discovery, secret_file=secret_file
+    )
     for one in found:
         table = Table(title=escape(f"{one.model}@{one.version}"), title_justify="left", title_style="bold")
         for name in _COLUMNS if is_wide else _NARROW:
@@ -50,13 +60,18 @@ def print_tables(
             missing = ", ".join(f"{start}:{end}" for start, end in runs(one.missing))
             console.print(f"[red]missing blocks: {missing}[/red]; serve them with:")
             for start, end in runs(one.missing):
-                command = serve_command(one.model, one.version, range(start, end), initial_peers)
+                command = joining(_source(one), one.version, range(start, end))
                 console.print(f"  {escape(command)}", soft_wrap=True)
         for blocks, experts in one.missing_experts:
             which = f"experts {experts.start}:{experts.stop} of blocks {blocks.start}:{blocks.stop}"
-            command = serve_command(one.model, one.version, blocks, initial_peers, experts=experts)
+            command = joining(_source(one), one.version, blocks, experts=experts)
             console.print(f"[red]missing {which}[/red]; serve them with:")
             console.print(f"  {escape(command)}", soft_wrap=True)
+
+
+def _source(one: ModelStatus) -> str:
+    # Servers announce the name of a directory, not where it is.
+    return f"path/to/{one.model}" if one.version.startswith("local-") else one.model
 
 
 def _label(peer: str, *, is_wide: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from swarm_plugins.errors import one_line
 from swarm_plugins.versions import ModelVersion
@@ -30,11 +31,13 @@ def serve_command(
     *,
     without: Collection[str] = (),
     experts: range | None = None,
+    discovery: str = "dht",
+    secret_file: Path | None = None,
 ) -> str:
     """Returns a command to paste that serves missing blocks, or ``experts`` of them; the model's name is not trusted.
 
-    It joins by one of ``initial_peers``, if possible not one of ``without``. A ``revision`` that is the fingerprint
-    (``local-...``) of a directory is left out.
+    It joins by one of ``initial_peers``, if possible not one of ``without``, and as the caller did (``discovery``,
+    ``secret_file``). A ``revision`` that is the fingerprint (``local-...``) of a directory is left out.
     """
     living = [address for address in initial_peers if address.rpartition("/")[2] not in without]
     address = next(iter([*living, *initial_peers]), "ADDRESS")
@@ -43,7 +46,10 @@ def serve_command(
     share = ["--blocks", f"{blocks.start}:{blocks.stop}"]
     if experts is not None:
         share += ["--experts", f"{experts.start}:{experts.stop}"]
-    return shlex.join(["swarm", "serve", model, *commit, *share, "--initial-peers", address])
+    joining = ["--initial-peers", address]
+    joining += ["--discovery", discovery] if discovery != "dht" else []
+    joining += ["--secret-file", str(secret_file)] if secret_file is not None else []
+    return shlex.join(["swarm", "serve", model, *commit, *share, *joining])
 
 
 def missing_text(
@@ -57,12 +63,23 @@ def missing_text(
     left_out: Sequence[str],
     quarantined: Sequence[str],
     cause: BaseException | None,
+    discovery: str = "dht",
+    secret_file: Path | None = None,
 ) -> str:
     """Returns a message about what no server holds; ``left_out`` are peers that failed, ``cause`` the last failure."""
     reasons = [f"left out after failures: {', '.join(left_out)}"] if left_out else []
     reasons += [f"quarantined for wrong answers: {', '.join(quarantined)}"] if quarantined else []
     reasons += [f"the last failure: {one_line(cause, max_chars=_MAX_CAUSE_CHARS)}"] if cause is not None else []
-    command = serve_command(model, version.revision, blocks, initial_peers, without=left_out, experts=experts)
+    command = serve_command(
+        model,
+        version.revision,
+        blocks,
+        initial_peers,
+        without=left_out,
+        experts=experts,
+        discovery=discovery,
+        secret_file=secret_file,
+    )
     return (
         f"no living server holds {what} of {version}"
         + (f" ({'; '.join(reasons)})" if reasons else "")

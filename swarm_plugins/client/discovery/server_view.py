@@ -255,4 +255,6 @@ class ServerView(ABC):
             left_out=left_out,
             quarantined=sorted(peer for peer in self.lookup.announced if self.observer.is_excluded(peer)),
             cause=failure or (self._last_failure if left_out or is_lost else None),
+            discovery=self.config.discovery,
+            secret_file=self.config.secret_file,
         )

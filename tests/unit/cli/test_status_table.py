@@ -21,7 +21,7 @@ def test_table_names_peers_loads_and_missing_blocks() -> None:
         assert word in text
     assert "coverage: 0:2 x1, 2:4 x2, 4:6 x1, 6:8 x0" in text
     assert "missing blocks: 6:8; serve them with:" in text
-    assert "  swarm serve tiny --blocks 6:8 --initial-peers ADDRESS\n" in text
+    assert "  swarm serve path/to/tiny --blocks 6:8 --initial-peers ADDRESS\n" in text
 
 
 def test_table_shows_spans_in_motion() -> None:
@@ -49,7 +49,7 @@ def test_table_names_holders_of_experts_and_what_no_one_holds() -> None:
     assert "QmHolder holds experts 0:2 of blocks 0:8, slice 0/1 of each\n" in text
     assert "coverage: 0:8 x1" in text
     assert "missing experts 2:4 of blocks 0:8; serve them with:" in text
-    assert "  swarm serve tiny --blocks 0:8 --experts 2:4 --initial-peers ADDRESS\n" in text
+    assert "  swarm serve path/to/tiny --blocks 0:8 --experts 2:4 --initial-peers ADDRESS\n" in text
 
 
 def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:

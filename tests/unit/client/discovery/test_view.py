@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,8 @@ def test_missing_blocks_end_with_the_command_for_this_model_and_swarm(run_in_swa
 
 def test_a_connection_knows_by_which_addresses_it_joins() -> None:
     assert connect([FIRST, SECOND], SwarmConfig()).initial_peers == (FIRST, SECOND)
+
+
+def test_the_command_joins_as_this_client_did() -> None:
+    command = serve_command("m", LOCAL, range(1), [FIRST], discovery="static", secret_file=Path("my secret"))
+    assert command.endswith(f"--initial-peers {FIRST} --discovery static --secret-file 'my secret'")
