@@ -203,7 +203,8 @@ def adapter_dropout_mask(
         text = f"{seed + row}/{block}/{module}/{adapter_index}"
         name = hashlib.blake2b(text.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(name, "big") >> 1)
-        numbers.append(torch.rand(end, width, generator=generator)[first:])
+        # Not in torch's default type, which another thread may change while it loads a model.
+        numbers.append(torch.rand(end, width, generator=generator, dtype=torch.float32)[first:])
     return torch.cat(numbers).reshape(tuple(shape))
 
 

@@ -6,6 +6,7 @@ HF's own forward runs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, SwarmError, UnsupportedError
 from swarm_plugins.noise import quiet_transformers
+
+CONSTRUCTION = threading.RLock()
+"""Held while transformers makes a model: it changes torch's default type for the whole process meanwhile. Two threads
+at once would leave the type of one of them behind."""
 
 
 def model_from_tensors(
@@ -56,7 +61,7 @@ def model_from_tensors(
         source = {"device_map": device, "revision": getattr(config, "_commit_hash", None) or "main"}
     try:
         # Its report says what errors here say, unless weights may be missing.
-        with nullcontext() if may_lack else quiet_transformers():
+        with CONSTRUCTION, nullcontext() if may_lack else quiet_transformers():
             loaded: Any = _trimmed_class(model_class, trim).from_pretrained(
                 None if tensors is not None else name,
                 config=config,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint, find_layers
-from swarm_plugins.checkpoint.loading import model_classes
+from swarm_plugins.checkpoint.loading import CONSTRUCTION, model_classes
 from swarm_plugins.errors import CheckpointError, UnsupportedError, one_line
 from swarm_plugins.moe import is_fused_experts
 
@@ -26,7 +26,7 @@ def build_outline(
         UnsupportedError: If the model needs a package that is not installed.
     """
     try:
-        with torch.device("meta"):
+        with CONSTRUCTION, torch.device("meta"):
             model: PreTrainedModel = model_class._from_config(copy.deepcopy(config), dtype=dtype)
     except ImportError as exc:
         raise UnsupportedError(

@@ -286,6 +286,15 @@ def test_dropout_numbers_depend_on_every_argument() -> None:
     assert abs(float((numbers < 0.1).float().mean()) - 0.1) < 0.004
 
 
+def test_dropout_numbers_are_the_same_while_another_thread_loads_a_model_in_16_bits() -> None:
+    reference = adapter_dropout_mask(1, 2, "m", 0, (3, 50))
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert torch.equal(adapter_dropout_mask(1, 2, "m", 0, (3, 50)), reference)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 2)], ids=["all-rows", "some-rows"])
 def test_an_adapter_named_twice_is_applied_twice(llama: Pair, rows: slice) -> None:
     def loaded(scaling: float) -> LoadedAdapter:
