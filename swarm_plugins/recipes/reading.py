@@ -36,7 +36,7 @@ def read_recipe(arguments: list[str]) -> LightningCLI:
                 auto_configure_optimizers=False,
                 # A second run in the same folder is as good as the first.
                 save_config_kwargs={"overwrite": True},
-                parser_kwargs={"exit_on_error": False},
+                parser_kwargs={"exit_on_error": False, "allow_abbrev": False},
             )
         except SwarmError:
             raise

@@ -117,9 +117,15 @@ class Gate:
     def refusal(self, peer: str) -> str | None:
         """Returns why a peer that calls is not admitted, or None."""
         if self._allowed is not None and peer not in self._allowed:
-            return f"{REFUSED}peer {peer} is not among the allowed peers of {self._own}"
+            return (
+                f"{REFUSED}peer {peer} is not among the allowed peers of {self._own}: ask its operator to add this id "
+                "(--allowed-peers), and keep it (--identity, SwarmConfig(identity=...))"
+            )
         if self._key is not None and not self._has_proven(peer, _VALID_S):
-            return f"{REFUSED}peer {peer} has not proved that it knows this swarm's secret"
+            return (
+                f"{REFUSED}peer {peer} has not proved that it knows this swarm's secret: give it with --secret-file "
+                "or SwarmConfig(secret_file=...)"
+            )
         return None
 
     async def enter(self, peer: str, timeout_s: float) -> None:
