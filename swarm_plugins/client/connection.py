@@ -26,7 +26,8 @@ from swarm_plugins.client.session import ClientSession
 from swarm_plugins.client.splitting import cut_rows, tokens_per_message
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
-from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.admission.gate import load_secret
+from swarm_plugins.transport.config import NodeConfig, check_peer_ids
 from swarm_plugins.transport.loop import LoopThread
 from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.versions import ModelVersion
@@ -223,27 +224,34 @@ _connections_lock = threading.Lock()
 
 
 def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnection:
-    """Returns the connection through some peers that already exists, or a new one (not started yet)."""
+    """Returns the connection through some peers that already exists, or a new one (not started yet).
+
+    Raises:
+        ConfigError: If an address, the id of an allowed peer or the file of the secret is wrong.
+    """
     addresses = tuple(initial_peers)
     with _connections_lock:
         known = _connections.get((addresses, config))
         if known is None:
-            known = SwarmConnection(lambda: _open_lasting(addresses, config), config, initial_peers=addresses)
-            _connections[addresses, config] = known
-        return known
-
-
-async def _open_lasting(initial_peers: tuple[str, ...], config: SwarmConfig) -> Network:
-    async def start_node() -> SwarmNode:
-        node = SwarmNode(
-            NodeConfig(
-                initial_peers=initial_peers,
+            # Made and checked now: a model that is loaded first would report it minutes later.
+            node = NodeConfig(
+                initial_peers=addresses,
                 discovery=config.discovery,
                 identity_path=config.identity,
                 secret_file=config.secret_file,
                 client_mode=True,
             )
-        )
+            check_peer_ids(config.allowed_peers)
+            if config.secret_file is not None:
+                load_secret(config.secret_file)
+            known = SwarmConnection(lambda: _open_lasting(node), config, initial_peers=addresses)
+            _connections[addresses, config] = known
+        return known
+
+
+async def _open_lasting(config: NodeConfig) -> Network:
+    async def start_node() -> SwarmNode:
+        node = SwarmNode(config)
         await node.start()
         return node
 

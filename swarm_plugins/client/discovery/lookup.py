@@ -52,6 +52,8 @@ class Lookup:
         self._known = known
         self._on_late = on_late
         self._asking: asyncio.Task[dict[str, ServerInfo]] | None = None
+        self._is_lost = False
+        """Whether the last answer named none of those that were known."""
 
     async def ask(self) -> None:
         """Updates what is announced. Once something is, a late answer counts from the next call on.
@@ -84,8 +86,11 @@ class Lookup:
             return self.announced
         if not announced and self.announced:
             # More likely that this client has lost sight of the directory than that all servers have left.
-            log.warning("the directory names no server of %s any more: asking those of the last answer", self._version)
+            level = logging.DEBUG if self._is_lost else logging.WARNING
+            self._is_lost = True
+            log.log(level, "the directory names no server of %s any more: asking those of before", self._version)
             return self.announced
+        self._is_lost = False
         allowed = self._allowed
         found = {peer: info for peer, info in announced.items() if allowed is None or peer in allowed}
         # After an outage the directory may know some of the servers only: others announce themselves again later.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from swarm_plugins import SwarmConfig
+from swarm_plugins.client import connect
 from swarm_plugins.errors import ConfigError
 
 
@@ -34,3 +35,18 @@ def test_lists_of_a_yaml_file_are_kept_as_tuples() -> None:
     config = SwarmConfig(allowed_peers=["a", "b"], local_blocks=[2, 1])  # type: ignore[arg-type]
     assert (config.allowed_peers, config.local_blocks) == (("a", "b"), (2, 1))
     assert hash(config)
+
+
+@pytest.mark.parametrize(
+    ("peers", "setting", "message"),
+    [
+        pytest.param(["nowhere"], {}, "nowhere", id="address"),
+        pytest.param([], {"allowed_peers": ["foo"]}, "'foo' is not a peer id", id="peer"),
+        pytest.param([], {"secret_file": "/no/such/secret"}, "/no/such/secret", id="secret"),
+    ],
+)
+def test_what_is_needed_to_join_is_checked_before_a_model_is_loaded(
+    peers: list[str], setting: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        connect(peers, SwarmConfig(**setting))
