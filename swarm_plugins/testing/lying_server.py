@@ -8,13 +8,13 @@ from unittest import mock
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.cli.main import main as swarm
-from swarm_plugins.server import server
+from swarm_plugins.server.startup import spans
 from swarm_plugins.testing.liars import Liar
 
 
 def main() -> None:
     """Runs the command."""
-    with mock.patch.object(server, "load_span", _load_liar):
+    with mock.patch.object(spans, "load_span", _load_liar):
         swarm()
 
 
