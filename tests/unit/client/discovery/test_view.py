@@ -16,6 +16,7 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import MissingBlocksError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Directory
+from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import Failure, Message, ServerInfo
 
 LOCAL, COMMIT = "local-" + "0" * 40, "a" * 40
@@ -100,7 +101,8 @@ def test_missing_blocks_end_with_the_command_for_this_model_and_swarm(run_in_swa
 
 
 def test_a_connection_knows_by_which_addresses_it_joins() -> None:
-    assert connect([FIRST, SECOND], SwarmConfig()).initial_peers == (FIRST, SECOND)
+    addresses = [f"/ip4/1.2.3.4/tcp/{port}/p2p/{new_identity().peer_id}" for port in (1, 2)]
+    assert connect(addresses, SwarmConfig()).initial_peers == tuple(addresses)
 
 
 def test_the_command_joins_as_this_client_did() -> None:
