@@ -51,6 +51,9 @@ _LATE_S = 3.0
 _ASK_AGAIN_S = 2.0
 _SIGN_OF_LIFE_S = 2.0
 """How long it has to answer that. All together: servers that hang are given up, and others asked, within 8 s."""
+_SLOW_LINK_BYTES_PER_S = 125_000.0
+"""1 Mbit/s: its answer may be queued behind a large request, and the answer to that. It never has more time than the
+request itself."""
 _OPEN = "open"
 """What opening a stream is called in observed paces."""
 _UPLOAD_UNIT_BYTES = 4096
@@ -107,7 +110,7 @@ class Peers:
         try:
             await channel.send(message, codec=codec)
             if timeout_s is None:
-                answer = await self._awaited(channel, self.deadlines.timeout_s(peer, work, units))
+                answer = await self._awaited(channel, self.deadlines.timeout_s(peer, work, units), num_bytes(message))
             else:
                 answer = await channel.receive(timeout_s=timeout_s)
         except TransportError as exc:
@@ -123,7 +126,7 @@ class Peers:
         self.paces.observe(peer, work, blocks=blocks, tokens=units, seconds=seconds)
         return checked
 
-    async def _awaited(self, channel: Channel, timeout_s: float) -> Message | None:
+    async def _awaited(self, channel: Channel, timeout_s: float, sent_bytes: int) -> Message | None:
         """Receives an answer; a peer that is late has to show meanwhile that it is at work."""
         peer, started = channel.remote_peer, time.monotonic()
         wait_s = min(_LATE_S, timeout_s)
@@ -133,8 +136,9 @@ class Peers:
             except RequestTimeoutError as exc:
                 if (left_s := started + timeout_s - time.monotonic()) <= 0:
                     raise RequestTimeoutError(f"no message from {peer} within {timeout_s:.1f} s") from exc
+            sign_s = min(_SIGN_OF_LIFE_S + 2 * sent_bytes / _SLOW_LINK_BYTES_PER_S, max(left_s, _SIGN_OF_LIFE_S))
             try:
-                await self.info(peer, limit_s=_SIGN_OF_LIFE_S)
+                await self.info(peer, limit_s=sign_s)
             except SwarmError as exc:
                 with contextlib.suppress(RequestTimeoutError):
                     # It may have come meanwhile.
@@ -212,7 +216,7 @@ class Peers:
             async with asyncio.timeout(limit_s):
                 info = await self.request(peer, "rpc_info", InfoRequest(), ServerInfo, timeout_s=limit_s)
         except TimeoutError as exc:
-            raise RequestTimeoutError(f"it did not report what it serves within {limit_s:g} s") from exc
+            raise RequestTimeoutError(f"it did not report what it serves within {limit_s:.3g} s") from exc
         if info.state == "stuck":
             raise TransportError(f"server {peer} hangs in its work")
         return info
@@ -256,6 +260,12 @@ class Peers:
         for channel in channels:
             with contextlib.suppress(SwarmError):
                 await channel.close()
+
+
+def num_bytes(message: Message) -> int:
+    """Returns the size of the tensors in a message."""
+    fields = [getattr(message, name) for name in message.__struct_fields__]
+    return sum(field.nbytes for field in fields if isinstance(field, torch.Tensor))
 
 
 def num_tokens(message: Message) -> int:

@@ -1,0 +1,50 @@
+"""A server whose answer is late has to show that it is at work, as fast as the link lets it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+import virtual_time
+from client_kit import VERSION, server_info
+
+from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.peers import Peers
+from swarm_plugins.errors import RequestTimeoutError
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse
+
+
+async def ask(num_tokens: int, *, sign_s: float) -> ForwardResponse:
+    """Returns the answer of a server that takes 12 s, and meanwhile ``sign_s`` to say that it is at work."""
+
+    async def handle(channel: Channel) -> None:
+        while (message := await channel.receive(timeout_s=60.0)) is not None:
+            if isinstance(message, ForwardRequest):
+                await asyncio.sleep(12.0)
+                await channel.send(ForwardResponse(hidden=message.hidden))
+            else:
+                await asyncio.sleep(sign_s)
+                await channel.send(server_info(0, 1, 1))
+
+    transport = LocalTransport({"a": dict.fromkeys(("rpc_info", "rpc_forward"), handle)})
+    peers = Peers(transport, SwarmConfig())
+    peers.deadlines.announce("a", step_s=5.0, token_s=0.0)
+    request = ForwardRequest(version=VERSION.key, start=0, end=1, hidden=torch.zeros(1, num_tokens, 1024))
+    try:
+        return await peers.request("a", "rpc_forward", request, ForwardResponse)
+    finally:
+        await peers.close()
+        await transport.close()
+
+
+def test_a_sign_of_life_behind_a_large_request_is_waited_for() -> None:
+    answer = virtual_time.run(ask(256, sign_s=6.0), timeout_s=60)
+    assert answer.hidden.shape == (1, 256, 1024)
+
+
+def test_one_behind_a_small_request_is_not() -> None:
+    with pytest.raises(RequestTimeoutError, match=r"it is not at work: .* what it serves within 2\.\d+ s"):
+        virtual_time.run(ask(1, sign_s=6.0), timeout_s=60)
