@@ -60,7 +60,7 @@ def _evidence_against(peer: str, *, forgive: bool) -> Path | None:
     quarantine = user_quarantine()
     caught = quarantine.peers().get(peer)
     if caught is None:
-        raise ConfigError(f"{peer} is not in quarantine, and there is no such file; `swarm audit` lists who is")
+        raise ConfigError(f"{peer} is not in quarantine, nor is it a file; `swarm audit` lists the quarantined servers")
     if forgive:
         quarantine.forgive(peer)
         typer.echo(f"{peer} may be used again")

@@ -88,7 +88,7 @@ class Lookup:
             # More likely that this client has lost sight of the directory than that all servers have left.
             level = logging.DEBUG if self._is_lost else logging.WARNING
             self._is_lost = True
-            log.log(level, "the directory names no server of %s any more: asking those of before", self._version)
+            log.log(level, "the directory no longer lists any server of %s; asking those known before", self._version)
             return self.announced
         self._is_lost = False
         allowed = self._allowed
