@@ -5,9 +5,32 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy as _Base
+else:
+    _Base = object
+
+_DAMAGE = (RuntimeError, ValueError)
+"""Raised for damaged archives, but also by modules and optimizers that a state does not fit."""
+
+
+class ReadsWeightsOnly(_Base):
+    """A mixin for the strategies of a Trainer."""
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint: tensors, numbers and text, wherever it comes from.
+
+        Raises:
+            CheckpointError: If the file is not a checkpoint.
+            ConfigError: If ``weights_only`` is False.
+        """
+        check_weights_only(weights_only)
+        with readable(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only=True)
 
 
 def check_weights_only(weights_only: bool | None) -> None:
@@ -24,17 +47,13 @@ def check_weights_only(weights_only: bool | None) -> None:
         )
 
 
-_DAMAGE = (RuntimeError, ValueError)
-"""Raised for damaged archives, but also by modules and optimizers that a state does not fit."""
-
-
 @contextlib.contextmanager
 def readable(path: Any, *, is_loading: bool = False) -> Iterator[None]:
     """Translates errors while reading a checkpoint to CheckpointError.
 
     Args:
         path: The file.
-        is_loading: Whether objects load their state in the same breath; what they object to stays as it is.
+        is_loading: Whether objects load their state inside too; their own errors then stay as they are.
 
     Raises:
         CheckpointError: If the file is missing or cannot be read.

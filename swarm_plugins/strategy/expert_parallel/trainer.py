@@ -16,7 +16,7 @@ from swarm_plugins.parallel.agreement import translated
 from swarm_plugins.parallel.state import is_parallel
 from swarm_plugins.strategy.expert_parallel.member import ExpertParallelMember, check_precision
 from swarm_plugins.strategy.expert_parallel.state import distribute_optimizer_state, load_whole_state
-from swarm_plugins.strategy.reading import check_weights_only, readable
+from swarm_plugins.strategy.reading import ReadsWeightsOnly
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -24,7 +24,7 @@ else:
     _Base = object
 
 
-class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
+class ExpertParallelTrainerStrategy(ExpertParallelMember, ReadsWeightsOnly, _Base):
     """Mixed in before the `DDPStrategy` of either package: processes, launcher and collectives are those of DDP."""
 
     @property
@@ -127,17 +127,6 @@ class ExpertParallelTrainerStrategy(ExpertParallelMember, _Base):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole state of an optimizer on rank 0, as one process would have it, and nothing elsewhere."""
         return self.whole_state_of(optimizer)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint: tensors, numbers and text, wherever it comes from.
-
-        Raises:
-            CheckpointError: If the file is not a checkpoint.
-            ConfigError: If ``weights_only`` is False.
-        """
-        check_weights_only(weights_only)
-        with readable(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads whole tensors, before or after the experts are distributed."""

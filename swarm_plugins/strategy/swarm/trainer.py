@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from swarm_plugins.strategy.reading import check_weights_only, readable
+from swarm_plugins.strategy.reading import ReadsWeightsOnly
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable
 from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
 from swarm_plugins.strategy.swarm.state import (
@@ -25,7 +25,7 @@ else:
     _Base = object
 
 
-class TrainerStrategy(SwarmMember, _Base):
+class TrainerStrategy(SwarmMember, ReadsWeightsOnly, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
     @property
@@ -72,17 +72,6 @@ class TrainerStrategy(SwarmMember, _Base):
         """Saves a checkpoint that names the version of the base model."""
         described = {**checkpoint, KEY: describe_base(self._module)}
         super().save_checkpoint(described, filepath, storage_options=storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint: tensors, numbers and text, wherever it comes from.
-
-        Raises:
-            CheckpointError: If the file is not a checkpoint.
-            ConfigError: If ``weights_only`` is False.
-        """
-        check_weights_only(weights_only)
-        with readable(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only=True)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Restores the trained state.

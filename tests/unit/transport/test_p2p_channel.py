@@ -124,25 +124,37 @@ def test_five_peers_that_take_all_they_get_leave_streams_for_others() -> None:
     assert acceptor._streams.room("honest") >= 20
 
 
+@asynccontextmanager
+async def third_in_place_of(
+    first: Channel, second: Channel, acceptor: Acceptor, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[None]:
+    """A third peer is refused while two have just talked, and gets the stream of the first when they are idle."""
+    for channel in (first, second):
+        await channel.send(InfoRequest())
+        assert await channel.receive(timeout_s=5.0) == InfoRequest()
+    async with connected(acceptor, echo, "three") as third:
+        answer = await third.receive(timeout_s=5.0)
+        assert isinstance(answer, Failure)
+        assert refusal in answer.message
+    monkeypatch.setattr(p2p_channel, "_IDLE_S", 0.0)
+    async with connected(acceptor, echo, "three") as third:
+        await third.send(InfoRequest())
+        assert await third.receive(timeout_s=5.0) == InfoRequest()
+        with pytest.raises(TransportError):
+            await first.receive(timeout_s=5.0)
+        yield
+
+
 def test_a_peer_without_a_stream_gets_that_of_the_idlest(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         acceptor = acceptor_with(max_streams=2)
-        async with connected(acceptor, echo, "one") as first, connected(acceptor, echo, "two") as second:
-            for channel in (first, second):
-                await channel.send(InfoRequest())
-                assert await channel.receive(timeout_s=5.0) == InfoRequest()
-            async with connected(acceptor, echo, "three") as third:
-                answer = await third.receive(timeout_s=5.0)
-                assert isinstance(answer, Failure)
-                assert "all hold 2 of 2" in answer.message
-            monkeypatch.setattr(p2p_channel, "_IDLE_S", 0.0)
-            async with connected(acceptor, echo, "three") as third:
-                await third.send(InfoRequest())
-                assert await third.receive(timeout_s=5.0) == InfoRequest()
-                with pytest.raises(TransportError):
-                    await first.receive(timeout_s=5.0)
-                await second.send(InfoRequest())
-                assert await second.receive(timeout_s=5.0) == InfoRequest()
+        async with (
+            connected(acceptor, echo, "one") as first,
+            connected(acceptor, echo, "two") as second,
+            third_in_place_of(first, second, acceptor, "all hold 2 of 2", monkeypatch),
+        ):
+            await second.send(InfoRequest())
+            assert await second.receive(timeout_s=5.0) == InfoRequest()
 
     asyncio.run(main())
 
@@ -160,20 +172,13 @@ def test_identities_of_one_address_replace_their_own_idle_streams(monkeypatch: p
 
     async def main() -> None:
         acceptor = acceptor_with(OneAddress(), max_streams=4)
-        async with connected(acceptor, echo, "one") as first, connected(acceptor, echo, "two") as second:
-            for channel in (first, second):
-                await channel.send(InfoRequest())
-                assert await channel.receive(timeout_s=5.0) == InfoRequest()
-            async with connected(acceptor, echo, "three") as third:
-                answer = await third.receive(timeout_s=5.0)
-                assert isinstance(answer, Failure)
-                assert "holds 0 streams here, those of its address 2 and all hold 2 of 4" in answer.message
-            monkeypatch.setattr(p2p_channel, "_IDLE_S", 0.0)
-            async with connected(acceptor, echo, "three") as third:
-                await third.send(InfoRequest())
-                assert await third.receive(timeout_s=5.0) == InfoRequest()
-                with pytest.raises(TransportError):
-                    await first.receive(timeout_s=5.0)
+        words = "holds 0 streams here, those of its address 2 and all hold 2 of 4"
+        async with (
+            connected(acceptor, echo, "one") as first,
+            connected(acceptor, echo, "two") as second,
+            third_in_place_of(first, second, acceptor, words, monkeypatch),
+        ):
+            pass
         assert set(hosts.values()) == {"/ip4/203.0.113.7/tcp/1"}
 
     hosts: dict[str, str] = {}
