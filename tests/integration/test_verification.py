@@ -26,7 +26,7 @@ IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 
 @contextlib.contextmanager
 def liar(model: Path, address: str) -> Iterator[str]:
-    """Runs a lying server of the whole model, which is preferred to two honest ones; yields its peer id."""
+    """Runs a lying server of the whole model, which clients prefer to two honest ones; yields its peer id."""
     arguments = ["serve", str(model), "--blocks", "0:4", "--threads", "1", "--initial-peers", address]
     process = subprocess.Popen(
         [sys.executable, "-m", "swarm_plugins.testing.lying_server", *arguments],
@@ -59,9 +59,12 @@ def test_a_liar_is_caught_over_real_connections(tmp_path: Path, monkeypatch: pyt
 
         # The loss would not show this lie: the final norm hides the scale of the last block's output.
         checking = load(SwarmConfig(verify="on"))
-        loss = checking(input_ids=IDS, labels=IDS).loss
+        losses = [checking(input_ids=IDS, labels=IDS).loss.item()]
+        # A busy machine may make its connection look slower than those of the two honest servers.
+        while not user_quarantine().peers() and len(losses) < 20:
+            losses.append(checking(input_ids=IDS, labels=IDS).loss.item())
         trusting = load(SwarmConfig(allowed_peers=tuple(one.peer_id for one in swarm.servers)))
-        assert loss.item() == trusting(input_ids=IDS, labels=IDS).loss.item()
+        assert set(losses) == {trusting(input_ids=IDS, labels=IDS).loss.item()}
         tokens = checking.generate(IDS, max_new_tokens=8, do_sample=False)
         assert tokens.equal(trusting.generate(IDS, max_new_tokens=8, do_sample=False))
     (caught,) = user_quarantine().peers()
