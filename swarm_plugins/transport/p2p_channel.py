@@ -20,6 +20,7 @@ from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import RPC_NAMES, BackoffError, Handler
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
+from swarm_plugins.transport.receiving.allowances import Allowances
 from swarm_plugins.transport.stream import FrameStream, Parting
 
 log = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ async def open_channel(
         async with asyncio.timeout(timeout_s):
             reader, writer = await open_stream(socket_path, peer, protocol)
             try:
-                return await _take_over(FrameStream(peer, limits, ledger, parting), reader, writer)
+                stream = FrameStream(peer, limits, ledger, parting, allowances=Allowances(limits))
+                return await _take_over(stream, reader, writer)
             except BaseException:
                 writer.transport.abort()
                 raise

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
-from swarm_plugins.transport.arriving import ArrivingBody
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Codec, Message
+from swarm_plugins.transport.receiving.allowances import Allowances, unpacking_claim
+from swarm_plugins.transport.receiving.arriving import ArrivingBody
+from swarm_plugins.transport.receiving.waiter import Waiter
 from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decode_body, encode, parse_header
 
 _STAGING_BYTES = 64 * 1024
@@ -35,6 +37,8 @@ class Frame(NamedTuple):
     header: FrameHeader
     body: Tensor
     """Flat ``uint8``, owned by the receiver of the frame."""
+    tensor_bytes: int | None = None
+    """Most bytes of its tensors, if that is known."""
 
 
 class Parting:
@@ -42,36 +46,6 @@ class Parting:
 
     def __init__(self) -> None:
         self.num_streams = 0
-
-
-class _Waiter:
-    """Lets one task wait until it is woken or a time is up."""
-
-    def __init__(self) -> None:
-        self._future: asyncio.Future[None] | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        return self._future is not None
-
-    async def wait(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        self._future = loop.create_future()
-        # Cheaper than asyncio.timeout, which costs more than the rest of a small message.
-        timer = loop.call_later(timeout_s, on_timeout)
-        try:
-            await self._future
-        finally:
-            timer.cancel()
-            self._future = None
-
-    def wake(self, error: Exception | None = None) -> None:
-        if self._future is None or self._future.done():
-            return
-        if error is None:
-            self._future.set_result(None)
-        else:
-            self._future.set_exception(error)
 
 
 class FrameStream(asyncio.BufferedProtocol):
@@ -84,16 +58,26 @@ class FrameStream(asyncio.BufferedProtocol):
         parting: Counts lingering streams.
         is_served: Whether this is a server's end. A message then counts until the next one is read: as long as its
             request is worked on. Otherwise it belongs to the reader as soon as it is read.
+        allowances: Bounds the answers, at a client's end. None: only ``limits`` do.
     """
 
     def __init__(
-        self, peer: str, limits: WireLimits, ledger: Ledger, parting: Parting | None = None, *, is_served: bool = False
+        self,
+        peer: str,
+        limits: WireLimits,
+        ledger: Ledger,
+        parting: Parting | None = None,
+        *,
+        is_served: bool = False,
+        allowances: Allowances | None = None,
     ) -> None:
         self.remote_peer = peer
         self._limits = limits
         self._ledger = ledger
         self._parting = parting or Parting()
         self._is_served = is_served
+        self._allowances = allowances
+        self._tensor_bytes: int | None = None
         self._charge = ledger.charge(peer)
         self._loop = asyncio.get_running_loop()
         self._writer: asyncio.StreamWriter | None = None
@@ -103,8 +87,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self._header = FrameHeader(True, 0, 0)
         self._body: ArrivingBody | None = None
         self._frames: deque[Frame | CapacityError] = deque()
-        self._receiver = _Waiter()
-        self._sender = _Waiter()
+        self._receiver = Waiter()
+        self._sender = Waiter()
         self._is_reading_paused = False
         self._is_writing_paused = False
         self._error: TransportError | None = None
@@ -181,6 +165,8 @@ class FrameStream(asyncio.BufferedProtocol):
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         """Sends one message; see `Channel.send`."""
+        if self._allowances is not None:
+            self._allowances.asked(message)
         await self.write(encode(message, codec=codec))
 
     async def receive(self, *, timeout_s: float) -> Message | None:
@@ -188,7 +174,10 @@ class FrameStream(asyncio.BufferedProtocol):
         frame = await self.read(timeout_s)
         if frame is None:
             return None
-        return decode_body(frame.header, frame.body, self._limits, self._charge.claim if self._is_served else None)
+        claim: Callable[[int], None] | None = self._charge.claim if self._is_served else None
+        if frame.tensor_bytes is not None:
+            claim = unpacking_claim(frame.tensor_bytes)
+        return decode_body(frame.header, frame.body, self._limits, claim)
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Writes one frame; returns once the kernel has accepted all of it.
@@ -319,6 +308,8 @@ class FrameStream(asyncio.BufferedProtocol):
             raise ProtocolError("a message without metadata")
         else:
             self._header = header
+            if self._allowances is not None:
+                self._tensor_bytes = self._allowances.begin(header.body_bytes)
             charge = self._ledger.charge(self.remote_peer)
             self._body = ArrivingBody(header.body_bytes, self._limits.first_chunk_bytes, charge, self._staging)
 
@@ -333,7 +324,8 @@ class FrameStream(asyncio.BufferedProtocol):
         # Its memory stays claimed until it is read.
         self._body = None
         found = body.finish()
-        self._frames.append(found if isinstance(found, CapacityError) else Frame(self._header, found))
+        whole = found if isinstance(found, CapacityError) else Frame(self._header, found, self._tensor_bytes)
+        self._frames.append(whole)
         if len(self._frames) >= _MAX_WAITING_FRAMES and not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
             self._transport.pause_reading()

@@ -12,6 +12,7 @@ import torch
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ForwardResponse, Message
+from swarm_plugins.transport.receiving.allowances import Allowances
 from swarm_plugins.transport.stream import FrameStream, Parting
 from swarm_plugins.transport.wire import decode_body, encode
 
@@ -26,13 +27,14 @@ async def stream_and_socket(
     *,
     peer: str = "peer-x",
     is_served: bool = False,
+    allowances: Allowances | None = None,
 ) -> AsyncIterator[tuple[FrameStream, socket.socket]]:
     """A stream, and the bare socket at its other end."""
     near, far = socket.socketpair()
     far.setblocking(False)
     _, writer = await asyncio.open_unix_connection(sock=near)
     ledger = budget or Ledger(limits.max_receiving_bytes)
-    stream = FrameStream(peer, limits, ledger, parting, is_served=is_served)
+    stream = FrameStream(peer, limits, ledger, parting, is_served=is_served, allowances=allowances)
     stream.attach(writer, b"")
     try:
         yield stream, far

@@ -14,9 +14,9 @@ from stream_kit import Body, claims, frame_bytes, read_hidden, stream_and_socket
 
 from swarm_plugins.errors import RequestTimeoutError, TransportError
 from swarm_plugins.ledger import BusyError, Ledger
-from swarm_plugins.transport.arriving import ArrivingBody
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import ForwardResponse
+from swarm_plugins.transport.receiving.arriving import ArrivingBody
 from swarm_plugins.transport.wire import encode
 
 

@@ -1,0 +1,88 @@
+"""How large an answer may be, by what was asked: no server can fill the memory of those who ask it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from swarm_plugins.errors import ProtocolError
+from swarm_plugins.transport.limits import WireLimits
+from swarm_plugins.transport.messages import (
+    AdapterUpload,
+    BackwardRequest,
+    CommitRequest,
+    DrainRequest,
+    EchoRequest,
+    ExpertsRequest,
+    ForwardRequest,
+    InfoRequest,
+    Message,
+    SessionOpen,
+    SessionStep,
+)
+
+_PADDING_BYTES = 1 << 20
+"""Of metadata and tensors."""
+_UNPACKED = 3
+"""Unpacking a tensor takes up to three times its own size (8 bits to bfloat16)."""
+
+
+class Allowances:
+    """The answers that one end of a stream waits for: one for each message that it has sent, in order.
+
+    Args:
+        limits: Bounds on messages; the largest answer to a request that does not tell the size of its answer.
+    """
+
+    def __init__(self, limits: WireLimits) -> None:
+        self._limits = limits
+        self._awaited: deque[int] = deque()
+
+    def asked(self, message: Message) -> None:
+        """Notes a message that is about to be sent."""
+        tensors = _tensor_bytes(message)
+        self._awaited.append(self._limits.max_message_bytes if tensors is None else tensors)
+
+    def begin(self, body_bytes: int) -> int:
+        """Takes the start of an answer; returns how many bytes its tensors may have.
+
+        Raises:
+            ProtocolError: If it is larger than what was asked for can be.
+        """
+        tensors = self._awaited.popleft() if self._awaited else 0
+        most = tensors + self._limits.max_metadata_bytes + _PADDING_BYTES
+        if body_bytes > most:
+            raise ProtocolError(f"an answer of {body_bytes} bytes declared, that to the request has at most {most}")
+        return tensors
+
+
+def unpacking_claim(tensor_bytes: int) -> Callable[[int], None]:
+    """Returns a function that counts what the tensors of an answer unpack to, and raises ProtocolError beyond it."""
+    left = _UNPACKED * tensor_bytes
+
+    def claim(num_bytes: int) -> None:
+        nonlocal left
+        left -= num_bytes
+        if left < 0:
+            raise ProtocolError(f"an answer unpacks to far more than the {tensor_bytes} bytes that were asked for")
+
+    return claim
+
+
+def _tensor_bytes(message: Message) -> int | None:
+    """Returns the most bytes of the tensors in an answer; None: not known."""
+    found: int | None = None
+    match message:
+        case InfoRequest() | SessionOpen() | AdapterUpload() | CommitRequest() | DrainRequest():
+            found = 0
+        case EchoRequest():
+            found = message.payload.nbytes
+        case ForwardRequest(collect_router=False):
+            found = message.hidden.nbytes * (max(1, message.end - message.start) if message.collect_hidden else 1)
+        case SessionStep(collect_hidden=False, collect_router=False):
+            found = message.hidden.nbytes
+        case BackwardRequest(needs_adapters=False, needs_prefix=False):
+            found = message.grad_hidden.nbytes
+        case ExpertsRequest():
+            found = message.rows.numel() * message.hidden.shape[-1] * message.hidden.element_size()
+    return found
