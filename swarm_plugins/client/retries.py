@@ -33,6 +33,8 @@ _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 1.0
 _PATIENCE_S = 4.5
 """With the deadline of one request and the probes after it, missing blocks are reported within 8 s."""
+_MOST_EXCUSED = 64
+"""Servers of one call whose first failure does not count while others have not been asked; as many are known."""
 _HELP_S = 60.0
 """Patience while a server announces that it is loading the missing blocks."""
 
@@ -51,11 +53,13 @@ class Retries:
         self.limit = view.config.max_retries
         """Failures after which the last error is raised."""
         self.failures = 0
+        """Failures that count; see `note`."""
         self.last: SwarmError | None = None
         self.full: set[str] = set()
         """Servers without room for this call; not banned, as the next call may be smaller."""
         self.refusals: dict[str, RefusedError] = {}
-        """Servers that refused the request itself, until another one has been asked."""
+        """Servers that refused the request itself."""
+        self._failed: set[str] = set()
         self._progress_at = time.monotonic()
         self._reclaimed: set[str] = set()
         """Servers that have closed an idle session to make room."""
@@ -65,16 +69,17 @@ class Retries:
     def note(self, peer: str, error: SwarmError) -> None:
         """Excludes the peer from now on; raises the error if no other server can help, or after too many failures.
 
-        A refusal of the request itself is believed only once a second server refuses too.
+        Identities cost nothing: any number of servers that fail, or refuse the request itself, must not end a call that
+        another one would carry out. So the first failure of a server does not count while there is one that has not
+        failed, and a refusal is believed only if none is left.
         """
-        self.failures += 1
         self.last = error
-        is_refusal = isinstance(error, RefusedError)
-        is_agreed = is_refusal and any(other != peer for other in self.refusals)
+        self.failures += not self._is_excused(peer)
+        self._failed.add(peer)
         may_do_better = isinstance(error, TransportError | CapacityError)
-        if is_agreed or not may_do_better or self.failures > self.limit:
+        if not may_do_better or self.failures > self.limit:
             raise error
-        log.warning("server %s failed (failure %d, %d allowed): %s", peer, self.failures, self.limit, error)
+        log.warning("server %s failed (%d of %d failures that may be): %s", peer, self.failures, self.limit, error)
         if isinstance(error, RefusedError):
             self.refusals[peer] = error
         elif isinstance(error, CapacityError):
@@ -91,6 +96,16 @@ class Retries:
             if isinstance(error, RequestTimeoutError):
                 # What has stopped one server may have stopped others: ask them before they are tried in turn.
                 self.view.doubt()
+
+    def _is_excused(self, peer: str) -> bool:
+        waited_s = time.monotonic() - self._progress_at
+        return (
+            self.limit > 0
+            and peer not in self._failed
+            and len(self._failed) < _MOST_EXCUSED
+            and waited_s <= self.view.config.request_timeout_s
+            and self.view.has_other(peer, self._failed)
+        )
 
     def progressed(self) -> None:
         """Notes that a part of the call is done: the time to wait for lost servers starts anew."""

@@ -219,6 +219,16 @@ class ServerView(ABC):
         peers = set(self.bans.usable(shares))
         return [entry for entry in entries if entry.peer in peers]
 
+    def has_other(self, peer: str, without: Collection[str]) -> bool:
+        """Returns whether a server that is in order, and not among ``without``, has a part of what a peer has."""
+        info = self.known.infos.get(peer)
+        share = set() if info is None else set(self.share_of(info))
+        return any(
+            not share.isdisjoint(self.share_of(self.known.infos[entry.peer]))
+            for entry in self.usable({peer, *without})
+            if not self.bans.is_banned(entry.peer)
+        )
+
     def is_small(self, peer: str) -> bool:
         """Returns whether a server accepts so few tokens that whole batches would be cut to crumbs for it."""
         return 0 < self.known.max_batch_tokens(peer) < self.config.min_batch_tokens

@@ -1,4 +1,4 @@
-"""A server that finds fault with a request: one other is asked, then it is believed; a liar is left out."""
+"""Servers that find fault with a request, or fail, are believed only if no other server carries it out."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_a_session_that_another_server_carries_on_counts_against_the_liar(run_in
 
 
 @refusals
-def test_two_servers_that_refuse_are_believed(run_in_swarm: Callable[..., Any], kind: FailureKind) -> None:
-    servers = {name: Server((ForwardRequest,), kind) for name in "abc"}
+def test_a_refusal_is_believed_when_all_servers_agree(run_in_swarm: Callable[..., Any], kind: FailureKind) -> None:
+    servers = {name: Server((ForwardRequest,), kind) for name in "abcdef"}
 
     async def use(peers: Peers, view: SwarmView) -> None:
         with pytest.raises(RefusedError, match="that is wrong"):
@@ -130,7 +130,31 @@ def test_two_servers_that_refuse_are_believed(run_in_swarm: Callable[..., Any], 
         assert view.bans.banned() == []
 
     run_in_swarm({name: ((0, 1), server) for name, server in servers.items()}, use, num_blocks=1)
-    assert sum(server.num_asked for server in servers.values()) == 2
+    assert [server.num_asked for server in servers.values()] == [1] * 6
+
+
+@pytest.mark.parametrize("kind", ["bad_request", "not_finite", "internal", "out_of_memory", "refused", "wrong_version"])
+def test_no_number_of_strangers_ends_a_call_that_another_server_carries_out(
+    run_in_swarm: Callable[..., Any], kind: FailureKind
+) -> None:
+    liars = {f"liar{number}": Server((ForwardRequest, SessionOpen), kind) for number in range(12)}
+    honest = Server()
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        await view.refresh(force=False)
+        for peer in liars:
+            view.known.entries[peer] = replace(view.known.entries[peer], round_trip_s=0.0)
+        assert (await call(peers, view).forward()).hidden.eq(2).all()
+        for peer in liars:
+            view.bans.forgive(peer)
+        await view.refresh(force=True)
+        session = ClientSession(Servers(peers, view), blocks=range(1))
+        assert (await session.step(INPUTS)).hidden.eq(2).all()
+        await session.close()
+
+    everyone = {name: ((0, 1), server) for name, server in {**liars, "honest": honest}.items()}
+    run_in_swarm(everyone, use, num_blocks=1)
+    assert all(liar.num_asked for liar in liars.values())
 
 
 def test_the_only_server_is_believed_at_once(run_in_swarm: Callable[..., Any]) -> None:
