@@ -147,14 +147,3 @@ async def _ask(
     except TransportError as exc:
         return ServerStatus(peer, announced, is_reachable=False, reason=one_line(exc))
     return ServerStatus(peer, answer, is_reachable=True)
-
-
-def runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns sorted indices as ranges ``(start, end)``, end excluded."""
-    found: list[tuple[int, int]] = []
-    for block in blocks:
-        if found and found[-1][1] == block:
-            found[-1] = (found[-1][0], block + 1)
-        else:
-            found.append((block, block + 1))
-    return found

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from swarm_plugins.client.discovery.missing import serve_command
-from swarm_plugins.survey import ModelStatus, ServerStatus, runs
+from swarm_plugins.client.discovery.missing import ranges, runs, serve_command
+from swarm_plugins.survey import ModelStatus, ServerStatus
 from swarm_plugins.transport.messages import ServerInfo
 
 _NUMBERS = ("load", "free KV tokens", "tokens/s a block")
@@ -57,10 +57,9 @@ def print_tables(
                 console.print(escape(f"{_label(server.peer, is_wide=is_wide)} {remark}"), soft_wrap=True)
         console.print(f"coverage: {_coverage(one.coverage)}")
         if one.missing:
-            missing = ", ".join(f"{start}:{end}" for start, end in runs(one.missing))
-            console.print(f"[red]missing blocks: {missing}[/red]; serve them with:")
-            for start, end in runs(one.missing):
-                command = joining(_source(one), one.version, range(start, end))
+            console.print(f"[red]missing blocks: {ranges(one.missing)}[/red]; serve them with:")
+            for blocks in runs(one.missing):
+                command = joining(_source(one), one.version, blocks)
                 console.print(f"  {escape(command)}", soft_wrap=True)
         for blocks, experts in one.missing_experts:
             which = f"experts {experts.start}:{experts.stop} of blocks {blocks.start}:{blocks.stop}"

@@ -12,15 +12,18 @@ from swarm_plugins.versions import ModelVersion
 _MAX_CAUSE_CHARS = 1000
 
 
+def runs(blocks: Sequence[int]) -> list[range]:
+    """Returns sorted indices as ranges."""
+    found: list[range] = []
+    for block in blocks:
+        start = found.pop().start if found and found[-1].stop == block else block
+        found.append(range(start, block + 1))
+    return found
+
+
 def ranges(blocks: Sequence[int]) -> str:
     """Writes sorted indices as ranges: ``0:4, 7:8``."""
-    parts: list[list[int]] = []
-    for block in blocks:
-        if parts and parts[-1][1] == block:
-            parts[-1][1] = block + 1
-        else:
-            parts.append([block, block + 1])
-    return ", ".join(f"{start}:{end}" for start, end in parts)
+    return ", ".join(f"{run.start}:{run.stop}" for run in runs(blocks))
 
 
 def serve_command(
