@@ -12,25 +12,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _SHARE = 0.05
+"""Further requests for each request."""
 _BURST = 4.0
+"""Most that are saved up."""
 
 
 class HedgeBudget:
-    """Bounds the further requests to a share of all, also when all servers are late because the network is.
+    """Bounds the further requests to a share of all, also when all servers are late because the network is."""
 
-    Args:
-        share: Further requests for each request.
-        burst: Most that are saved up.
-    """
-
-    def __init__(self, *, share: float = _SHARE, burst: float = _BURST) -> None:
-        self.share = share
-        self.burst = burst
+    def __init__(self) -> None:
         self._saved = 1.0
 
     def earn(self) -> None:
         """Counts a request."""
-        self._saved = min(self._saved + self.share, self.burst)
+        self._saved = min(self._saved + _SHARE, _BURST)
 
     def take(self) -> bool:
         """Returns whether a further request may be made, and counts it."""

@@ -24,7 +24,7 @@ from swarm_plugins.routing.span_table import Floats, SpanTable, Step
 Mobility = Literal["pinned", "drops-first", "loads-first"]
 """``pinned``: stays. ``drops-first``: memory holds one span only. ``loads-first``: serves the old span meanwhile."""
 
-MIN_GAIN = 0.2
+_MIN_GAIN = 0.2
 """A move is worth it if it brings this share of what the same server would bring if it were new."""
 _MAX_RATE = 10.0
 """A rate above this many times the median counts as so many: servers announce their rates themselves."""
@@ -103,10 +103,10 @@ def best_span(num_blocks: int, servers: Sequence[Placed], length: int, rate: flo
     return range(step.start, step.start + length)
 
 
-def next_move(num_blocks: int, servers: Sequence[Placed], *, min_gain: float = MIN_GAIN) -> Move | None:
+def next_move(num_blocks: int, servers: Sequence[Placed]) -> Move | None:
     """Returns the move that helps the swarm most, or None if none helps clearly. No move uncovers a block.
 
-    A gap is closed by any server that can. Otherwise a move has to raise the soft minimum by ``min_gain`` of what the
+    A gap is closed by any server that can. Otherwise a move has to raise the soft minimum by `_MIN_GAIN` of what the
     server would add to a balanced swarm if it were new; in small swarms, the first of a few moves may do so together
     with the others. As each move raises it, servers come to rest unless others join or leave. Ties are broken by a hash
     of the peer's id.
@@ -122,8 +122,8 @@ def next_move(num_blocks: int, servers: Sequence[Placed], *, min_gain: float = M
     step: Step | None = steps[0]
     closes_gap = steps[0].num_gaps < table.num_gaps
     if not closes_gap and len(order) <= _AHEAD_UP_TO:
-        step = _first_of_several(table, movable, min_gain)
-    elif not closes_gap and table.gain(steps[0]) < min_gain * table.share(steps[0].server):
+        step = _first_of_several(table, movable)
+    elif not closes_gap and table.gain(steps[0]) < _MIN_GAIN * table.share(steps[0].server):
         return None
     if step is None:
         return None
@@ -137,7 +137,7 @@ class _Path(NamedTuple):
     table: SpanTable
 
 
-def _first_of_several(table: SpanTable, movable: Sequence[int], min_gain: float) -> Step | None:
+def _first_of_several(table: SpanTable, movable: Sequence[int]) -> Step | None:
     """Returns the first of the few moves that help most together, if they help clearly: a beam search.
 
     After the first move the others are found again, or better ones: the costs that can be reached never rise, so that
@@ -157,7 +157,7 @@ def _first_of_several(table: SpanTable, movable: Sequence[int], min_gain: float)
                 share = table.share(step.server) + (0.0 if path is None else path.share)
                 first = step if path is None else path.first
                 found.setdefault(after.starts.tobytes(), (step.cost, _Path(first, share, after)))
-                if table.gain(step) >= min_gain * share and (best is None or step.cost < best[0]):
+                if table.gain(step) >= _MIN_GAIN * share and (best is None or step.cost < best[0]):
                     best = (step.cost, first)
         paths = [path for _, path in sorted(found.values(), key=lambda one: one[0])[:_WIDTH]]
     return None if best is None else best[1]

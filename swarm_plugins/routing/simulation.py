@@ -58,6 +58,16 @@ class Scenario:
             )
 
     @property
+    def churn_begins_s(self) -> float:
+        """Seconds of the warm-up."""
+        return self.warm_up_h * 3600
+
+    @property
+    def churn_ends_s(self) -> float:
+        """Seconds until no server joins or leaves any more."""
+        return (self.warm_up_h + self.churn_h) * 3600
+
+    @property
     def end_s(self) -> float:
         """Seconds in all."""
         return (self.warm_up_h + self.churn_h + self.quiet_h) * 3600
@@ -83,7 +93,7 @@ class Course:
         """Yields seconds, throughput and servers of each stretch after the warm-up."""
         ends = [*self.times_s[1:], self.scenario.end_s]
         for start, end, value, swarm in zip(self.times_s, ends, self.throughputs, self.swarms, strict=True):
-            seconds = end - max(start, self.scenario.warm_up_h * 3600)
+            seconds = end - max(start, self.scenario.churn_begins_s)
             if seconds > 0:
                 yield seconds, value, swarm
 
@@ -96,8 +106,8 @@ class Course:
     @property
     def moves_per_server_hour(self) -> float:
         """Moves after the warm-up, per server and hour."""
-        after = self.scenario.warm_up_h * 3600
-        return sum(moved > after for moved in self.moves_s) / max(self.server_hours, 1e-9)
+        after_s = self.scenario.churn_begins_s
+        return sum(moved > after_s for moved in self.moves_s) / max(self.server_hours, 1e-9)
 
     @property
     def rest_s(self) -> float:
@@ -161,12 +171,10 @@ class _Simulation:
         scenario = self.scenario
         for _ in range(scenario.num_servers):
             self._at(self._random.uniform(0, scenario.warm_up_h * 1800), self._join)
-        churn_s = (scenario.warm_up_h * 3600, (scenario.warm_up_h + scenario.churn_h) * 3600)
         mean_s = scenario.lifetime_h * 3600 / scenario.num_servers
-        arrival_s = churn_s[0]
-        while (arrival_s := arrival_s + self._random.expovariate(1 / mean_s)) < churn_s[1]:
+        arrival_s = scenario.churn_begins_s
+        while (arrival_s := arrival_s + self._random.expovariate(1 / mean_s)) < scenario.churn_ends_s:
             self._at(arrival_s, self._join)
-        self._churn_s = churn_s
         while self._events and self._events[0][0] < scenario.end_s:
             self._now, _, event = heapq.heappop(self._events)
             progress(self._now / scenario.end_s)
@@ -200,7 +208,7 @@ class _Simulation:
         able = [one for one in self._servers.values() if one.has_served]
         course, scenario = self.course, self.scenario
         hours = (self._now - course.times_s[-1]) / 3600 if course.times_s else 0.0
-        if course.times_s and course.times_s[-1] >= scenario.warm_up_h * 3600:
+        if course.times_s and course.times_s[-1] >= scenario.churn_begins_s:
             course.server_hours += hours * len(course.swarms[-1])
         course.times_s.append(self._now)
         serving = [replace(one.record(), target=None) for one in able if one.blocks is not None]
@@ -219,7 +227,7 @@ class _Simulation:
             length=length,
             rate=100 * min(compute * 8 / length, 2 * network),
             mobility=rng.choices(kinds, shares)[0],
-            leaves_s=max(self._now, self._churn_begins) + rng.expovariate(1 / (scenario.lifetime_h * 3600)),
+            leaves_s=max(self._now, scenario.churn_begins_s) + rng.expovariate(1 / (scenario.lifetime_h * 3600)),
             turns=Turns(peer),
         )
         self._servers[peer] = server
@@ -234,12 +242,8 @@ class _Simulation:
             self._after(length * scenario.load_block_s, lambda: self._arrive(server))
 
         self._after(2 * scenario.lag_s, begin)
-        if server.leaves_s < (scenario.warm_up_h + scenario.churn_h) * 3600:
+        if server.leaves_s < scenario.churn_ends_s:
             self._at(server.leaves_s, lambda: self._leave(server))
-
-    @property
-    def _churn_begins(self) -> float:
-        return self.scenario.warm_up_h * 3600
 
     def _arrive(self, server: _Server) -> None:
         if not server.is_there:

@@ -40,7 +40,6 @@ class InProcessSwarm:
         directory: The model.
         spans: ``(start, end)`` of each server. None: two servers, half of the blocks each.
         dtype: Compute dtype of the servers. None: the checkpoint's.
-        keep_bytes: Budget for kept forward graphs; 0 makes every backward run the forward again.
         config: How the client behaves.
         liars: Servers that lie, by index.
         drain_s: How long a server that moves waits for open sessions.
@@ -52,7 +51,6 @@ class InProcessSwarm:
         *,
         spans: Sequence[tuple[int, int]] | None = None,
         dtype: torch.dtype | None = None,
-        keep_bytes: int = _STORE_BYTES,
         config: SwarmConfig | None = None,
         liars: Mapping[int, Liar] | None = None,
         drain_s: float = 0.0,
@@ -60,7 +58,6 @@ class InProcessSwarm:
         self.directory = directory
         self.spans = spans
         self.dtype = dtype
-        self.keep_bytes = keep_bytes
         self.config = config or SwarmConfig()
         self.liars = dict(liars or {})
         self.drain_s = drain_s
@@ -161,7 +158,7 @@ class InProcessSwarm:
             scheduler=scheduler,
             info=lambda: service.draining.shown(described[0]),
             check_adapter=spans.check_adapter,
-            activations=ActivationStore(self.keep_bytes),
+            activations=ActivationStore(_STORE_BYTES),
             adapters=AdapterStore(_STORE_BYTES),
         )
         self._movers[peer] = Mover(

@@ -288,7 +288,6 @@ class _Processes:
         server.kill()
         if fault.kind == "other_version":
             self._swarm.restart(fault.server, model=self._other_model)
-            return lambda: self._swarm.restart(fault.server)
         return lambda: self._swarm.restart(fault.server)
 
 

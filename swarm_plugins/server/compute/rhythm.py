@@ -21,6 +21,8 @@ _CAUTION = 0.7
 """Part of ``a`` that a wait may take: return times vary."""
 _MARGIN = 1.25
 _MIN_MARGIN_S = 0.001
+_WINDOW_S = 10.0
+"""Time constant of the average load."""
 _STUCK_S = 4.0
 _STUCK_FACTOR = 4.0
 """A piece of work that takes longer than this, and than so many times what the longest of the last ones took, hangs."""
@@ -96,13 +98,12 @@ class Rhythm:
 
 
 class BusyMeter:
-    """Averages busy (1) and idle (0) time exponentially with a time constant of ``window_s``, recent seconds most.
+    """Averages busy (1) and idle (0) time exponentially, recent seconds most.
 
     One thread calls ``begin`` for each piece of work, and ``end`` when there is no more; any thread may read.
     """
 
-    def __init__(self, window_s: float = 10.0) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         # One tuple, replaced as a whole: a reader in another thread never sees half an update.
         self._state: tuple[float, float, bool] | None = None
         self._pieces: deque[float] = deque(maxlen=_MAX_PIECES)
@@ -134,4 +135,4 @@ class BusyMeter:
             return 0.0
         since, value, is_busy = self._state
         goal = 1.0 if is_busy else 0.0
-        return goal + (value - goal) * math.exp(-max(0.0, now - since) / self._window_s)
+        return goal + (value - goal) * math.exp(-max(0.0, now - since) / _WINDOW_S)

@@ -29,6 +29,8 @@ _MAX_WEIGHT = 4.0
 _PRIOR = 100_000.0
 """Work for this server that earns half of what can be earned, from a peer that asks for nothing."""
 _HALF_LIFE_S = 7 * 86_400.0
+_SHOWN = 5
+"""Accounts in a summary."""
 
 
 class _Account(msgspec.Struct):
@@ -135,9 +137,9 @@ class Points:
         account = self._accounts.get(peer)
         return 0.0 if account is None else account.earned + account.served
 
-    def summary(self, most: int = 5) -> str:
+    def summary(self) -> str:
         """Returns the accounts with most work in one line."""
-        busiest = sorted(self._accounts.items(), key=lambda pair: -pair[1].earned - pair[1].served)[:most]
+        busiest = sorted(self._accounts.items(), key=lambda pair: -pair[1].earned - pair[1].served)[:_SHOWN]
         parts = [f"{peer} {account.served:.0f} served, {account.earned:.0f} earned" for peer, account in busiest]
         return f"{len(self._accounts)} peers; {'; '.join(parts)}" if parts else "no peers yet"
 

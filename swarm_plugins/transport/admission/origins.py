@@ -52,14 +52,10 @@ class Origins:
 
     Args:
         list_connections: Asks the daemon.
-        clock: Monotonic seconds; tests pass their own.
     """
 
-    def __init__(
-        self, list_connections: Callable[[], Awaitable[Connections]], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, list_connections: Callable[[], Awaitable[Connections]]) -> None:
         self._list = list_connections
-        self._clock = clock
         self._known: dict[str, Origin] = {}
         self._asked_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
@@ -67,7 +63,7 @@ class Origins:
     async def of(self, peer: str) -> Origin:
         """Returns the origin of a peer that is connected; `UNKNOWN` if the daemon does not name it."""
         for _ in range(2):  # the daemon may have been asked just before this peer came
-            if peer in self._known and self._clock() - self._asked_at < _KEEP_S:
+            if peer in self._known and time.monotonic() - self._asked_at < _KEEP_S:
                 break
             if self._asking is None:
                 self._asking = asyncio.create_task(self._ask(), name="list connections")
@@ -77,13 +73,13 @@ class Origins:
     async def _ask(self) -> None:
         """Asks the daemon once for all who wait."""
         try:
-            await asyncio.sleep(max(0.0, self._asked_at + _ASK_EVERY_S - self._clock()))
+            await asyncio.sleep(max(0.0, self._asked_at + _ASK_EVERY_S - time.monotonic()))
             async with asyncio.timeout(_ANSWER_S):
                 self._known = {one: origin_of(address) for one, address in await self._list()}
         except (TimeoutError, OSError, P2PDaemonError, asyncio.IncompleteReadError) as exc:
             log.debug("cannot list connections: %r", exc)
         finally:
-            self._asked_at = self._clock()
+            self._asked_at = time.monotonic()
             self._asking = None
 
 
