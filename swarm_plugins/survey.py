@@ -140,7 +140,7 @@ async def _ask(
 ) -> ServerStatus:
     try:
         async with gate:
-            answer = await ask_info(node.open, peer, timeout_s=timeout_s)
+            answer = await ask_info(node, peer, timeout_s=timeout_s)
         # A server that still loads announces itself but serves nothing yet, which is not a fault.
         if answer.num_blocks != announced.num_blocks:
             raise ProtocolError(f"it announced a model of {announced.num_blocks} blocks, and says {answer.num_blocks}")

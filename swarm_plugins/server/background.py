@@ -79,13 +79,6 @@ async def sweep(service: Service | ExpertsService) -> None:
         was_busy = is_busy
 
 
-async def drain(service: Service | ExpertsService, grace_s: float) -> None:
-    """Waits until all submitted work is answered, ``grace_s`` at most."""
-    deadline = asyncio.get_running_loop().time() + grace_s
-    while service.scheduler.num_waiting and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(0.05)
-
-
 def return_free_memory() -> None:
     """Asks the C library to return freed memory to the system, where it can.
 

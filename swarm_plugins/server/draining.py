@@ -60,9 +60,9 @@ class Draining:
             )
 
 
-async def wait_until_ended(num_open: Callable[[], int], drain_s: float) -> int:
-    """Waits until no session is open, ``drain_s`` at most; returns how many are left."""
-    deadline = asyncio.get_running_loop().time() + drain_s
+async def wait_until_ended(num_open: Callable[[], int], longest_s: float) -> int:
+    """Waits until no session, or no request, is open; returns how many are left after ``longest_s``."""
+    deadline = asyncio.get_running_loop().time() + longest_s
     while (left := num_open()) and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(_POLL_S)
     return left

@@ -33,10 +33,10 @@ from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.pulse import Pulse
 from swarm_plugins.server.service import Service
-from swarm_plugins.server.startup.placing import mobility_of, snapshot_of
+from swarm_plugins.server.startup.placing import Swarm, mobility_of, snapshot_of
 from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.server.state.gradients import KeptForward
-from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.channel import Opener
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -49,21 +49,8 @@ _REST_S = 600.0
 """After a move that failed."""
 
 
-class Place(Protocol):
+class Place(Swarm, Opener, Protocol):
     """What a mover needs of `Presence`."""
-
-    @property
-    def peer_id(self) -> str:
-        """Id of the server."""
-
-    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
-        """Returns the servers of a model version."""
-
-    async def announce(self, info: Callable[[], ServerInfo]) -> None:
-        """Announces the server."""
-
-    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
-        """Opens a stream to another peer."""
 
 
 @dataclass(kw_only=True)

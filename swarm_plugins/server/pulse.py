@@ -7,11 +7,11 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Mapping
-from typing import Protocol
 
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import InfoRequest, ServerInfo
+from swarm_plugins.transport.channel import Opener
+from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.reach.static import ask_info
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +20,6 @@ _MAX_ASKED = 4
 _TIMEOUT_S = 3.0
 _PAUSE_S = 1.0
 _MAX_SILENT = 1024
-
-
-class Opener(Protocol):
-    """Opens streams to peers."""
-
-    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
-        """Opens a stream; see `Transport`."""
 
 
 class Pulse:
@@ -57,13 +50,8 @@ class Pulse:
             await asyncio.sleep(attempt * _PAUSE_S)
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    channel = await self._network.open(peer, "rpc_info", timeout_s=_TIMEOUT_S)
-                    try:
-                        await channel.send(InfoRequest())
-                        if isinstance(await channel.receive(timeout_s=_TIMEOUT_S), ServerInfo):
-                            return True
-                    finally:
-                        await channel.close()
+                    await ask_info(self._network, peer, timeout_s=_TIMEOUT_S)
+                    return True
             except (SwarmError, TimeoutError) as error:
                 log.debug("server %s does not answer: %s", peer, error)
         return False

@@ -17,7 +17,7 @@ from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
-from swarm_plugins.server.background import drain, in_thread, kept_going, sweep
+from swarm_plugins.server.background import in_thread, kept_going, sweep
 from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
@@ -292,7 +292,7 @@ class SwarmServer:
             if presence is not None:
                 await presence.retract()
                 if service is not None:
-                    await drain(service, self.config.grace_s)
+                    await wait_until_ended(lambda: service.scheduler.num_waiting, self.config.grace_s)
                 if self._share is not None:
                     await self._share.close()
                 await presence.close()

@@ -60,7 +60,7 @@ class Channel(Protocol):
         ...
 
 
-class Transport(Protocol):
+class Opener(Protocol):
     """Opens channels to peers."""
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
@@ -71,6 +71,10 @@ class Transport(Protocol):
             RequestTimeoutError: If it does not answer within ``timeout_s``.
         """
         ...
+
+
+class Transport(Opener, Protocol):
+    """Opens channels to peers, and closes them."""
 
     async def close(self) -> None:
         """Closes all channels. Idempotent."""

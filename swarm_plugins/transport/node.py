@@ -85,7 +85,7 @@ class SwarmNode:
             if secret is not None and not config.client_mode:
                 await self._register(PROOF_PROTOCOL, self._gate.answer)
             if config.discovery == "static":
-                self._dht = StaticPeers(self._daemon, self.open, config)
+                self._dht = StaticPeers(self._daemon, self, config)
             else:
                 self._dht = SwarmDHT(self._daemon, self._identity.identity, config, self._gate)
             await self._join(self._dht)
@@ -108,7 +108,7 @@ class SwarmNode:
         """Returns why the first initial peer does not let this node in, if it says so."""
         for address in self._config.initial_peers[:1]:
             try:
-                await ask_info(self.open, peer_id_in(address), timeout_s=_REASON_S)
+                await ask_info(self, peer_id_in(address), timeout_s=_REASON_S)
             except (RemoteError, StrangerError) as reason:
                 return reason
             except TransportError as error:

@@ -40,9 +40,7 @@ async def adapter_handler(service: Service, channel: Channel) -> None:
         service.adapters.put(peer, adapter)
         return AdapterStored(digest=upload.digest), "none"
 
-    await answer_requests(
-        channel, "rpc_adapter", (AdapterUpload,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
-    )
+    await answer_requests(service, channel, "rpc_adapter", (AdapterUpload,), answer)
 
 
 def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:

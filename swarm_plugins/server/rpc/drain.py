@@ -72,10 +72,7 @@ async def drain_handler(service: Service | ExpertsService, operator: Operator, c
         sessions = len(service.sessions) if isinstance(service, Service) else 0
         return DrainAccepted(sessions=sessions, drain_s=operator.drain_s), "none"
 
-    limits = service.limits
-    await answer_requests(
-        channel, "rpc_drain", (DrainRequest,), answer, idle_s=limits.idle_stream_s, ledger=service.ledger
-    )
+    await answer_requests(service, channel, "rpc_drain", (DrainRequest,), answer)
 
 
 def _signed_bytes(peer_id: str, issued_at: float) -> bytes:

@@ -40,9 +40,7 @@ async def experts_handler(service: ExpertsService, channel: Channel) -> None:
         rows = checked_output(found, request.hidden.dtype, "the output of the experts")
         return ExpertsResponse(rows=rows), request.reply_codec
 
-    await answer_requests(
-        channel, "rpc_experts", (ExpertsRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
-    )
+    await answer_requests(service, channel, "rpc_experts", (ExpertsRequest,), answer)
 
 
 def _run(service: ExpertsService, request: ExpertsRequest, spans: dict[int, slice]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
-from swarm_plugins.ledger import Charge, Ledger
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server.failures import BadRequestError, failure_of
 from swarm_plugins.server.service import ExpertsService, Service
 from swarm_plugins.transport.channel import Channel
@@ -32,27 +32,29 @@ Answer = tuple[Message, Codec]
 
 
 async def answer_requests(
+    service: Service | ExpertsService,
     channel: Channel,
     rpc: str,
     kinds: tuple[type[Message], ...],
     answer: Callable[[Any, Charge], Awaitable[Answer]],
     *,
-    idle_s: float,
-    ledger: Ledger,
+    idle_s: float | None = None,
 ) -> None:
     """Answers the requests of one stream until its sender closes it, leaves or goes silent.
 
     ``answer`` charges what it allocates, its answer included, to the peer: all of it counts until the answer has been
     read. A request that cannot be served is answered with a ``Failure``, and the stream lives on. A message that cannot
-    be read ends it: what follows cannot be trusted to begin where a message begins.
+    be read ends it: what follows cannot be trusted to begin where a message begins. ``idle_s`` is the longest silence;
+    None: ``idle_stream_s`` of the service's limits.
     """
+    patience_s = service.limits.idle_stream_s if idle_s is None else idle_s
 
     async def answer_next() -> bool:
         # A function of its own: a stream that waits for its next request must not keep the tensors of the last one.
         try:
-            request = await channel.receive(timeout_s=idle_s)
+            request = await channel.receive(timeout_s=patience_s)
         except RequestTimeoutError:
-            log.debug("%s from %s was silent for %.0f s: closed", rpc, channel.remote_peer, idle_s)
+            log.debug("%s from %s was silent for %.0f s: closed", rpc, channel.remote_peer, patience_s)
             return False
         except ProtocolError as error:
             await send_failure(channel, rpc, error)
@@ -68,7 +70,7 @@ async def answer_requests(
             if not isinstance(request, kinds):
                 due = " or ".join(kind.__name__ for kind in kinds)
                 raise BadRequestError(f"{rpc} got a {type(request).__name__}, expected {due}")
-            with ledger.charge(channel.remote_peer) as charge:
+            with service.ledger.charge(channel.remote_peer) as charge:
                 message, codec = await answer(request, charge)
                 charge.cover(_sent_bytes(message, codec))
                 return await _send(channel, rpc, message, codec)
@@ -123,14 +125,7 @@ async def info_handler(service: Service | ExpertsService, channel: Channel) -> N
             )
         return EchoResponse(payload=payload), "none"
 
-    await answer_requests(
-        channel,
-        "rpc_info",
-        (InfoRequest, EchoRequest),
-        answer,
-        idle_s=service.limits.idle_stream_s,
-        ledger=service.ledger,
-    )
+    await answer_requests(service, channel, "rpc_info", (InfoRequest, EchoRequest), answer)
 
 
 def _present_info(service: Service | ExpertsService) -> ServerInfo:

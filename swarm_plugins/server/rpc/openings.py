@@ -58,9 +58,7 @@ async def opening_handler(service: Service, channel: Channel) -> None:
         return await signed(service, request, Commitment(hashes=hashes)), "none"
 
     with service.ledger.charge(peer) as kept:
-        await answer_requests(
-            channel, "rpc_open", (CommitRequest, OpenRequest), answer, idle_s=_IDLE_S, ledger=service.ledger
-        )
+        await answer_requests(service, channel, "rpc_open", (CommitRequest, OpenRequest), answer, idle_s=_IDLE_S)
 
 
 def _named(states: Sequence[Tensor], request: OpenRequest) -> tuple[Tensor, ...]:

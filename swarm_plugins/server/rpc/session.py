@@ -33,14 +33,9 @@ from swarm_plugins.transport.messages import SessionOpen, SessionOpened, Session
 async def session_handler(service: Service, channel: Channel) -> None:
     """Opens a session, answers its steps and closes it with the stream."""
     with _Stream(service, channel.remote_peer).living() as stream:
-        await answer_requests(
-            channel,
-            "rpc_session",
-            (SessionOpen, SessionStep),
-            stream.answer,
-            idle_s=service.limits.idle_session_s,
-            ledger=service.ledger,
-        )
+        kinds = (SessionOpen, SessionStep)
+        idle_s = service.limits.idle_session_s
+        await answer_requests(service, channel, "rpc_session", kinds, stream.answer, idle_s=idle_s)
 
 
 class _Stream:

@@ -51,9 +51,7 @@ async def forward_handler(service: Service, channel: Channel) -> None:
         response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
         return await signed(service, request, response), request.reply_codec
 
-    await answer_requests(
-        channel, "rpc_forward", (ForwardRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
-    )
+    await answer_requests(service, channel, "rpc_forward", (ForwardRequest,), answer)
 
 
 async def backward_handler(service: Service, channel: Channel) -> None:
@@ -79,9 +77,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
             found = await _backward(service, peer, parts, request)
         return await signed(service, request, _gradient_response(found, dtype)), request.reply_codec
 
-    await answer_requests(
-        channel, "rpc_backward", (BackwardRequest,), answer, idle_s=service.limits.idle_stream_s, ledger=service.ledger
-    )
+    await answer_requests(service, channel, "rpc_backward", (BackwardRequest,), answer)
 
 
 @contextlib.contextmanager

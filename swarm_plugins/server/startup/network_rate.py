@@ -6,14 +6,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from swarm_plugins.errors import SwarmError
-from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import MAX_ECHO_BYTES, EchoRequest, EchoResponse, ServerInfo
+from swarm_plugins.transport.channel import Channel, Directory, Opener
+from swarm_plugins.transport.messages import MAX_ECHO_BYTES, EchoRequest, EchoResponse
 
 log = logging.getLogger(__name__)
 
@@ -24,18 +23,12 @@ _PEER_TIMEOUT_S = 2.0
 _SMALL_BYTES = 64
 
 
-class Network(Protocol):
+class Network(Opener, Directory, Protocol):
     """What the measurement needs of `Presence`."""
 
     @property
     def peer_id(self) -> str:
         """Id of this server."""
-
-    async def servers(self, version: str, num_blocks: int) -> Mapping[str, ServerInfo]:
-        """Returns the servers of a model version."""
-
-    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
-        """Opens a stream; see `Transport`."""
 
 
 async def network_rate(network: Network, version: str, num_blocks: int, token_bytes: int) -> float:

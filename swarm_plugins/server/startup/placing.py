@@ -14,6 +14,7 @@ from swarm_plugins.routing.placement import Mobility, Placed
 from swarm_plugins.routing.turns import Snapshot
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import blocks_that_fit, free_device_bytes
+from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -33,15 +34,12 @@ class Rates(NamedTuple):
     """Hidden states per second over its network. 0: unknown."""
 
 
-class Swarm(Protocol):
+class Swarm(Directory, Protocol):
     """What the choice needs of `Presence`."""
 
     @property
     def peer_id(self) -> str:
         """Id of this server."""
-
-    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
-        """Returns the servers of a model version."""
 
     async def announce(self, info: Callable[[], ServerInfo]) -> None:
         """Announces this server."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 from swarm_plugins.errors import ProtocolError, RemoteError, TransportError
-from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.channel import Opener
 from swarm_plugins.transport.config import NodeConfig, peer_id_in, place_in
 from swarm_plugins.transport.daemon import Daemon
 from swarm_plugins.transport.messages import Failure, InfoRequest, ServerInfo
@@ -19,17 +18,13 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 
 
-Open = Callable[..., Awaitable[Channel]]
-"""A transport's ``open``."""
-
-
-async def ask_info(open_channel: Open, peer: str, *, timeout_s: float) -> ServerInfo:
+async def ask_info(network: Opener, peer: str, *, timeout_s: float) -> ServerInfo:
     """Asks a server what it serves.
 
     Raises:
         TransportError: If it does not answer, or not with possible numbers and names.
     """
-    channel = await open_channel(peer, "rpc_info", timeout_s=timeout_s)
+    channel = await network.open(peer, "rpc_info", timeout_s=timeout_s)
     try:
         await channel.send(InfoRequest())
         answer = await channel.receive(timeout_s=timeout_s)
@@ -52,13 +47,13 @@ class StaticPeers:
 
     Args:
         daemon: The node's daemon.
-        open_channel: The node's ``open``.
+        network: The node.
         config: Names the peers.
     """
 
-    def __init__(self, daemon: Daemon, open_channel: Open, config: NodeConfig) -> None:
+    def __init__(self, daemon: Daemon, network: Opener, config: NodeConfig) -> None:
         self._daemon = daemon
-        self._open = open_channel
+        self._network = network
         self._places = {peer_id_in(one): place_in(one) for one in (*config.initial_peers, *config.known_peers)}
         self._must_answer = config.initial_peers
         self._reached: set[str] = set()
@@ -116,7 +111,7 @@ class StaticPeers:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._connect(peer)
-                return await ask_info(self._open, peer, timeout_s=_ANSWER_S)
+                return await ask_info(self._network, peer, timeout_s=_ANSWER_S)
         except RemoteError as exc:
             return exc
         except (TransportError, TimeoutError) as exc:

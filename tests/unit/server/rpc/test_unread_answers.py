@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import torch
 
 from swarm_plugins.ledger import Charge, Ledger
+from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.transport.messages import ExpertsResponse, Failure, InfoRequest, Message
 
@@ -32,7 +34,7 @@ class StuckReader:
 
 def test_a_peer_that_does_not_read_is_refused_when_its_answers_fill_its_share() -> None:
     async def scene() -> list[StuckReader]:
-        ledger = Ledger(16_000, max_peer_share=0.25)
+        service = SimpleNamespace(ledger=Ledger(16_000, max_peer_share=0.25), limits=ServiceLimits())
 
         async def answer(_: Message, __: Charge) -> Answer:
             return ExpertsResponse(rows=torch.zeros(10, 40)), "none"
@@ -40,7 +42,7 @@ def test_a_peer_that_does_not_read_is_refused_when_its_answers_fill_its_share() 
         readers = [StuckReader() for _ in range(5)]
         tasks = [
             asyncio.create_task(
-                answer_requests(reader, "rpc_experts", (InfoRequest,), answer, idle_s=9.0, ledger=ledger)  # type: ignore[arg-type]
+                answer_requests(service, reader, "rpc_experts", (InfoRequest,), answer)  # type: ignore[arg-type]
             )
             for reader in readers
         ]
@@ -48,7 +50,7 @@ def test_a_peer_that_does_not_read_is_refused_when_its_answers_fill_its_share() 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert ledger.used == 0
+        assert service.ledger.used == 0
         return readers
 
     readers = asyncio.run(scene())

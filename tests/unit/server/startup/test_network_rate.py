@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Network:
     def __init__(self, handler: Callable[[Channel], object] | None) -> None:
         self.transport = LocalTransport({} if handler is None else {"other": {"rpc_info": handler}})  # type: ignore[dict-item]
 
-    async def servers(self, version: str, num_blocks: int) -> Mapping[str, ServerInfo]:
+    async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         if (version, num_blocks) != (VERSION, 8):
             raise TransportError("no answer")
         return {"other": INFO, "me": INFO}
