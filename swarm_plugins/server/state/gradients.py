@@ -100,7 +100,7 @@ def gradients(
             raise _uneven("grad_hidden_states", len(grads.hidden_states), 0)
         if meter.is_over:
             outputs = outputs.map(Tensor.detach)
-            _paired(outputs, grads)
+            paired(outputs, grads)
             blockwise = _Blockwise(runner, inputs, limit_bytes, weights)
             grad = blockwise.run(outputs, grads, between)
             leaves = _wanted(inputs, needs._replace(hidden=False))
@@ -108,13 +108,13 @@ def gradients(
             return _sorted([grad, *rest] if needs.hidden else rest, inputs, needs)
         kept = KeptForward(inputs=inputs, outputs=outputs)
     wanted = _wanted(kept.inputs, needs)
-    found = _backward(_paired(kept.outputs, grads), wanted)
+    found = backward(paired(kept.outputs, grads), wanted)
     results = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(wanted, found, strict=True)]
     return _sorted(results, kept.inputs, needs)
 
 
-def _backward(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of the wanted leaves, from outputs and their gradients."""
+def backward(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Returns the gradients of the wanted leaves, from outputs and their gradients; None: it does not depend on one."""
     live = [(output, grad.to(output.dtype)) for output, grad in pairs if output.requires_grad]
     if not live or not wanted:
         return [None] * len(wanted)
@@ -131,8 +131,20 @@ def _sorted(results: Sequence[Tensor], inputs: SpanInputs, needs: Needs) -> Grad
     )
 
 
-def _paired(outputs: SpanOutputs, grads: SpanOutputs) -> list[tuple[Tensor, Tensor]]:
-    """Returns the outputs that have a gradient, each with it."""
+def add_gradients(sums: dict[int, Tensor], leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    """Adds gradients to the sums of earlier ones, by the identity of the leaf."""
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            known = sums.get(id(leaf))
+            sums[id(leaf)] = gradient if known is None else known + gradient
+
+
+def paired(outputs: SpanOutputs, grads: SpanOutputs) -> list[tuple[Tensor, Tensor]]:
+    """Returns the outputs that have a gradient, each with it.
+
+    Raises:
+        RequestError: ``bad_request`` if the gradients do not fit the outputs.
+    """
     pairs = [(outputs.hidden, grads.hidden)]
     for name in ("hidden_states", "router_logits"):
         made, given = getattr(outputs, name), getattr(grads, name)
@@ -214,9 +226,6 @@ class _Blockwise:
         if grad_router is not None:
             pairs.extend((logits, grad_router) for logits in outputs.router_logits)
         leaves = [leaf for leaf in (*inputs.adapters.tensors, *inputs.prefix) if leaf.requires_grad]
-        found = _backward(pairs, [inputs.hidden, *leaves])
-        for leaf, gradient in zip(leaves, found[1:], strict=True):
-            if gradient is not None:
-                known = self.gradients.get(id(leaf))
-                self.gradients[id(leaf)] = gradient if known is None else known + gradient
+        found = backward(pairs, [inputs.hidden, *leaves])
+        add_gradients(self.gradients, leaves, found[1:])
         return torch.zeros_like(hidden) if found[0] is None else found[0]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.blocks.runner import SpanRunner
+from swarm_plugins.server.state.gradients import add_gradients, backward
 
 
 class LongRows:
@@ -123,27 +124,15 @@ class LongRows:
             if routers is not None:
                 pairs.extend((logits, routers[:, start:end].flatten(0, 1)) for logits in outputs.router_logits)
             leaves = [leaf for leaf in inputs.adapters.tensors if leaf.requires_grad]
-            found = _gradients(pairs, [inputs.hidden, *seen, *leaves])
+            found = backward(pairs, [inputs.hidden, *seen, *leaves])
             if found[0] is not None:
                 grad_in[:, start:end] = found[0]
             for whole, more in zip(collected, found[1:3], strict=True):
                 if more is not None:
                     whole[:, :, : self._before + start] += more
-            self._add(leaves, found[3:])
+            add_gradients(self.gradients, leaves, found[3:])
             self._between()
         if self._before:
             keys, values = (whole[:, :, : self._before] for whole in collected)
             self.prefix_gradients[block] = (keys.to(past[0].dtype), values.to(past[1].dtype))
         return grad_in
-
-    def _add(self, leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        for leaf, gradient in zip(leaves, found, strict=True):
-            if gradient is not None:
-                known = self.gradients.get(id(leaf))
-                self.gradients[id(leaf)] = gradient if known is None else known + gradient
-
-
-def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    live = [(output, grad.to(output.dtype)) for output, grad in pairs if output.requires_grad]
-    outputs, grads = zip(*live, strict=True)
-    return torch.autograd.grad(outputs, leaves, grads, allow_unused=True)

@@ -18,6 +18,7 @@ from swarm_plugins.server.state.gradients import (
     forward_keeping,
     forward_only,
     gradients,
+    paired,
 )
 from swarm_plugins.server.state.long_rows import LongRows
 from swarm_plugins.server.state.slices import Slice, join_rows, rows_of
@@ -99,19 +100,7 @@ def _of_long_rows(
     inputs = as_leaves(given, Needs(hidden=False, adapters=needs.adapters))
     rows = LongRows(runner, inputs, part.part_tokens or 1, between)
     outputs = rows.forward()
-    wrong = [grad for grad in (grads.hidden, *grads.hidden_states) if grad.shape != outputs.hidden.shape]
-    wrong.extend(grad for grad in grads.router_logits if grad.shape[:1] != outputs.hidden.flatten(0, 1).shape[:1])
-    num_states = len(inputs.blocks) - 1 if inputs.collect_hidden else 0
-    if wrong or len(grads.hidden_states) not in (0, num_states):
-        raise BadRequestError(
-            f"{len(grads.hidden_states)} gradients of hidden states between blocks, of {num_states}, and shapes "
-            f"{[list(grad.shape) for grad in wrong[:1]]} instead of {list(outputs.hidden.shape)}: give one for each"
-        )
-    if len(grads.router_logits) not in (0, len(outputs.router_logits)):
-        raise BadRequestError(
-            f"{len(grads.router_logits)} gradients of router logits, the forward had {len(outputs.router_logits)}: "
-            "give one each, or none"
-        )
+    paired(outputs, grads)
     hidden = rows.backward(grads, outputs.router_blocks)
     leaves = inputs.adapters.tensors if needs.adapters else ()
     prefix = [rows.prefix_gradients[block] for block in inputs.blocks] if needs.prefix and inputs.prefix else []
