@@ -18,7 +18,7 @@ from swarm_plugins.ledger import Ledger
 from swarm_plugins.remote_experts.held import HeldExperts
 from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.server.background import in_thread, kept_going, sweep
-from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
+from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.hosted import HostedSpans
@@ -217,11 +217,11 @@ class SwarmServer:
         config, share = self.config, self._share
         spans = self._spans = HostedSpans(span)
         loader.pool = spans.pool
-        scheduler = Scheduler(spans, SchedulerConfig(max_pack_tokens=config.max_pack_tokens), self._points)
         limits = config.limits
         speed = await loader.measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
-        scheduler.chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
+        chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
+        scheduler = Scheduler(spans, self._points, chunk_tokens=chunk_tokens)
         kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
         info = self.info
         self._info = msgspec.structs.replace(

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanOutputs
 from swarm_plugins.blocks.runner import StepInputs
-from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.errors import CapacityError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.server.compute.rhythm import BusyMeter, Rhythm
 from swarm_plugins.server.compute.turns import Turns
@@ -49,30 +48,6 @@ _PACKS_BEFORE_TRAINING = 8
 """Packs that may go before a waiting training item in a row. It then starts, and steps run between its blocks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerConfig:
-    """Bounds of the compute queue."""
-
-    max_pack_tokens: int = 1024
-    """Tokens in one packed forward of session steps; longer prefills are cut."""
-
-    max_waiting_steps: int = 256
-    """Session steps and cache operations that may wait."""
-
-    max_waiting_trainings: int = 32
-    """Forward and backward requests that may wait."""
-
-    max_peer_share: float = 0.5
-    """Share of the waiting requests, of either kind, that may be one peer's; less when others wait too."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_pack_tokens", "max_waiting_steps", "max_waiting_trainings"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.max_peer_share <= 1:
-            raise ConfigError(f"max_peer_share must be above 0 and at most 1, got {self.max_peer_share}")
-
-
 class AbandonedError(Exception):
     """Stops a training item in mid-run because its client is gone."""
 
@@ -82,19 +57,22 @@ class Scheduler:
 
     Args:
         runner: The span; what only holds experts, and takes no steps, will do too.
-        config: Bounds of the queue.
         points: How peers share the turns. None: alike, newcomers of one address together.
+        chunk_tokens: Tokens in one packed forward of session steps; longer prefills are cut.
+        max_waiting_steps: Session steps and cache operations that may wait; one peer takes half of them at most.
+        max_waiting_trainings: Forward and backward requests that may wait; one peer takes half of them at most.
     """
 
     def __init__(
         self,
         runner: SchedulerRunner | Interruptible,
-        config: SchedulerConfig | None = None,
         points: Points | None = None,
+        *,
+        chunk_tokens: int = 1024,
+        max_waiting_steps: int = 256,
+        max_waiting_trainings: int = 32,
     ) -> None:
-        self.config = config or SchedulerConfig()
-        self.chunk_tokens = self.config.max_pack_tokens
-        """Tokens in one packed forward; the server lowers it so that a pack takes a bounded time here."""
+        self._chunk_tokens = chunk_tokens
         self._runner = runner
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._calls: deque[Call] = deque()
@@ -103,13 +81,8 @@ class Scheduler:
         self._current_training: Call | None = None
         self._packs_since_training = 0
         self.points = points or Points()
-        share = self.config.max_peer_share
-        self._waiting_steps = Ledger(
-            self.config.max_waiting_steps, max_peer_share=share, noun="waiting steps", groups=self.points
-        )
-        self._waiting_trainings = Ledger(
-            self.config.max_waiting_trainings, max_peer_share=share, noun="waiting requests", groups=self.points
-        )
+        self._waiting_steps = Ledger(max_waiting_steps, noun="waiting steps", groups=self.points)
+        self._waiting_trainings = Ledger(max_waiting_trainings, noun="waiting requests", groups=self.points)
         self.num_waiting = 0
         """Requests that have been submitted and not answered."""
         self._turns = Turns(self.points)
@@ -313,7 +286,7 @@ class Scheduler:
                     self._run_call(call)
             self._steps = [step for step in self._steps if self._is_ready(step)]
             groups: dict[range, list[tuple[Step, int]]] = {}
-            chosen = choose_pack(self._turns.order(self._steps), self.chunk_tokens)
+            chosen = choose_pack(self._turns.order(self._steps), self._chunk_tokens)
             for step, num_tokens in chosen:
                 self._turns.had(step.peer, num_tokens * step.batch_size)
                 groups.setdefault(step.inputs.blocks, []).append((step, num_tokens))

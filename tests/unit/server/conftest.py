@@ -6,7 +6,7 @@ import pytest
 from fake_server import VERSION, FakeRunner, replace_info
 
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
+from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
@@ -22,7 +22,7 @@ def runner() -> FakeRunner:
 
 @pytest.fixture
 def scheduler(runner: FakeRunner) -> Iterator[Scheduler]:
-    scheduler = Scheduler(runner, SchedulerConfig(max_pack_tokens=64, max_waiting_steps=16, max_waiting_trainings=8))
+    scheduler = Scheduler(runner, chunk_tokens=64, max_waiting_steps=16, max_waiting_trainings=8)
     scheduler.start()
     yield scheduler
     scheduler.close()

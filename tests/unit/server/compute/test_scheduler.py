@@ -10,8 +10,8 @@ from fake_server import WIDTH, FakeCache, FakeRunner
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.blocks.runner import StepInputs
-from swarm_plugins.errors import CapacityError, ConfigError
-from swarm_plugins.server.compute.scheduler import Scheduler, SchedulerConfig
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.failures import RequestError
 
 BLOCKS = range(2, 6)
@@ -333,8 +333,3 @@ def test_load_rises_with_work_and_falls_without(runner: FakeRunner, scheduler: S
     asyncio.run(scheduler.step(step_of(runner), timeout_s=5))
     # 0.3 s of work, averaged over 10 s: 1 - exp(-0.03) = 0.0296; the upper bound leaves room for a slow machine.
     assert 0.025 < scheduler.load < 0.2
-
-
-def test_bounds_below_one_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_pack_tokens must be at least 1, got 0"):
-        SchedulerConfig(max_pack_tokens=0)
