@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +74,7 @@ class Daemon:
         """Returns when the process has ended."""
         await asyncio.shield(self._death)
 
-    async def race(self, work: Coroutine[Any, Any, _T], *, timeout_s: float, what: str) -> _T:
+    async def race(self, work: Awaitable[_T], *, timeout_s: float, what: str) -> _T:
         """Awaits ``work`` that talks to the daemon, but stops when the daemon dies, which ``work`` would not notice.
 
         Raises:

@@ -86,7 +86,7 @@ class SwarmDHT:
         """Joins the DHT; raises TransportError if no initial peer is a member of it."""
         self._loop.start()
         try:
-            await self._daemon.race(self._there(self._join()), timeout_s=_BOOTSTRAP_TIMEOUT_S, what="joining the DHT")
+            await self._there(self._join(), "joining the DHT", timeout_s=_BOOTSTRAP_TIMEOUT_S)
         except RuntimeError as exc:
             raise TransportError(
                 f"initial peers {', '.join(self._config.initial_peers)} do not answer as members of a swarm: "
@@ -125,9 +125,8 @@ class SwarmDHT:
         dht, self._dht = self._dht, None
         # A dead daemon never answers.
         if dht is not None and self._daemon.is_alive:
-            work = self._there(dht.shutdown())
             try:
-                await self._daemon.race(work, timeout_s=_LEAVE_TIMEOUT_S, what="leaving the DHT")
+                await self._there(dht.shutdown(), "leaving the DHT", timeout_s=_LEAVE_TIMEOUT_S)
             except TransportError as exc:
                 log.debug("left the DHT without notice: %s", exc)
         connection, self._connection = self._connection, None
@@ -202,9 +201,10 @@ class SwarmDHT:
         version = self._version or ""
         return {own_server_key(version, self._daemon.peer_id): GoneRecord(version=version)}
 
-    async def _there(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Runs a coroutine in the DHT's thread."""
-        return await asyncio.wrap_future(self._loop.submit(work))
+    async def _there(self, work: Coroutine[Any, Any, _T], what: str, *, timeout_s: float | None = None) -> _T:
+        """Runs a coroutine in the DHT's thread, within ``dht_timeout_s`` and as long as the daemon lives."""
+        timeout_s = self._config.dht_timeout_s if timeout_s is None else timeout_s
+        return await self._daemon.race(asyncio.wrap_future(self._loop.submit(work)), timeout_s=timeout_s, what=what)
 
     def _running(self) -> DHTNode:
         self._daemon.check_alive()
@@ -237,18 +237,14 @@ class SwarmDHT:
         keys = list(wanted)
         values = [sign_record(self._identity, key, wanted[key], expirations[key]) for key in keys]
         times = [expirations[key] for key in keys]
-        work = dht.store_many(keys, values, times, subkeys=[self._daemon.peer_id] * len(keys))
-        stored = await self._daemon.race(
-            self._there(work), timeout_s=self._config.dht_timeout_s, what="announcing to the DHT"
-        )
+        subkeys = [self._daemon.peer_id] * len(keys)
+        stored = await self._there(dht.store_many(keys, values, times, subkeys=subkeys), "announcing to the DHT")
         self._expirations.update(expirations)
         if len(dht.protocol.routing_table.peer_id_to_uid) > dht.num_replicas:
             ids = [DHTID.generate(source=key) for key in keys]
-            subkeys = [self._daemon.peer_id] * len(keys)
             # Others that joined by the same peers trust what these have heard themselves.
             calls = (dht.protocol.call_store(peer, ids, values, times, subkeys) for peer in self._initial)
-            work = self._there(_all(*calls))
-            await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="announcing to initial peers")
+            await self._there(_all(*calls), "announcing to initial peers")
         return all(stored.values())
 
     async def _own_expirations(self, keys: Iterable[str]) -> dict[str, float]:
@@ -279,10 +275,7 @@ class SwarmDHT:
                 for peer, item in value.value.items()
             ]
 
-        work = self._there(ask())
-        return await self._opened(
-            await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="asking initial peers")
-        )
+        return await self._opened(await self._there(ask(), "asking initial peers"))
 
     async def _opened(self, items: Iterable[Item]) -> list[tuple[str, Record]]:
         opened: list[tuple[str, Record]] = []
@@ -294,7 +287,7 @@ class SwarmDHT:
                 except ProtocolError as exc:
                     log.debug("dropped a record under %s: %s", key, exc)
 
-        await self._there(open_all())  # thousands of signatures may take a second
+        await self._there(open_all(), "checking records")  # thousands of signatures may take a second
         return opened
 
     async def _look_up(self, keys: Iterable[str]) -> list[Item]:
@@ -310,14 +303,10 @@ class SwarmDHT:
 
     async def _note_addresses(self) -> None:
         if self._neighbors is not None:
-            work = self._there(self._neighbors.note_addresses())
-            await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="listing peers")
+            await self._there(self._neighbors.note_addresses(), "listing peers")
 
     async def _call_lost(self) -> bool:
-        if self._neighbors is None:
-            return False
-        work = self._there(self._neighbors.call_lost())
-        return await self._daemon.race(work, timeout_s=self._config.dht_timeout_s, what="calling lost peers")
+        return self._neighbors is not None and await self._there(self._neighbors.call_lost(), "calling lost peers")
 
     async def _ask(self, keys: list[str]) -> list[Item]:
         # Infinity: do not stop at the first node with an answer, which may know only some of the servers.
@@ -328,7 +317,7 @@ class SwarmDHT:
                 self._neighbors.remember()
             return dict(await dht.get_many(keys, sufficient_expiration_time=float("inf")))
 
-        found = await self._daemon.race(self._there(ask()), timeout_s=self._config.dht_timeout_s, what="asking the DHT")
+        found = await self._there(ask(), "asking the DHT")
         return [
             (key, peer, item.value, item.expiration_time)
             for key, result in found.items()
