@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_process_that_is_gone_counts_as_nothing() -> None:
 
 def test_bystanders_are_what_the_machine_did_less_what_we_did(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, machine, own = iter([100.0, 110.0]), iter([50.0, 65.0]), iter([2.0, 7.0])
-    monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(measure, "_machine_cpu_s", lambda: next(machine))
     monkeypatch.setattr(measure, "_own_cpu_s", lambda: next(own))
     assert Bystanders().cores() == pytest.approx((15.0 - 5.0) / 10.0)

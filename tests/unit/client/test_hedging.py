@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import virtual_time
 from peft import LoraConfig, get_peft_model
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
@@ -62,7 +63,7 @@ def test_the_first_answer_counts_and_the_late_request_is_cancelled() -> None:
             await ask((0.1, ValueError("its own")), (60.0, None))
         assert await ask((0.2, None)) == "first"
 
-    asyncio.run(asyncio.wait_for(body(), 60))
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_further_requests_are_a_small_share_of_all() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import virtual_time
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
@@ -95,7 +96,7 @@ def test_server_whose_claims_cannot_be_true_is_left_out(claim: dict[str, Any]) -
         assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
         assert view.bans.banned() == ["liar"]
 
-    asyncio.run(body())
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_server_that_cannot_be_reached_holds_nobody_up() -> None:
@@ -105,7 +106,7 @@ def test_server_that_cannot_be_reached_holds_nobody_up() -> None:
         assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
         assert time.monotonic() - started < 10  # the time to connect alone would be 20 s
 
-    asyncio.run(body())
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_a_crowd_that_comes_and_goes_leaves_a_bounded_number_of_open_streams() -> None:
@@ -119,7 +120,7 @@ def test_a_crowd_that_comes_and_goes_leaves_a_bounded_number_of_open_streams() -
         await view.peers.close()
         assert NUM_OPEN[0] == 0
 
-    asyncio.run(body())
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_banned_servers_take_nobodys_place_among_those_asked(monkeypatch: pytest
             await view.refresh(force=True)
             assert [entry.peer for entry in view.usable()] == ["honest"]
 
-    asyncio.run(body())
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_a_server_that_takes_crumbs_cuts_nobodys_batches() -> None:
@@ -149,7 +150,7 @@ def test_a_server_that_takes_crumbs_cuts_nobodys_batches() -> None:
         # Its blocks are still used where nobody else has them.
         assert [span.peer for span in await view.chain(range(4), Demand(), without={"roomy"})] == ["crumbs"]
 
-    asyncio.run(body())
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_batches_are_cut_for_a_small_server_that_nobody_can_replace() -> None:
@@ -158,7 +159,7 @@ def test_batches_are_cut_for_a_small_server_that_nobody_can_replace() -> None:
         assert [span.peer for span in await view.chain(range(4), Demand())] == ["small"]
         assert view.max_batch_tokens(range(4)) == 8
 
-    asyncio.run(body())
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +174,7 @@ def test_servers_that_have_left_are_forgotten_when_there_are_many(monkeypatch: p
             await view.peers.close()  # its streams end with a server
         assert list(view.known.infos) == ["server3", "server4"]
 
-    asyncio.run(body())
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_a_flood_of_announcements_does_not_crowd_out_who_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,4 +189,4 @@ def test_a_flood_of_announcements_does_not_crowd_out_who_has_answered(monkeypatc
             await view.refresh(force=True)
             assert [span.peer for span in await view.chain(range(4), Demand())] == ["honest"]
 
-    asyncio.run(body())
+    virtual_time.run(body(), timeout_s=60)

@@ -262,7 +262,7 @@ def test_the_only_holder_whose_compute_hangs_is_given_up_and_used_again_later(tm
                 started = time.monotonic()
                 with pytest.raises(MissingBlocksError, match=r"server peer0 hangs in its work|no message from peer0"):
                     blocks.forward(inputs)
-                assert time.monotonic() - started < 8
+                assert time.monotonic() - started < 30  # 5 s; it was request_timeout_s, 120 s
         finally:
             held.set()
         got = blocks.forward(inputs).hidden

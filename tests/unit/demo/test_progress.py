@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_a_file_gets_plain_lines_at_the_start_the_end_and_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter([0.0, 1.0, 2.0, 11.5, 12.0])
-    monkeypatch.setattr(under_test.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(under_test, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with Progress("training", 4, "steps") as bar:
         for loss in (3.0, 2.5, 2.0, 1.5):
             bar.advance(note=f"loss {loss}")

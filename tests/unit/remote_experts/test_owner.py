@@ -152,7 +152,13 @@ def test_without_holders_an_owner_starts_and_names_what_is_missing(mixtral: Path
 def test_closing_an_owner_ends_what_waits(mixtral: Path) -> None:
     with serving(mixtral, {"a": Held(range(4))}) as holders, owned(holders) as (span, share):
         holders.answer_instead("a", lambda request: None, delay_s=60.0)  # type: ignore[arg-type,return-value]
-        holders.connection.loop.call_soon(lambda: asyncio.get_running_loop().call_later(0.3, share.experts.close))
+
+        async def close_amid_a_call() -> None:
+            while not holders.asked:
+                await asyncio.sleep(0.01)
+            share.experts.close()
+
+        holders.connection.loop.submit(close_amid_a_call())
         with pytest.raises(ConnectionError, match="the wait for experts of block 0 was ended: this side is closing"):
             span.forward(SpanInputs(blocks=span.blocks, hidden=HIDDEN))
 

@@ -77,6 +77,8 @@ class FakeRunner:
         self.block_s = 0.0
         self.max_cached = 1_000_000
         self.gate: threading.Event | None = None
+        self.blocks_may_end: threading.Semaphore | None = None
+        """One for each block of a forward that may end. None: each ends by itself."""
         self.events: list[str] = []
 
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> FakeCache:
@@ -91,6 +93,8 @@ class FakeRunner:
                 self.on_block_boundary()
             self.events.append(f"block {block}")
             time.sleep(self.block_s)
+            if self.blocks_may_end is not None:
+                self.blocks_may_end.acquire(timeout=30.0)
             hidden = hidden * (1.0 + block) + sum(t.sum() for a in inputs.adapters.adapters for t in a.tensors)
             for prefix in inputs.prefix:
                 hidden = hidden + prefix.mean()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 import torch
+import virtual_time
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def test_the_wait_ends_with_the_last_session_or_the_time(ends_after: int, left: 
         calls.append(None)
         return int(len(calls) <= ends_after)
 
-    assert asyncio.run(wait_until_ended(num_open, 0.3)) == left
+    assert virtual_time.run(wait_until_ended(num_open, 0.3), timeout_s=60) == left
 
 
 def test_a_session_goes_on_and_a_new_one_goes_elsewhere(directory: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client.connection import RemoteBlocks
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.testing import InProcessSwarm, Nemesis, save_tiny, tiny_model
 from swarm_plugins.testing.nemesis import KINDS, Fault, FaultKind, schedule
@@ -39,6 +42,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
+def until_it_answers(blocks: RemoteBlocks, inputs: SpanInputs) -> Tensor:
+    """Calls until a call works: its deadline is short, and the machine may be busy."""
+    until = time.monotonic() + 60.0
+    while True:
+        blocks.view.bans.forgive("peer0")
+        blocks.view.doubt()
+        try:
+            return blocks.forward(inputs).hidden
+        except TransportError:
+            assert time.monotonic() < until
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("freeze_daemon", "slow_link", "lie")])
 def test_a_struck_server_fails_and_comes_back(directory: Path, tmp_path: Path, kind: FaultKind) -> None:
     tiny_model("llama", seed=5).save_pretrained(tmp_path)
@@ -47,15 +62,13 @@ def test_a_struck_server_fails_and_comes_back(directory: Path, tmp_path: Path, k
     inputs = SpanInputs(blocks=range(4), hidden=torch.ones(1, 2, 32))
     with InProcessSwarm(directory, spans=[(0, 4)], config=config) as swarm:
         blocks = swarm.connection.blocks(version=Checkpoint.open(directory).version, num_blocks=4)
-        want = blocks.forward(inputs).hidden
+        want = until_it_answers(blocks, inputs)
         nemesis = Nemesis(swarm, seed=1, kinds=[kind], other_model=tmp_path)
         heal = nemesis.victim.strike(Fault(kind=kind, server=0, start_s=0, length_s=0))
         with pytest.raises(TransportError):
             blocks.forward(inputs)
         heal()
-        blocks.view.bans.forgive("peer0")
-        blocks.view.doubt()
-        assert torch.equal(blocks.forward(inputs).hidden, want)
+        assert torch.equal(until_it_answers(blocks, inputs), want)
 
 
 def test_a_nemesis_prints_its_seed_and_ends_when_it_is_closed(directory: Path) -> None:

@@ -13,6 +13,6 @@ def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None
 
     def run_body(body: Callable[[], Awaitable[None]]) -> None:
         with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(asyncio.wait_for(body(), 20))
+            runner.run(asyncio.wait_for(body(), 60))
 
     return run_body

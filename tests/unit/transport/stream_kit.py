@@ -69,7 +69,7 @@ def frame_bytes(num_elements: int) -> bytes:
     return b"".join(encode(message(num_elements)))
 
 
-async def read_hidden(stream: FrameStream, timeout_s: float = 5.0) -> torch.Tensor:
+async def read_hidden(stream: FrameStream, timeout_s: float = 20.0) -> torch.Tensor:
     frame = await stream.read(timeout_s)
     assert frame is not None
     received: Message = decode_body(frame.header, frame.body)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import virtual_time
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
@@ -37,7 +38,7 @@ class _Peer:
 
 
 async def echo(channel: Channel) -> None:
-    while (received := await channel.receive(timeout_s=5.0)) is not None:
+    while (received := await channel.receive(timeout_s=20.0)) is not None:
         await channel.send(received)
 
 
@@ -54,7 +55,7 @@ async def connected(acceptor: Acceptor, handler: Handler, peer: str = "peer-x") 
         yield stream
     finally:
         await stream.close()
-        await asyncio.wait({serving}, timeout=5.0)
+        await asyncio.wait({serving}, timeout=20.0)
         assert serving.done()
         assert serving.cancelled() or serving.exception() is None
         await asyncio.sleep(0.01)
@@ -77,7 +78,7 @@ def test_messages_reach_the_handler_with_the_proved_peer() -> None:
         async with connected(acceptor, handler) as channel:
             for size in (1, 300_000):
                 await channel.send(ForwardResponse(hidden=torch.ones(size)), codec="float16")
-                answer = await channel.receive(timeout_s=5.0)
+                answer = await channel.receive(timeout_s=20.0)
                 assert isinstance(answer, ForwardResponse)
                 assert torch.equal(answer.hidden, torch.ones(size))
             assert acceptor.num_streams == 1
@@ -92,15 +93,15 @@ def test_a_peer_with_too_many_streams_is_told_so() -> None:
         acceptor = acceptor_with(max_streams=4)
         async with connected(acceptor, echo) as first:
             await first.send(InfoRequest())
-            assert await first.receive(timeout_s=5.0) == InfoRequest()
+            assert await first.receive(timeout_s=20.0) == InfoRequest()
             async with connected(acceptor, echo) as second:
-                answer = await second.receive(timeout_s=5.0)
+                answer = await second.receive(timeout_s=20.0)
                 assert isinstance(answer, Failure)
                 assert answer.kind == "overloaded"
                 assert "this client holds 1 streams here and all hold 1 of 4" in answer.message
-                assert await second.receive(timeout_s=5.0) is None
+                assert await second.receive(timeout_s=20.0) is None
             await first.send(InfoRequest())
-            assert await first.receive(timeout_s=5.0) == InfoRequest()
+            assert await first.receive(timeout_s=20.0) == InfoRequest()
 
     asyncio.run(main())
 
@@ -109,7 +110,7 @@ def test_all_peers_together_are_bounded_too() -> None:
     async def main() -> None:
         acceptor = acceptor_with(max_streams=1)
         async with connected(acceptor, echo), connected(acceptor, echo) as second:
-            answer = await second.receive(timeout_s=5.0)
+            answer = await second.receive(timeout_s=20.0)
             assert isinstance(answer, Failure)
             assert "this client holds 1 streams here and all hold 1 of 1" in answer.message
 
@@ -131,17 +132,17 @@ async def third_in_place_of(
     """A third peer is refused while two have just talked, and gets the stream of the first when they are idle."""
     for channel in (first, second):
         await channel.send(InfoRequest())
-        assert await channel.receive(timeout_s=5.0) == InfoRequest()
+        assert await channel.receive(timeout_s=20.0) == InfoRequest()
     async with connected(acceptor, echo, "three") as third:
-        answer = await third.receive(timeout_s=5.0)
+        answer = await third.receive(timeout_s=20.0)
         assert isinstance(answer, Failure)
         assert refusal in answer.message
     monkeypatch.setattr(p2p_channel, "_IDLE_S", 0.0)
     async with connected(acceptor, echo, "three") as third:
         await third.send(InfoRequest())
-        assert await third.receive(timeout_s=5.0) == InfoRequest()
+        assert await third.receive(timeout_s=20.0) == InfoRequest()
         with pytest.raises(TransportError):
-            await first.receive(timeout_s=5.0)
+            await first.receive(timeout_s=20.0)
         yield
 
 
@@ -154,7 +155,7 @@ def test_a_peer_without_a_stream_gets_that_of_the_idlest(monkeypatch: pytest.Mon
             third_in_place_of(first, second, acceptor, "all hold 2 of 2", monkeypatch),
         ):
             await second.send(InfoRequest())
-            assert await second.receive(timeout_s=5.0) == InfoRequest()
+            assert await second.receive(timeout_s=20.0) == InfoRequest()
 
     asyncio.run(main())
 
@@ -194,7 +195,7 @@ def test_a_silent_stream_is_closed() -> None:
     async def main() -> None:
         acceptor = acceptor_with(first_message_timeout_s=0.1)
         async with connected(acceptor, handler) as channel:
-            assert await channel.receive(timeout_s=10.0) is None
+            assert await channel.receive(timeout_s=20.0) is None
         assert acceptor.num_streams == 0
 
     asyncio.run(main())
@@ -228,16 +229,16 @@ def test_a_first_message_that_keeps_coming_may_take_longer_than_the_silence() ->
             for start in range(0, len(data), 100):
                 transport.write(data[start : start + 100])
                 await asyncio.sleep(0.03)
-            answer = await channel.receive(timeout_s=10.0)
+            answer = await channel.receive(timeout_s=20.0)
             assert isinstance(answer, SessionStep)
             assert torch.equal(answer.hidden, payload)
 
-    asyncio.run(main())
+    virtual_time.run(main(), timeout_s=60)
 
 
 def test_a_handler_that_fails_answers_and_ends_its_stream(caplog: pytest.LogCaptureFixture) -> None:
     async def handler(channel: Channel) -> None:
-        await channel.receive(timeout_s=5.0)
+        await channel.receive(timeout_s=20.0)
         raise KeyError("oops")
 
     async def main() -> None:
@@ -245,8 +246,8 @@ def test_a_handler_that_fails_answers_and_ends_its_stream(caplog: pytest.LogCapt
         async with connected(acceptor, handler) as channel:
             await channel.send(InfoRequest())
             text = "the server failed (KeyError); its log says more"
-            assert await channel.receive(timeout_s=5.0) == Failure(kind="internal", message=text)
-            assert await channel.receive(timeout_s=5.0) is None
+            assert await channel.receive(timeout_s=20.0) == Failure(kind="internal", message=text)
+            assert await channel.receive(timeout_s=20.0) is None
         assert acceptor.num_streams == 0
 
     asyncio.run(main())
@@ -259,9 +260,9 @@ def test_a_malformed_message_ends_only_its_own_stream() -> None:
         async with connected(acceptor, echo) as good, connected(acceptor, echo) as bad:
             bad._check_usable().write(b"\xff" * 100)
             with pytest.raises(TransportError, match="broke"):
-                await bad.receive(timeout_s=10.0)
+                await bad.receive(timeout_s=20.0)
             await good.send(InfoRequest())
-            assert await good.receive(timeout_s=5.0) == InfoRequest()
+            assert await good.receive(timeout_s=20.0) == InfoRequest()
 
     asyncio.run(main())
 
@@ -271,10 +272,10 @@ def test_close_cancels_all_handlers() -> None:
         acceptor = acceptor_with()
         async with connected(acceptor, echo) as channel:
             await channel.send(InfoRequest())
-            assert await channel.receive(timeout_s=5.0) == InfoRequest()
+            assert await channel.receive(timeout_s=20.0) == InfoRequest()
             await acceptor.close()
             assert acceptor.num_streams == 0
-            assert await channel.receive(timeout_s=5.0) is None
+            assert await channel.receive(timeout_s=20.0) is None
 
     asyncio.run(main())
 

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+import virtual_time
 
 from swarm_plugins.errors import ConfigError, ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.testing.transports import Faults, FaultyTransport, LocalTransport
@@ -126,9 +127,9 @@ async def outcomes(faults: Faults, seed: int, rounds: int = 12) -> list[str]:
     ],
 )
 def test_faults_happen_and_repeat_with_their_seed(faults: Faults, expected: set[str]) -> None:
-    first = asyncio.run(outcomes(faults, seed=3))
+    first = virtual_time.run(outcomes(faults, seed=3), timeout_s=60)
     assert set(first) == expected
-    assert asyncio.run(outcomes(faults, seed=3)) == first
+    assert virtual_time.run(outcomes(faults, seed=3), timeout_s=60) == first
 
 
 def test_corruption_is_noticed_or_changes_numbers() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+import virtual_time
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import SwarmConnection
@@ -72,7 +73,7 @@ def run(body: Body) -> None:
             await network.close()
         assert all(node.num_closed for node in made)
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    virtual_time.run(main(), timeout_s=60)
 
 
 def test_a_dead_node_is_replaced_once_and_closed() -> None:
@@ -157,7 +158,7 @@ def test_a_node_that_starts_slowly_holds_up_no_other_call() -> None:
         looking.cancel()
         await network.close()
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    virtual_time.run(main(), timeout_s=60)
 
 
 def test_a_node_that_cannot_start_again_is_a_transport_error() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import virtual_time
+
 from swarm_plugins.client.discovery.probing import Probes
 
 SHARES = {"a": range(2), "b": range(2, 4), "late": range(4)}
@@ -31,7 +33,7 @@ def test_servers_that_hang_are_not_waited_for_once_others_cover_all() -> None:
         # A probe that is under way is not repeated.
         assert sorted(asked) == ["a", "b", "late"]
 
-    asyncio.run(asyncio.wait_for(body(), 60))
+    virtual_time.run(body(), timeout_s=60)
 
 
 def test_those_that_fail_cover_nothing() -> None:
@@ -42,4 +44,4 @@ def test_those_that_fail_cover_nothing() -> None:
 
         assert await Probes(probe).ask(SHARES, longest_s=60.0) == {"b", "late"}
 
-    asyncio.run(asyncio.wait_for(body(), 60))
+    virtual_time.run(body(), timeout_s=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,12 +94,15 @@ def test_no_more_is_taken_than_all_experts_need(store: FakeStore) -> None:
 
 
 def test_memory_held_by_others_is_waited_for_and_then_reported(store: FakeStore) -> None:
-    cache = make(store, num_fast=3, read_timeout_s=1)
+    cache = make(store, num_fast=3)
     loans = [cache.borrow(0, [expert]) for expert in range(3)]
     for loan in loans:
         next(loan)
+    usual = cache.config
+    cache.config = replace(usual, read_timeout_s=1)
     with pytest.raises(CapacityError, match=r"no room for expert 3 of layer 0 .* raise fast_bytes"):
         borrowed(cache, 0, [3])
+    cache.config = usual
     for loan in loans:
         loan.close()
     assert borrowed(cache, 0, [3]) == {3: store.expected(0, 3)}

@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cache_kit import FakeStore, borrowed, make, wait_for_borrower
 
+from swarm_plugins.offload.cache import cache as cache_module
 from swarm_plugins.offload.cache.cache import BoundedCache
 
 
@@ -73,15 +75,18 @@ def test_time_without_room_is_not_counted_as_the_disks(store: FakeStore, monkeyp
     cache = make(store, num_fast=3, read_timeout_s=3)
     loan = cache.borrow(0, [0, 1, 2])
     assert len(list(islice(loan, 3))) == 3
-    real = os.preadv
+    real, now = os.preadv, 0.0
 
     def slow(*arguments: Any) -> int:
-        time.sleep(1.7)
+        nonlocal now
+        now += 1.7
         return real(*arguments)
 
     monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(perf_counter=lambda: now))
     waiter = Waiter(cache, 1, 2)
-    time.sleep(1.7)
+    wait_for_borrower(cache)
+    now += 1.7
     loan.close()
     waiter.join()
     assert waiter.result == {2: store.expected(1, 2)}

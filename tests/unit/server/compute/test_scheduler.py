@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_server import WIDTH, FakeCache, FakeRunner
 
-from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks.runner import StepInputs
 from swarm_plugins.errors import CapacityError
+from swarm_plugins.server.compute import scheduler as scheduler_module
+from swarm_plugins.server.compute import work
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.failures import RequestError
 
@@ -33,9 +38,9 @@ async def until(condition: object) -> None:
 def test_waiting_steps_run_as_one_pack(runner: FakeRunner, scheduler: Scheduler) -> None:
     async def scene() -> None:
         runner.gate = threading.Event()
-        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
         await until(lambda: runner.threads)  # the first one, alone
-        others = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5)) for _ in range(5)]
+        others = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20)) for _ in range(5)]
         await until(lambda: scheduler.num_waiting == 6)
         runner.gate.set()
         for task in (first, *others):
@@ -50,7 +55,7 @@ def test_long_prefill_is_cut_and_joined(runner: FakeRunner, scheduler: Scheduler
     step = step_of(runner, num_tokens=100, batch_size=2)
     values = torch.arange(200.0).reshape(2, 100, 1).expand(2, 100, WIDTH)
     step = StepInputs(cache=step.cache, blocks=BLOCKS, hidden=values, collect_router=True, collect_hidden=True)
-    outputs = asyncio.run(scheduler.step(step, timeout_s=5))
+    outputs = asyncio.run(scheduler.step(step, timeout_s=20))
     assert runner.packs == [[(2, 32)], [(2, 32)], [(2, 32)], [(2, 4)]]
     assert torch.equal(outputs.hidden, values + ADDED)
     assert torch.equal(outputs.hidden_states[0], values + ADDED)
@@ -61,9 +66,9 @@ def test_long_prefill_is_cut_and_joined(runner: FakeRunner, scheduler: Scheduler
 def test_decode_goes_between_the_chunks_of_a_prefill(runner: FakeRunner, scheduler: Scheduler) -> None:
     async def scene() -> None:
         runner.gate = threading.Event()
-        prefill = asyncio.create_task(scheduler.step(step_of(runner, num_tokens=150), timeout_s=5))
+        prefill = asyncio.create_task(scheduler.step(step_of(runner, num_tokens=150), timeout_s=20))
         await until(lambda: runner.threads)
-        decode = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        decode = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
         await until(lambda: scheduler.num_waiting == 2)
         runner.gate.set()
         await asyncio.gather(prefill, decode)
@@ -79,9 +84,9 @@ def test_decode_goes_between_the_chunks_of_a_prefill(runner: FakeRunner, schedul
 def test_one_bad_step_of_a_pack_fails_alone(runner: FakeRunner, scheduler: Scheduler) -> None:
     async def scene() -> list[object]:
         runner.gate = threading.Event()
-        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
         await until(lambda: runner.threads)
-        tasks = [asyncio.create_task(scheduler.step(step_of(runner, value=v), timeout_s=5)) for v in (1, 666, 2)]
+        tasks = [asyncio.create_task(scheduler.step(step_of(runner, value=v), timeout_s=20)) for v in (1, 666, 2)]
         await until(lambda: scheduler.num_waiting == 4)
         runner.gate.set()
         await first
@@ -98,7 +103,7 @@ def test_prefill_that_fails_half_way_leaves_its_cache_as_it_was(runner: FakeRunn
     step = step_of(runner, num_tokens=100)
     step.cache.length = 3  # type: ignore[misc]
     with pytest.raises(CapacityError, match="67 used"):
-        asyncio.run(scheduler.step(step, timeout_s=5))
+        asyncio.run(scheduler.step(step, timeout_s=20))
     assert step.cache.length == 3
 
 
@@ -107,12 +112,12 @@ def test_a_flood_of_calls_makes_only_its_own_peer_wait(scheduler: Scheduler) -> 
     gate = threading.Event()
 
     async def scene() -> None:
-        blocker = asyncio.create_task(scheduler.call(gate.wait, timeout_s=5))
+        blocker = asyncio.create_task(scheduler.call(gate.wait, timeout_s=20))
         flood = [
-            asyncio.create_task(scheduler.call(lambda: ran.append("flood"), timeout_s=5, peer="a")) for _ in range(6)
+            asyncio.create_task(scheduler.call(lambda: ran.append("flood"), timeout_s=20, peer="a")) for _ in range(6)
         ]
         await until(lambda: scheduler.num_waiting == 7)
-        honest = asyncio.create_task(scheduler.call(lambda: ran.append("honest"), timeout_s=5, peer="b"))
+        honest = asyncio.create_task(scheduler.call(lambda: ran.append("honest"), timeout_s=20, peer="b"))
         await until(lambda: scheduler.num_waiting == 8)
         scheduler.post(lambda: ran.append("own"))
         gate.set()
@@ -125,14 +130,18 @@ def test_a_flood_of_calls_makes_only_its_own_peer_wait(scheduler: Scheduler) -> 
 
 
 def test_decode_runs_between_the_blocks_of_a_training_item(runner: FakeRunner, scheduler: Scheduler) -> None:
-    runner.block_s = 0.2
+    runner.blocks_may_end = threading.Semaphore(0)
 
     async def scene() -> None:
         inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
-        training = asyncio.create_task(scheduler.train(lambda: runner.forward(inputs), timeout_s=5))
+        training = asyncio.create_task(scheduler.train(lambda: runner.forward(inputs), timeout_s=20))
         await until(lambda: runner.events)
-        await scheduler.step(step_of(runner), timeout_s=5)
+        step = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
+        await until(lambda: scheduler.num_waiting == 2)
+        runner.blocks_may_end.release()
+        await step
         assert not training.done()
+        runner.blocks_may_end.release(3)
         await training
 
     asyncio.run(scene())
@@ -149,12 +158,12 @@ def test_training_is_not_starved_by_steps(runner: FakeRunner, scheduler: Schedul
 
         async def decode() -> None:
             while not is_over:
-                await scheduler.step(step_of(runner), timeout_s=5)
+                await scheduler.step(step_of(runner), timeout_s=20)
 
         decoders = [asyncio.create_task(decode()) for _ in range(8)]
         await until(lambda: len(runner.packs) > 10)
         inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
-        await scheduler.train(lambda: runner.forward(inputs), timeout_s=5)
+        await scheduler.train(lambda: runner.forward(inputs), timeout_s=20)
         is_over = True
         await asyncio.gather(*decoders)
 
@@ -164,19 +173,19 @@ def test_training_is_not_starved_by_steps(runner: FakeRunner, scheduler: Schedul
 def test_cancelled_request_never_runs(runner: FakeRunner, scheduler: Scheduler) -> None:
     async def scene() -> None:
         runner.gate = threading.Event()
-        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
         await until(lambda: runner.threads)
-        gone = asyncio.create_task(scheduler.step(step_of(runner, batch_size=7), timeout_s=5))
+        gone = asyncio.create_task(scheduler.step(step_of(runner, batch_size=7), timeout_s=20))
         ran: list[int] = []
-        gone_training = asyncio.create_task(scheduler.train(lambda: ran.append(1), timeout_s=5))
+        gone_training = asyncio.create_task(scheduler.train(lambda: ran.append(1), timeout_s=20))
         await until(lambda: scheduler.num_waiting == 3)
         gone.cancel()
         gone_training.cancel()
         await asyncio.gather(gone, gone_training, return_exceptions=True)
         runner.gate.set()
         await first
-        await scheduler.call(lambda: None, timeout_s=5)
-        await scheduler.train(lambda: None, timeout_s=5)
+        await scheduler.call(lambda: None, timeout_s=20)
+        await scheduler.train(lambda: None, timeout_s=20)
         assert not ran
 
     asyncio.run(scene())
@@ -185,13 +194,14 @@ def test_cancelled_request_never_runs(runner: FakeRunner, scheduler: Scheduler) 
 
 
 def test_abandoned_training_stops_at_the_next_block(runner: FakeRunner, scheduler: Scheduler) -> None:
-    runner.block_s = 0.2
+    runner.blocks_may_end = threading.Semaphore(0)
 
     async def scene() -> None:
         inputs = SpanInputs(blocks=BLOCKS, hidden=torch.ones(1, 1, WIDTH))
         with pytest.raises(RequestError, match=r"no result within 0.07 s"):
             await scheduler.train(lambda: runner.forward(inputs), timeout_s=0.07)
-        await scheduler.train(lambda: None, timeout_s=5)
+        runner.blocks_may_end.release(len(BLOCKS))
+        await scheduler.train(lambda: None, timeout_s=20)
 
     asyncio.run(scene())
     assert len(runner.events) < len(BLOCKS)
@@ -201,15 +211,15 @@ def test_full_queue_is_refused_with_its_limit(runner: FakeRunner, scheduler: Sch
     async def scene() -> None:
         runner.gate = threading.Event()
         tasks = [
-            asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer=f"peer {number}"))
+            asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20, peer=f"peer {number}"))
             for number in range(16)
         ]
         await until(lambda: scheduler.num_waiting == 16)
         with pytest.raises(RequestError, match="holds 0 waiting steps here and all hold 16 of 16") as caught:
-            await scheduler.step(step_of(runner), timeout_s=5, peer="late")
+            await scheduler.step(step_of(runner), timeout_s=20, peer="late")
         assert caught.value.kind == "overloaded"
         # The server's own work is not refused.
-        tasks.append(asyncio.create_task(scheduler.call(lambda: None, timeout_s=5)))  # type: ignore[arg-type]
+        tasks.append(asyncio.create_task(scheduler.call(lambda: None, timeout_s=20)))  # type: ignore[arg-type]
         runner.gate.set()
         await asyncio.gather(*tasks)
 
@@ -219,16 +229,16 @@ def test_full_queue_is_refused_with_its_limit(runner: FakeRunner, scheduler: Sch
 def test_one_peer_cannot_fill_the_queue(runner: FakeRunner, scheduler: Scheduler) -> None:
     async def scene() -> None:
         runner.gate = threading.Event()
-        tasks = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="flood")) for _ in range(8)]
+        tasks = [asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20, peer="flood")) for _ in range(8)]
         await until(lambda: scheduler.num_waiting == 8)
         with pytest.raises(RequestError, match="this client holds 8 waiting steps here and all hold 8 of 16") as caught:
-            await scheduler.step(step_of(runner), timeout_s=5, peer="flood")
+            await scheduler.step(step_of(runner), timeout_s=20, peer="flood")
         assert caught.value.kind == "overloaded"
-        tasks.append(asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="other")))
+        tasks.append(asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20, peer="other")))
         await until(lambda: scheduler.num_waiting == 9)
         runner.gate.set()
         await asyncio.gather(*tasks)
-        await scheduler.step(step_of(runner), timeout_s=5, peer="flood")
+        await scheduler.step(step_of(runner), timeout_s=20, peer="flood")
 
     asyncio.run(scene())
 
@@ -239,13 +249,13 @@ def test_identities_of_one_address_cannot_fill_the_queue(runner: FakeRunner, sch
         tasks = []
         for number in range(6):
             scheduler.points.met(f"sybil {number}", "/ip4/203.0.113.7/tcp/4001")
-            tasks.append(asyncio.create_task(scheduler.train(gate.wait, timeout_s=5, peer=f"sybil {number}")))
+            tasks.append(asyncio.create_task(scheduler.train(gate.wait, timeout_s=20, peer=f"sybil {number}")))
         await until(lambda: scheduler.num_waiting == 6)
         scheduler.points.met("another", "/ip4/203.0.113.7/tcp/4001")
         with pytest.raises(RequestError, match="those of its address 6 and all hold 6 of 8"):
-            await scheduler.train(lambda: None, timeout_s=5, peer="another")
+            await scheduler.train(lambda: None, timeout_s=20, peer="another")
         scheduler.points.met("honest", "/ip4/198.51.100.1/tcp/4001")
-        tasks.append(asyncio.create_task(scheduler.train(lambda: True, timeout_s=5, peer="honest")))
+        tasks.append(asyncio.create_task(scheduler.train(lambda: True, timeout_s=20, peer="honest")))
         await until(lambda: scheduler.num_waiting == 7)
         gate.set()
         await asyncio.gather(*tasks)
@@ -257,11 +267,11 @@ def test_wide_steps_of_one_peer_do_not_keep_another_waiting(runner: FakeRunner, 
     async def scene() -> None:
         runner.gate = threading.Event()
         wide = [
-            asyncio.create_task(scheduler.step(step_of(runner, batch_size=64), timeout_s=5, peer="flood"))
+            asyncio.create_task(scheduler.step(step_of(runner, batch_size=64), timeout_s=20, peer="flood"))
             for _ in range(6)
         ]
         await until(lambda: runner.threads)
-        other = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5, peer="other"))
+        other = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20, peer="other"))
         await until(lambda: scheduler.num_waiting == 7)
         runner.gate.set()
         await asyncio.gather(other, *wide)
@@ -279,12 +289,12 @@ def test_trainings_of_peers_take_turns(runner: FakeRunner, scheduler: Scheduler)
 
         def block() -> None:
             begun.set()
-            start.wait(5.0)
+            start.wait(20.0)
 
         def train(peer: str) -> asyncio.Task[None]:
-            return asyncio.create_task(scheduler.train(lambda: ran.append(peer), timeout_s=5, peer=peer))
+            return asyncio.create_task(scheduler.train(lambda: ran.append(peer), timeout_s=20, peer=peer))
 
-        blocked = asyncio.create_task(scheduler.train(block, timeout_s=5))
+        blocked = asyncio.create_task(scheduler.train(block, timeout_s=20))
         await until(begun.is_set)
         tasks = [train("flood"), train("flood")]
         await until(lambda: scheduler.num_waiting == 3)
@@ -300,7 +310,7 @@ def test_trainings_of_peers_take_turns(runner: FakeRunner, scheduler: Scheduler)
 def test_cache_operations_run_right_before_their_step(runner: FakeRunner, scheduler: Scheduler) -> None:
     step = step_of(runner)
     step.cache.length = 10  # type: ignore[misc]
-    asyncio.run(scheduler.step(step, timeout_s=5, prepare=lambda: step.cache.crop(4)))
+    asyncio.run(scheduler.step(step, timeout_s=20, prepare=lambda: step.cache.crop(4)))
     assert step.cache.length == 5
 
 
@@ -310,14 +320,16 @@ def test_close_fails_what_waits(runner: FakeRunner) -> None:
 
     async def scene() -> list[object]:
         runner.gate = threading.Event()
-        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        first = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
         await until(lambda: runner.threads)
-        waiting = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=5))
+        waiting = asyncio.create_task(scheduler.step(step_of(runner), timeout_s=20))
         await until(lambda: scheduler.num_waiting == 2)
-        asyncio.get_running_loop().call_later(0.05, runner.gate.set)
-        await asyncio.to_thread(scheduler.close)
+        closing = asyncio.create_task(asyncio.to_thread(scheduler.close))
+        await until(lambda: scheduler._is_stopping)
+        runner.gate.set()
+        await closing
         with pytest.raises(RequestError, match="shutting down"):
-            await scheduler.step(step_of(runner), timeout_s=5)
+            await scheduler.step(step_of(runner), timeout_s=20)
         return await asyncio.gather(first, waiting, return_exceptions=True)
 
     first, waiting = asyncio.run(scene())
@@ -327,9 +339,23 @@ def test_close_fails_what_waits(runner: FakeRunner) -> None:
     scheduler.close()
 
 
-def test_load_rises_with_work_and_falls_without(runner: FakeRunner, scheduler: Scheduler) -> None:
-    runner.block_s = 0.3
+def test_load_rises_with_work_and_falls_without(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, compute = 100.0, runner.step
+
+    def step(steps: Sequence[StepInputs]) -> list[SpanOutputs]:
+        nonlocal now
+        now += 0.3
+        return compute(steps)
+
+    for module in (scheduler_module, work):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(runner, "step", step)
+    scheduler = Scheduler(runner)
+    scheduler.start()
     assert scheduler.load == 0.0
-    asyncio.run(scheduler.step(step_of(runner), timeout_s=5))
-    # 0.3 s of work, averaged over 10 s: 1 - exp(-0.03) = 0.0296; the upper bound leaves room for a slow machine.
-    assert 0.025 < scheduler.load < 0.2
+    asyncio.run(scheduler.step(step_of(runner), timeout_s=20))
+    scheduler.close()
+    # Averaged over 10 s.
+    assert scheduler.load == pytest.approx(1 - math.exp(-0.03))
+    now += 10.0
+    assert scheduler.load == pytest.approx((1 - math.exp(-0.03)) * math.exp(-1))

@@ -109,8 +109,6 @@ def test_wide_sessions_take_no_memory_before_their_first_tokens(service: Service
 
 
 def test_a_session_gives_its_room_to_others_when_its_lease_is_over(service: Service, runner: FakeRunner) -> None:
-    service.limits = limits_with(service, session_lease_s=0.2)
-
     async def scene(channel: Channel, transport: LocalTransport) -> None:
         await ask(channel, OPEN)
         assert isinstance(await ask(channel, step_of(100, 0)), SessionStepResponse)
@@ -120,6 +118,7 @@ def test_a_session_gives_its_room_to_others_when_its_lease_is_over(service: Serv
         refusal = await ask(theirs, step_of(100, 0))
         assert isinstance(refusal, Failure)
         assert refusal.kind == "out_of_memory"
+        service.limits = limits_with(service, session_lease_s=0.2)
         await asyncio.sleep(0.3)
         assert isinstance(await ask(theirs, step_of(100, 0)), SessionStepResponse)
         assert [cache.length for cache in runner.open_caches] == [100]

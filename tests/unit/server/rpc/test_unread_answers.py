@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 
 import torch
+import virtual_time
 
 from swarm_plugins.ledger import Charge, Ledger
 from swarm_plugins.server.config import ServiceLimits
@@ -53,5 +54,5 @@ def test_a_peer_that_does_not_read_is_refused_when_its_answers_fill_its_share() 
         assert service.ledger.used == 0
         return readers
 
-    readers = asyncio.run(scene())
+    readers = virtual_time.run(scene(), timeout_s=9.0)
     assert [[failure.kind for failure in reader.failures] for reader in readers] == [[], [], *[["overloaded"]] * 3]

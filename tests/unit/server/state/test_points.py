@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_a_damaged_file_is_kept_aside_and_said(
 
 def test_work_counts_half_after_a_week(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_000_000.0
-    monkeypatch.setattr(points_module.time, "time", lambda: now)
+    monkeypatch.setattr(points_module, "time", SimpleNamespace(time=lambda: now))
     points = Points()
     points.served("a", 1000)
     now += 7 * 86_400
