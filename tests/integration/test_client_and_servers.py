@@ -104,10 +104,11 @@ def test_int8_blocks_are_close_to_the_unquantized_ones(model: Path, local: PreTr
 
 
 def test_servers_are_reached_at_the_address_they_announce(model: Path, local: PreTrainedModel) -> None:
+    # An address that no other test takes ports of.
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.3", 0))
         port = probe.getsockname()[1]
-    address = f"/ip4/127.0.0.1/tcp/{port}"
+    address = f"/ip4/127.0.0.3/tcp/{port}"
     with LocalSwarm(model, num_servers=1, host_maddrs=[address], announce_maddrs=[address]) as swarm:
         assert all(peer.startswith(address) for peer in swarm.initial_peers)
         with client(model, swarm) as remote:

@@ -65,7 +65,7 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
     create_identity_file(other_key)
     local = AutoModelForCausalLM.from_pretrained(directory).eval()
     log, second_log = tmp_path / "first.log", tmp_path / "second.log"
-    options = ("--identity", str(key), "--log-format", "json", "--log-level", "info")
+    options = ("--identity", str(key), "--log-format", "json", "--log-level", "info", "--drain-s", "120")
     with serving(directory, log, *options) as (one, address):
         model = AutoSwarmModelForCausalLM.from_pretrained(
             directory, initial_peers=[address], swarm=SwarmConfig(refresh_s=0.5)
@@ -78,7 +78,7 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
         assert f"is the identity of {load_identity(other_key).peer_id}, not of" in text
         code, text = drain(address, "--identity", str(key))
         assert code == 0, text
-        assert "drains; open sessions: 1; it ends when they have, 30 s from now at the latest." in text
+        assert "drains; open sessions: 1; it ends when they have, 120 s from now at the latest." in text
         with serving(directory, second_log, "--initial-peers", address) as (two, second):
             for _ in range(4):
                 tokens = torch.cat([tokens, model(tokens[:, -1:], past_key_values=cache).logits.argmax(-1)], dim=1)

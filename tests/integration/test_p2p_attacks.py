@@ -48,9 +48,9 @@ async def check_health(victim: SwarmNode) -> None:
     """An honest client finds the victim, with the right record, and is served."""
     async with client(*await victim.addresses()) as honest:
         assert await honest.servers("v1", 8) == {victim.peer_id: INFO}
-        channel = await honest.open(victim.peer_id, "rpc_forward", timeout_s=5.0)
+        channel = await honest.open(victim.peer_id, "rpc_forward", timeout_s=20.0)
         await channel.send(InfoRequest())
-        assert await channel.receive(timeout_s=5.0) == InfoRequest()
+        assert await channel.receive(timeout_s=20.0) == InfoRequest()
 
 
 async def store(attacker: P2P, victim: SwarmNode, **fields: Any) -> list[bool]:
@@ -124,14 +124,22 @@ def forged(folder: Path, count: int, ttl_s: float) -> dict[str, list[Any]]:
     return columns
 
 
-async def longest_pause_s(ended: asyncio.Event) -> float:
-    """Returns the longest time for which the event loop was not free until an event."""
+async def longest_turn_s(ended: asyncio.Event) -> float:
+    """Returns how long the event loop computed at most before it was free again, until an event.
+
+    In seconds of computing, which a busy machine does not lengthen.
+    """
     longest = 0.0
     while not ended.is_set():
-        before = time.monotonic()
+        before = time.process_time()
         await asyncio.sleep(0.01)
-        longest = max(longest, time.monotonic() - before - 0.01)
+        longest = max(longest, time.process_time() - before)
     return longest
+
+
+async def ended_streams(victim: SwarmNode) -> None:
+    while victim.num_streams:
+        await asyncio.sleep(0.02)
 
 
 def test_records_of_peers_that_do_not_exist_are_not_stored(tmp_path: Path) -> None:
@@ -172,7 +180,7 @@ def test_large_calls_do_not_hold_up_the_server(kind: str) -> None:
                 await attacker.call_protobuf_handler(peer, f"DHTProtocol.{rpc}", request, answer)
 
             ended = asyncio.Event()
-            watch = asyncio.create_task(longest_pause_s(ended))
+            watch = asyncio.create_task(longest_turn_s(ended))
             with pytest.raises(P2PHandlerError, match="bytes, the limit is 131072"):
                 await call(0.9)
             # The daemon drops larger ones, and answers nothing.
@@ -332,8 +340,8 @@ def test_silent_streams_are_closed_after_a_while() -> None:
             _, reader, writer = await attacker.call_binary_stream_handler(peer, protocol_name("rpc_forward"))
             writer.write(b"S")
             # The victim says the end of the stream and closes it.
-            assert len(await asyncio.wait_for(reader.read(), 5.0)) == 16
-            assert victim.num_streams == 0
+            assert len(await asyncio.wait_for(reader.read(), 20.0)) == 16
+            await ended_streams(victim)
             writer.close()
 
     run(body)
@@ -353,9 +361,9 @@ def test_malformed_frames_end_their_stream_only(data: bytes) -> None:
             peer = PeerID.from_base58(victim.peer_id)
             _, reader, writer = await attacker.call_binary_stream_handler(peer, protocol_name("rpc_forward"))
             writer.write(data)
-            assert len(await asyncio.wait_for(reader.read(), 5.0)) <= 16
+            assert len(await asyncio.wait_for(reader.read(), 20.0)) <= 16
             writer.close()
-            assert victim.num_streams == 0
+            await ended_streams(victim)
 
     run(body)
 
@@ -366,12 +374,12 @@ def test_a_refused_stream_is_told_why() -> None:
             await host.serve({"rpc_forward": echo})
             config = NodeConfig(initial_peers=await host.addresses(), client_mode=True)
             async with SwarmNode(config) as guest:
-                first = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
+                first = await guest.open(host.peer_id, "rpc_forward", timeout_s=20.0)
                 await first.send(InfoRequest())
-                assert await first.receive(timeout_s=5.0) == InfoRequest()
-                second = await guest.open(host.peer_id, "rpc_forward", timeout_s=5.0)
+                assert await first.receive(timeout_s=20.0) == InfoRequest()
+                second = await guest.open(host.peer_id, "rpc_forward", timeout_s=20.0)
                 await second.send(InfoRequest())
-                answer = await second.receive(timeout_s=5.0)
+                answer = await second.receive(timeout_s=20.0)
                 assert isinstance(answer, Failure)
                 assert answer.kind == "overloaded"
 

@@ -80,23 +80,22 @@ def test_a_look_up_asks_frozen_nodes_at_the_same_time_not_in_turn(monkeypatch: p
             await first.announce(INFO, 60.0)
             assert looking._dht is not None
             protocol = looking._dht._dht.protocol
-            call_find, waiting, most = protocol.call_find, set(), 0
+            call_find, waiting, all_wait = protocol.call_find, set(), asyncio.Event()
             for _ in range(8):
                 protocol.routing_table.add_or_update_node(DHTID.generate(), PeerID.from_base58(new_identity().peer_id))
 
             async def call(peer: PeerID, keys: list[DHTID]) -> object:
-                nonlocal most
                 if peer.to_base58() == first.peer_id:
                     return await call_find(peer, keys)
                 waiting.add(peer)
-                most = max(most, len(waiting))
-                await asyncio.sleep(0.2)
-                waiting.discard(peer)
+                if len(waiting) == 8:
+                    all_wait.set()
+                await all_wait.wait()
                 return None
 
             monkeypatch.setattr(protocol, "call_find", call)
             assert set(await looking.servers("v1", 8)) == {first.peer_id}
-            assert most == 8
+            assert all_wait.is_set()
 
     run(body)
 
