@@ -28,11 +28,11 @@ from swarm_plugins.server.rpc.table import operator_handlers, service_handlers
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.startup.capacity import checked_device, set_budgets
 from swarm_plugins.server.startup.held_experts import load_held, measure_held
-from swarm_plugins.server.startup.identity import identity_of
 from swarm_plugins.server.startup.joining import joining_info, node_config
 from swarm_plugins.server.startup.placing import choose_blocks, may_move
 from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.server.startup.spans import SpanLoader, rate_of_network
+from swarm_plugins.server.startup.weights import hosted_weights
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.points import Points
@@ -126,7 +126,7 @@ class SwarmServer:
         device = checked_device(config.device)
         await in_thread(self._points.load)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
-        identity = await in_thread(lambda: identity_of(checkpoint, config))
+        weights = await in_thread(lambda: hosted_weights(checkpoint, config))
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         named = config.span_of(num_blocks)
         self._presence = Presence(
@@ -139,7 +139,7 @@ class SwarmServer:
         if on_joined is not None:
             on_joined(self)
         blocks = named or range(num_blocks)
-        self._info = joining_info(config, identity, num_blocks, blocks)
+        self._info = joining_info(config, weights, num_blocks, blocks)
         loader = SpanLoader(checkpoint=checkpoint, config=config, device=device)
         # Before the load, which may take minutes: others that join meanwhile see these blocks as taken.
         if named is None:
@@ -153,7 +153,7 @@ class SwarmServer:
         if config.remote_experts:
             share = self._share = RemoteShare(
                 self._presence,
-                identity.version,
+                weights.version,
                 num_blocks,
                 blocks,
                 config.initial_peers or await self.addresses(),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from swarm_plugins import __version__
 from swarm_plugins.server.config import ServeConfig
-from swarm_plugins.server.startup.identity import Identity
+from swarm_plugins.server.startup.weights import HostedWeights
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
 
@@ -27,17 +27,17 @@ def node_config(config: ServeConfig) -> NodeConfig:
     )
 
 
-def joining_info(config: ServeConfig, identity: Identity, num_blocks: int, blocks: range) -> ServerInfo:
+def joining_info(config: ServeConfig, weights: HostedWeights, num_blocks: int, blocks: range) -> ServerInfo:
     """Returns what a server of these blocks, of a model of ``num_blocks``, announces while it loads."""
     return ServerInfo(
-        version=identity.version.key,
+        version=weights.version.key,
         # Without its path: it is announced to everyone.
-        model=identity.version.name,
+        model=weights.version.name,
         num_blocks=num_blocks,
         start=blocks.start,
         end=blocks.stop,
         dtype=config.dtype or "",
-        quantization=identity.quantization,
+        quantization=weights.quantization,
         state="joining",
         max_batch_tokens=config.limits.max_batch_tokens,
         max_session_tokens=config.limits.max_session_tokens,

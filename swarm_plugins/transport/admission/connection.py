@@ -18,9 +18,9 @@ from hivemind.p2p.p2p_daemon_bindings.p2pclient import Client
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ProtocolError
+from swarm_plugins.transport.admission.budgets import CallBudget, CallBudgets
 from swarm_plugins.transport.admission.gate import REFUSED, Gate
 from swarm_plugins.transport.admission.origins import Origins, list_connections
-from swarm_plugins.transport.admission.paces import Pace, Paces
 
 MAX_CALL_BYTES = 128 << 10
 """Largest call of the DHT; 16 records of 4 KiB take half of it."""
@@ -99,8 +99,8 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
 
     gate: Gate
     origins: Origins
-    paces: Paces
-    _refusals: Pace
+    budgets: CallBudgets
+    _refusals: CallBudget
     """Of each caller, those that are said."""
 
     @classmethod
@@ -122,8 +122,8 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
             task.add_done_callback(_ignore_error)  # when the daemon dies; its owner notices
         await self._ping_daemon()
         self.origins = Origins(lambda: list_connections(self))
-        self.paces = Paces()
-        self._refusals = Pace(50, 5.0)
+        self.budgets = CallBudgets()
+        self._refusals = CallBudget(50, 5.0)
         return self
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
             context = P2PContext(handle_name=handle_name, local_id=self.peer_id, remote_id=remote_id)
             response = await handler(input_protobuf_type.FromString(request), context)
             content = bytes(response.SerializeToString())
-            self.paces.charge(peer, await self.origins.of(peer), len(content))
+            self.budgets.charge(peer, await self.origins.of(peer), len(content))
             return content
 
         await self._client.add_unary_handler(handle_name, answer, balanced=balanced)
@@ -161,7 +161,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
 
     async def _check(self, num_bytes: int, caller: PeerID) -> None:
         peer = caller.to_base58()
-        refusal = self.gate.refusal(peer) or self.paces.refusal(peer, await self.origins.of(peer))
+        refusal = self.gate.refusal(peer) or self.budgets.refusal(peer, await self.origins.of(peer))
         if refusal is not None:
             if not self._refusals.take(peer):
                 self._client.control.ignore(caller.to_bytes())

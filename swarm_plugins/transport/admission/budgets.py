@@ -13,7 +13,7 @@ _CALL_BYTES = 64 << 10
 """Of an answer that takes as much work as a call."""
 
 
-class Pace:
+class CallBudget:
     """A budget of calls for each caller: a burst, then so many a second.
 
     Args:
@@ -47,7 +47,7 @@ class Pace:
         return min(self._burst, left + (self._clock() - since) * self.per_s)
 
 
-class Paces:
+class CallBudgets:
     """Budgets of a peer, an address, a network and of all: identities cost nothing, so one for each is not enough.
 
     No address, and no network, can use up what is there for all.
@@ -56,24 +56,24 @@ class Paces:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._of_peer = Pace(100, 10.0, clock)
-        self._of_host = Pace(500, 50.0, clock)
-        self._of_network = Pace(1000, 100.0, clock)
-        self._of_all = Pace(2000, 250.0, clock)
+        self._of_peer = CallBudget(100, 10.0, clock)
+        self._of_host = CallBudget(500, 50.0, clock)
+        self._of_network = CallBudget(1000, 100.0, clock)
+        self._of_all = CallBudget(2000, 250.0, clock)
 
     def refusal(self, peer: str, origin: Origin) -> str | None:
         """Counts a call; returns why it is refused, or None."""
-        for pace, caller, whose in self._levels(peer, origin):
-            if not pace.take(caller):
-                return f"more than {pace.per_s:g} calls of the DHT a second {whose}"
+        for budget, caller, whose in self._levels(peer, origin):
+            if not budget.take(caller):
+                return f"more than {budget.per_s:g} calls of the DHT a second {whose}"
         return None
 
     def charge(self, peer: str, origin: Origin, answer_bytes: int) -> None:
         """Counts an answer that has been made: a long one costs as much as several calls."""
-        for pace, caller, _ in self._levels(peer, origin):
-            pace.charge(caller, answer_bytes / _CALL_BYTES)
+        for budget, caller, _ in self._levels(peer, origin):
+            budget.charge(caller, answer_bytes / _CALL_BYTES)
 
-    def _levels(self, peer: str, origin: Origin) -> tuple[tuple[Pace, object, str], ...]:
+    def _levels(self, peer: str, origin: Origin) -> tuple[tuple[CallBudget, object, str], ...]:
         return (
             (self._of_peer, peer, "of one peer"),
             (self._of_host, origin.host, "of one address"),

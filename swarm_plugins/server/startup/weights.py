@@ -17,7 +17,7 @@ from swarm_plugins.versions import ModelVersion
 log = logging.getLogger(__name__)
 
 
-class Identity(NamedTuple):
+class HostedWeights(NamedTuple):
     """What clients look up, and what they learn."""
 
     version: ModelVersion
@@ -26,8 +26,8 @@ class Identity(NamedTuple):
     """How they are kept: ``none``, ``int8``, ``nf4``, or the widths of experts and others."""
 
 
-def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
-    """Returns the identity of the blocks of a checkpoint.
+def hosted_weights(checkpoint: Checkpoint, config: ServeConfig) -> HostedWeights:
+    """Returns what is announced of the blocks of a checkpoint.
 
     Blocks of a quantized store are announced as blocks of the model it was made from, in few bits, just like blocks
     that are quantized while loading.
@@ -37,7 +37,7 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
     """
     store = open_quantized(checkpoint)
     if store is None:
-        return Identity(checkpoint.version, _quantization(config))
+        return HostedWeights(checkpoint.version, _quantization(config))
     base = store.manifest.base_version
     log.info("blocks of %s are announced as blocks of %s", checkpoint.name, base)
     if checkpoint.directory is None:
@@ -48,7 +48,7 @@ def identity_of(checkpoint: Checkpoint, config: ServeConfig) -> Identity:
             checkpoint.version,
             base,
         )
-    return Identity(base, _widths(store.manifest.expert_bits, store.manifest.other_bits))
+    return HostedWeights(base, _widths(store.manifest.expert_bits, store.manifest.other_bits))
 
 
 def _quantization(config: ServeConfig) -> str:

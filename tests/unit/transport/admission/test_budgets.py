@@ -6,28 +6,28 @@ import asyncio
 
 import pytest
 
-from swarm_plugins.transport.admission import paces
+from swarm_plugins.transport.admission import budgets
+from swarm_plugins.transport.admission.budgets import CallBudget, CallBudgets
 from swarm_plugins.transport.admission.origins import UNKNOWN, Origins, origin_of
-from swarm_plugins.transport.admission.paces import Pace, Paces
 
 
 def test_a_peer_has_a_burst_of_calls_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    pace = Pace(burst=3, per_s=2.0, clock=lambda: now)
-    assert [pace.take("a") for _ in range(4)] == [True, True, True, False]
-    assert pace.take("b")
+    budget = CallBudget(burst=3, per_s=2.0, clock=lambda: now)
+    assert [budget.take("a") for _ in range(4)] == [True, True, True, False]
+    assert budget.take("b")
     now = 1.0
-    assert [pace.take("a") for _ in range(3)] == [True, True, False]
+    assert [budget.take("a") for _ in range(3)] == [True, True, False]
     now = 1e9
-    assert [pace.take("a") for _ in range(4)] == [True, True, True, False]
-    monkeypatch.setattr(paces, "_MAX_CALLERS", 10)
+    assert [budget.take("a") for _ in range(4)] == [True, True, True, False]
+    monkeypatch.setattr(budgets, "_MAX_CALLERS", 10)
     for index in range(100):
-        pace.take(f"peer {index}")
-    assert len(pace._left) <= 12
+        budget.take(f"peer {index}")
+    assert len(budget._left) <= 12
 
 
 def test_many_identities_of_an_address_have_one_budget() -> None:
-    budgets = Paces(clock=lambda: 0.0)
+    budgets = CallBudgets(clock=lambda: 0.0)
     here, there = origin_of(b"\x04\x01\x02\x03\x04\x06"), origin_of(b"\x04\x01\x02\x03\x05\x06")
     refusals = [budgets.refusal(f"sybil {index}", here) for index in range(4200)]
     assert refusals.count(None) == 500
@@ -36,7 +36,7 @@ def test_many_identities_of_an_address_have_one_budget() -> None:
 
 
 def test_many_addresses_of_a_network_have_one_budget() -> None:
-    budgets = Paces(clock=lambda: 0.0)
+    budgets = CallBudgets(clock=lambda: 0.0)
     addresses = [origin_of(bytes([0x29, *range(6), 0, index % 200, *range(8)])) for index in range(4200)]
     refusals = [budgets.refusal(f"sybil {index}", address) for index, address in enumerate(addresses)]
     assert refusals.count(None) == 1000
@@ -45,7 +45,7 @@ def test_many_addresses_of_a_network_have_one_budget() -> None:
 
 
 def test_all_callers_have_one_budget() -> None:
-    budgets = Paces(clock=lambda: 0.0)
+    budgets = CallBudgets(clock=lambda: 0.0)
     refusals = [budgets.refusal(f"sybil {index}", origin_of(bytes([4, 1, 1, index % 200, 1]))) for index in range(4200)]
     assert refusals.count(None) == 2000
     assert refusals[-1] == "more than 250 calls of the DHT a second of all peers"
@@ -59,7 +59,7 @@ def test_origins_are_read_from_addresses() -> None:
 
 def test_long_answers_count_as_several_calls() -> None:
     now = 0.0
-    budgets = Paces(clock=lambda: now)
+    budgets = CallBudgets(clock=lambda: now)
     here = origin_of(b"\x04\x01\x02\x03\x04\x06")
     for _ in range(3):
         assert budgets.refusal("peer", here) is None

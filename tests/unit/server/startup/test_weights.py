@@ -14,7 +14,7 @@ from swarm_plugins.offload.store.manifest import MANIFEST_FILE
 from swarm_plugins.offload.widths import Width
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import blocks_that_fit
-from swarm_plugins.server.startup.identity import identity_of
+from swarm_plugins.server.startup.weights import hosted_weights
 from swarm_plugins.testing.models import save_tiny
 
 FEW = OffloadConfig(fast_bytes=60_000)
@@ -39,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_model_is_announced_by_its_content(config: ServeConfig, quantization: str, base: Path) -> None:
     checkpoint = Checkpoint.open(base)
-    assert identity_of(checkpoint, config) == (checkpoint.version, quantization)
+    assert hosted_weights(checkpoint, config) == (checkpoint.version, quantization)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_store_is_announced_as_its_base_in_few_bits(
     expert_bits: Width, other_bits: Width, quantization: str, base: Path, tmp_path: Path
 ) -> None:
     quantize_checkpoint(base, tmp_path / "q", expert_bits=expert_bits, other_bits=other_bits, progress=False)
-    version, found = identity_of(Checkpoint.open(tmp_path / "q"), ServeConfig(model="q", offload=FEW))
+    version, found = hosted_weights(Checkpoint.open(tmp_path / "q"), ServeConfig(model="q", offload=FEW))
     assert (version, found) == (Checkpoint.open(base).version, quantization)
     assert version.name == "tiny"
 
@@ -65,7 +65,7 @@ def test_a_store_that_does_not_say_whose_it_is_is_not_announced(base: Path, tmp_
     quantize_checkpoint(base, tmp_path / "q", expert_bits=4, progress=False)
     (tmp_path / "q" / MANIFEST_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"run swarm quantize again"):
-        identity_of(Checkpoint.open(tmp_path / "q"), ServeConfig(model="q", offload=FEW))
+        hosted_weights(Checkpoint.open(tmp_path / "q"), ServeConfig(model="q", offload=FEW))
 
 
 def test_a_published_store_is_taken_at_its_word_and_that_is_said(
@@ -75,7 +75,7 @@ def test_a_published_store_is_taken_at_its_word_and_that_is_said(
     with LocalHub() as hub:
         commit = hub.add("mallory/tiny-4bit", tmp_path / "q")
         checkpoint = Checkpoint.open("mallory/tiny-4bit", endpoint=hub.endpoint, cache_dir=tmp_path / "cache")
-        version, _ = identity_of(checkpoint, ServeConfig(model="mallory/tiny-4bit", offload=FEW))
+        version, _ = hosted_weights(checkpoint, ServeConfig(model="mallory/tiny-4bit", offload=FEW))
     assert version == Checkpoint.open(base).version
     assert f"mallory/tiny-4bit@{commit} claims to be made from {version}" in caplog.text
 
