@@ -6,7 +6,6 @@ import asyncio
 
 from swarm_plugins.errors import RequestTimeoutError, TransportError
 from swarm_plugins.transport.channel import Channel, Handler
-from swarm_plugins.transport.limits import DEFAULT_LIMITS
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.wire import decode, encode
 
@@ -37,7 +36,7 @@ class _End:
         if frame is None:
             self._incoming.put_nowait(None)
             return None
-        return decode(frame, limits=DEFAULT_LIMITS)
+        return decode(frame)
 
     async def close(self) -> None:
         """Closes both directions. Idempotent."""

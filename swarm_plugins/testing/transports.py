@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
 from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Transport
-from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Codec, Failure, InfoRequest, Message, ServerInfo
 from swarm_plugins.transport.wire import decode, encode
 
@@ -84,14 +83,11 @@ class Line:
 class _LocalChannel:
     """One end of two pipes."""
 
-    def __init__(
-        self, remote_peer: str, outgoing: _Pipe, incoming: _Pipe, limits: WireLimits, line: Line | None = None
-    ) -> None:
+    def __init__(self, remote_peer: str, outgoing: _Pipe, incoming: _Pipe, line: Line | None = None) -> None:
         self._line = line or Line()
         self.remote_peer = remote_peer
         self._outgoing = outgoing
         self._incoming = incoming
-        self._limits = limits
         self._delayed: deque[bytes | None] = deque()
         """What has come off the line, but may not be read yet."""
         self.is_closed = False
@@ -109,7 +105,7 @@ class _LocalChannel:
             frame = await asyncio.wait_for(self._arrived(), timeout_s)
         except TimeoutError as exc:
             raise RequestTimeoutError(f"no message from {self.remote_peer} within {timeout_s:g} s") from exc
-        return None if frame is None else decode(frame, limits=self._limits)
+        return None if frame is None else decode(frame)
 
     async def _arrived(self) -> bytes | None:
         line = self._line
@@ -146,7 +142,6 @@ class LocalTransport:
     Args:
         handlers_by_peer: Handlers by peer id and rpc name; may change later.
         client: The client's peer id, as the handlers see it.
-        limits: Bounds on messages.
     """
 
     def __init__(
@@ -154,11 +149,9 @@ class LocalTransport:
         handlers_by_peer: Mapping[str, Mapping[str, Handler]],
         *,
         client: str = "local-client",
-        limits: WireLimits = DEFAULT_LIMITS,
     ) -> None:
         self._handlers_by_peer = handlers_by_peer
         self._client = client
-        self._limits = limits
         self._killed: set[str] = set()
         self._lines: dict[str, Line] = {}
         self._announced: dict[str, ServerInfo] = {}
@@ -184,8 +177,8 @@ class LocalTransport:
         if peer in self._killed:
             raise TransportError(f"peer {peer} cannot be reached")
         forth, back = _Pipe(), _Pipe()
-        near = _LocalChannel(peer, forth, back, self._limits, line)
-        far = _LocalChannel(self._client, back, forth, self._limits)
+        near = _LocalChannel(peer, forth, back, line)
+        far = _LocalChannel(self._client, back, forth)
         task = asyncio.create_task(_run(handler, far), name=f"local {rpc} of {peer}")
         self._live[task] = (peer, near)
         task.add_done_callback(lambda done: self._live.pop(done, None))

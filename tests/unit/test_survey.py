@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import pytest
-
-from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.survey import ModelStatus, ServerStatus
 from swarm_plugins.transport.messages import ServerInfo
 
@@ -49,11 +46,6 @@ def test_the_survey_fits_into_json() -> None:
     assert (found["missing_blocks"], found["coverage"][2]) == ([6, 7], 2)
     assert [server["peer"] for server in found["servers"]] == ["QmOne", "QmTwo", "QmGone", "QmNew"]
     assert found["servers"][3]["state"] == "joining"
-
-
-@pytest.mark.parametrize(("blocks", "expected"), [([], ""), ([3], "3:4"), ([0, 1, 2, 5, 7, 8], "0:3, 5:6, 7:9")])
-def test_indices_are_joined_to_ranges(blocks: list[int], expected: str) -> None:
-    assert ranges(blocks) == expected
 
 
 def test_gaps_of_experts_are_what_owners_need_and_no_holder_that_answers_has() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.connection import connect
-from swarm_plugins.client.discovery.missing import serve_command
+from swarm_plugins.client.discovery.missing import ranges, serve_command
 from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import MissingBlocksError, TransportError
@@ -108,3 +108,8 @@ def test_a_connection_knows_by_which_addresses_it_joins() -> None:
 def test_the_command_joins_as_this_client_did() -> None:
     command = serve_command("m", LOCAL, range(1), [FIRST], discovery="static", secret_file=Path("my secret"))
     assert command.endswith(f"--initial-peers {FIRST} --discovery static --secret-file 'my secret'")
+
+
+@pytest.mark.parametrize(("blocks", "expected"), [([], ""), ([3], "3:4"), ([0, 1, 2, 5, 7, 8], "0:3, 5:6, 7:9")])
+def test_indices_are_joined_to_ranges(blocks: list[int], expected: str) -> None:
+    assert ranges(blocks) == expected
