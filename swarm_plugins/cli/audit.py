@@ -67,7 +67,9 @@ def _evidence_against(peer: str, *, forgive: bool) -> Path | None:
         return None
     typer.echo(f"{peer} quarantined until {_date(caught.until)}: {caught.reason}")
     if not caught.evidence:
-        raise ConfigError(f"no evidence against {peer} was saved, so its answer cannot be replayed")
+        raise ConfigError(
+            f"no evidence against {peer} was saved: its answer cannot be replayed; --forgive ends the quarantine"
+        )
     return Path(caught.evidence)
 
 
@@ -86,7 +88,9 @@ def _replay(evidence: Evidence, model: str) -> bool:
 
     checkpoint = Checkpoint.open(model)
     if str(checkpoint.version.revision) not in evidence.model:
-        raise ConfigError(f"{model} is version {checkpoint.version}, the evidence is about {evidence.model}")
+        raise ConfigError(
+            f"{model} is version {checkpoint.version}, the evidence is about {evidence.model}: give that version"
+        )
     verdicts = asyncio.run(replay(evidence, LocalBlocks(lambda: checkpoint, limit_bytes=0)))
     typer.echo(f"signed by {evidence.peer}: yes")
     for verdict in verdicts:

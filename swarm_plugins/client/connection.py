@@ -157,7 +157,7 @@ class RemoteBlocks:
         self, connection: SwarmConnection, *, version: ModelVersion, num_blocks: int, model: str | None = None
     ) -> None:
         if connection.peers is None or connection.network is None:
-            raise SwarmError("the connection is not started")
+            raise SwarmError("the connection is not started: call start() first")
         self.connection = connection
         self._loop = connection.loop
         self.view = SwarmView(

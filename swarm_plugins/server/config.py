@@ -281,7 +281,7 @@ class ServeConfig:
             ConfigError: If the model lacks these blocks.
         """
         if self.num_blocks is not None and self.num_blocks > num_blocks:
-            raise ConfigError(f"num_blocks is {self.num_blocks}, {self.model} has only {num_blocks} blocks")
+            raise ConfigError(f"num_blocks is {self.num_blocks}, {self.model} has only {num_blocks} blocks: give fewer")
         if self.part is not None:
             index, count = self.part
             if count > num_blocks:

@@ -71,7 +71,7 @@ class SwarmNode:
             TransportError: If no initial peer can be reached, or the daemon does not start.
         """
         if self._daemon is not None:
-            raise ConfigError("this node has been started already")
+            raise ConfigError("this node has been started already: start its successor, or another node")
         install_guards()
         config = self._config
         secret = None if config.secret_file is None else load_secret(config.secret_file)

@@ -67,7 +67,7 @@ async def drain_handler(service: Service | ExpertsService, operator: Operator, c
         if not abs(time.time() - request.issued_at) <= _VALID_S:
             raise BadRequestError("the request to drain is not of this minute: do the clocks agree?")
         if not is_signed_by(identity.public_key, _signed_bytes(identity.peer_id, request.issued_at), request.signature):
-            raise BadRequestError("only who has this server's identity file can drain it")
+            raise BadRequestError("the request is not signed with this server's key: give its identity file")
         operator.ask_to_end()
         sessions = len(service.sessions) if isinstance(service, Service) else 0
         return DrainAccepted(sessions=sessions, drain_s=operator.drain_s), "none"

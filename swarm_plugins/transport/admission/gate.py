@@ -139,11 +139,14 @@ class Gate:
             TransportError: If the peer is not allowed, cannot be reached, or does not know the secret.
         """
         if self._allowed is not None and peer not in self._allowed:
-            raise TransportError(f"peer {peer} is not among the allowed peers")
+            raise TransportError(
+                f"peer {peer} is not among the allowed peers of this node: add its id, or do not call it"
+            )
         if self._key is None or self._has_proven(peer, _FRESH_S):
             return
+        timeout_s = min(timeout_s, _PROOF_TIMEOUT_S)
         try:
-            async with asyncio.timeout(min(timeout_s, _PROOF_TIMEOUT_S)):
+            async with asyncio.timeout(timeout_s):
                 reader, writer = await self._open(peer, PROOF_PROTOCOL)
                 try:
                     is_proven = await self._call(peer, reader, writer)
@@ -155,7 +158,8 @@ class Gate:
             is_proven = False
         except TimeoutError as exc:
             raise RequestTimeoutError(
-                f"peer {peer} has not proved that it belongs to this private swarm in time"
+                f"peer {peer} has not proved within {timeout_s:g} s that it belongs to this private swarm: "
+                "it is overloaded, or hangs"
             ) from exc
         except (OSError, asyncio.IncompleteReadError):
             is_proven = False
