@@ -35,9 +35,9 @@ from swarm_plugins.server.startup.spans import SpanLoader, rate_of_network
 from swarm_plugins.server.startup.weights import hosted_weights
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
+from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.sessions import SessionTable
-from swarm_plugins.server.state.slices import RunLimits
 from swarm_plugins.transport.messages import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
 _MIN_PACK_TOKENS = 64
-_SLICE_S = 0.25
+_PORTION_S = 0.25
 """Batches of training are cut so that a forward through one block takes about this time, a backward a few times it."""
 
 
@@ -186,7 +186,7 @@ class SwarmServer:
     async def _serve_experts(self, held: HeldExperts) -> None:
         speed = await in_thread(lambda: measure_held(held))
         scheduler = Scheduler(held, points=self._points)
-        held.rows_at_once = max(_MIN_PACK_TOKENS, int(speed.throughput * _SLICE_S))
+        held.rows_at_once = max(_MIN_PACK_TOKENS, int(speed.throughput * _PORTION_S))
         self._service = ExpertsService(
             version=self.info.version,
             held=held,
@@ -244,7 +244,7 @@ class SwarmServer:
             check_adapter=spans.check_adapter,
             limits=dataclasses.replace(limits, max_session_tokens=self._info.max_session_tokens),
             run_limits=RunLimits(
-                slice_tokens=max(_MIN_PACK_TOKENS, int(speed.throughput * _SLICE_S)), token_bytes=speed.token_bytes
+                portion_tokens=max(_MIN_PACK_TOKENS, int(speed.throughput * _PORTION_S)), token_bytes=speed.token_bytes
             ),
             kv_tokens=kv_tokens,
             weights=spans.weights,

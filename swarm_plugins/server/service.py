@@ -18,10 +18,10 @@ from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.draining import Draining
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
+from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.sessions import SessionTable
-from swarm_plugins.server.state.slices import RunLimits
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.messages import ServerInfo
 

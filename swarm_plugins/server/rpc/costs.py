@@ -1,6 +1,6 @@
 """What a request holds besides its message until its answer has been read: copies, outputs, gradients.
 
-What running it takes on top exists for one request at a time: `swarm_plugins.server.state.slices` bounds it.
+What running it takes on top exists for one request at a time: `swarm_plugins.server.state.cutting` bounds it.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import signed
 from swarm_plugins.server.rpc.training import checked_inputs
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.cutting import cut_batch
 from swarm_plugins.server.state.gradients import Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
-from swarm_plugins.server.state.slices import cut_batch
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Commitment, CommitRequest, OpenedStates, OpenRequest
 from swarm_plugins.transport.receipts import tensor_hash

@@ -26,9 +26,9 @@ from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import signed
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.cutting import Portion, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
-from swarm_plugins.server.state.slices import Slice, cut_batch
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
 
@@ -40,9 +40,9 @@ async def forward_handler(service: Service, channel: Channel) -> None:
     async def answer(request: ForwardRequest, charge: Charge) -> Answer:
         timeout_s = service.limits.request_timeout_s
         with checked_inputs(service, peer, request, charge) as inputs:
-            slices = cut_batch(inputs, service.spec, service.run_limits)
+            portions = cut_batch(inputs, service.spec, service.run_limits)
             outputs, ticket = await service.scheduler.train(
-                lambda: _forward(service, peer, slices, keep=request.keep),
+                lambda: _forward(service, peer, portions, keep=request.keep),
                 timeout_s=timeout_s,
                 peer=peer,
                 load=Load(inputs.num_tokens, len(inputs.blocks)),
@@ -61,7 +61,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
     async def answer(request: BackwardRequest, charge: Charge) -> Answer:
         _check_gradients(service, request)
         dtype = request.grad_hidden.dtype
-        parts: Sequence[KeptForward | Slice] | None = None
+        parts: Sequence[KeptForward | Portion] | None = None
         if request.ticket is not None:
             parts = service.activations.take(peer, request.ticket)
         with contextlib.ExitStack() as stack:
@@ -102,11 +102,11 @@ def checked_inputs(service: Service, peer: str, request: ForwardRequest, charge:
         )
 
 
-def _forward(service: Service, peer: str, slices: Sequence[Slice], *, keep: bool) -> tuple[SpanOutputs, str | None]:
+def _forward(service: Service, peer: str, portions: Sequence[Portion], *, keep: bool) -> tuple[SpanOutputs, str | None]:
     """Runs a forward on the compute thread; returns its outputs and the ticket of its graph."""
     outputs, kept, num_bytes = run_forward(
         service.runner,
-        slices,
+        portions,
         keep_bytes=service.activations.budget_bytes if keep else 0,
         weights=service.weights,
         between=service.runner.on_block_boundary or (lambda: None),
@@ -121,7 +121,7 @@ def _check_gradients(service: Service, request: BackwardRequest) -> None:
 
 
 async def _backward(
-    service: Service, peer: str, parts: Sequence[KeptForward | Slice], request: BackwardRequest
+    service: Service, peer: str, parts: Sequence[KeptForward | Portion], request: BackwardRequest
 ) -> Gradients:
     grads = SpanOutputs(
         hidden=request.grad_hidden,
@@ -146,7 +146,7 @@ async def _backward(
         )
 
     # Gradients of inputs cost twice a forward, and most of it runs again.
-    work = 3 if isinstance(parts[0], Slice) else 2
+    work = 3 if isinstance(parts[0], Portion) else 2
     load = Load(work * sum(part.inputs.num_tokens for part in parts), len(parts[0].inputs.blocks))
     return await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s, peer=peer, load=load)
 

@@ -1,4 +1,4 @@
-"""Forwards and backwards in slices: their outputs and gradients are joined to those of the whole batch."""
+"""Forwards and backwards in portions: their outputs and gradients are joined to those of the whole batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanOutputs, join_outputs
 from swarm_plugins.blocks.runner import SpanRunner
 from swarm_plugins.server.failures import BadRequestError
+from swarm_plugins.server.state.cutting import Portion, join_rows, rows_of
 from swarm_plugins.server.state.gradients import (
     Gradients,
     KeptForward,
@@ -21,26 +22,25 @@ from swarm_plugins.server.state.gradients import (
     paired,
 )
 from swarm_plugins.server.state.long_rows import LongRows
-from swarm_plugins.server.state.slices import Slice, join_rows, rows_of
 
 
 def run_forward(
     runner: SpanRunner,
-    slices: Sequence[Slice],
+    portions: Sequence[Portion],
     *,
     keep_bytes: int = 0,
     weights: Collection[int] = (),
     between: Callable[[], None] = lambda: None,
 ) -> tuple[SpanOutputs, tuple[KeptForward, ...] | None, int]:
-    """Runs slices one after another.
+    """Runs portions one after another.
 
     Returns:
         The outputs; the forwards with their graphs, None if they do not fit in ``keep_bytes``; the bytes they hold.
     """
     outputs: list[SpanOutputs] = []
     kept: list[KeptForward] = []
-    held, is_keeping = 0, keep_bytes > 0 and all(one.part_tokens is None for one in slices)
-    for index, one in enumerate(slices):
+    held, is_keeping = 0, keep_bytes > 0 and all(one.part_tokens is None for one in portions)
+    for index, one in enumerate(portions):
         if index:
             between()
         inputs = one.inputs.map(lambda tensor: tensor.to(runner.spec.device))
@@ -62,7 +62,7 @@ def run_forward(
 
 def run_backward(
     runner: SpanRunner,
-    parts: Sequence[KeptForward | Slice],
+    parts: Sequence[KeptForward | Portion],
     grads: SpanOutputs,
     needs: Needs,
     *,
@@ -70,7 +70,7 @@ def run_backward(
     weights: Collection[int] = (),
     between: Callable[[], None] = lambda: None,
 ) -> Gradients:
-    """Returns the gradients of kept forwards, or of slices that run (again) for it; see `gradients`."""
+    """Returns the gradients of kept forwards, or of portions that run (again) for it; see `gradients`."""
     found: list[Gradients] = []
     first = 0
     if len(parts) > 1:
@@ -94,7 +94,7 @@ def run_backward(
 
 
 def _of_long_rows(
-    runner: SpanRunner, part: Slice, grads: SpanOutputs, needs: Needs, between: Callable[[], None]
+    runner: SpanRunner, part: Portion, grads: SpanOutputs, needs: Needs, between: Callable[[], None]
 ) -> Gradients:
     given = part.inputs.map(lambda tensor: tensor.to(runner.spec.device))
     inputs = as_leaves(given, Needs(hidden=False, adapters=needs.adapters))

@@ -12,9 +12,9 @@ from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.blocks import Span
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import BadRequestError
+from swarm_plugins.server.state.cutting import Portion, RunLimits, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
-from swarm_plugins.server.state.slices import RunLimits, Slice, cut_batch
 
 ROWS, LENGTH, WIDTH = SHAPE
 NUM_BLOCKS = 4
@@ -38,7 +38,7 @@ def varied(span: Span, kind: str) -> SpanInputs:
     return inputs
 
 
-def both_ways(span: Span, inputs: SpanInputs, parts: list[Slice]) -> tuple[SpanOutputs, Gradients]:
+def both_ways(span: Span, inputs: SpanInputs, parts: list[Portion]) -> tuple[SpanOutputs, Gradients]:
     outputs, _, _ = run_forward(span, parts)
     tensors = [random(*SHAPE), *(random(*tensor.shape) for tensor in outputs.tensors[1:])]
     grads = outputs.with_tensors(tensors)
@@ -46,14 +46,14 @@ def both_ways(span: Span, inputs: SpanInputs, parts: list[Slice]) -> tuple[SpanO
 
 
 @pytest.mark.parametrize("kind", ["everything", "padded", "plain"])
-@pytest.mark.parametrize(("tokens", "num_slices", "part"), [(18, 2, None), (8, 2, 7), (2, 2, 1)], ids=str)
-def test_slices_are_equal_to_the_whole(span: Span, kind: str, tokens: int, num_slices: int, part: int | None) -> None:
+@pytest.mark.parametrize(("tokens", "num_portions", "part"), [(18, 2, None), (8, 2, 7), (2, 2, 1)], ids=str)
+def test_portions_equal_the_whole(span: Span, kind: str, tokens: int, num_portions: int, part: int | None) -> None:
     inputs = varied(span, kind)
-    parts = cut_batch(inputs, span.spec, RunLimits(slice_tokens=tokens))
-    assert len(parts) == num_slices
+    parts = cut_batch(inputs, span.spec, RunLimits(portion_tokens=tokens))
+    assert len(parts) == num_portions
     assert (parts[0].part_tokens is None) == (part is None)
     outputs, found = both_ways(span, inputs, parts)
-    expected, wanted = both_ways(span, inputs, [Slice(inputs=inputs)])
+    expected, wanted = both_ways(span, inputs, [Portion(inputs=inputs)])
     assert outputs.router_blocks == expected.router_blocks
     for one, other in zip(outputs.tensors, expected.tensors, strict=True):
         assert error_of(one, other) < TOLERANCE
@@ -61,9 +61,9 @@ def test_slices_are_equal_to_the_whole(span: Span, kind: str, tokens: int, num_s
         assert error_of(one, other) < TOLERANCE
 
 
-def test_graphs_of_slices_are_kept_together_or_not_at_all(span: Span) -> None:
+def test_graphs_of_portions_are_kept_together_or_not_at_all(span: Span) -> None:
     inputs = varied(span, "plain")
-    parts = cut_batch(inputs, span.spec, RunLimits(slice_tokens=18))
+    parts = cut_batch(inputs, span.spec, RunLimits(portion_tokens=18))
     outputs, kept, held = run_forward(span, parts, keep_bytes=1 << 30)
     assert kept is not None
     assert [type(one) for one in kept] == [KeptForward] * 2
@@ -74,11 +74,11 @@ def test_graphs_of_slices_are_kept_together_or_not_at_all(span: Span) -> None:
     assert run_forward(span, parts, keep_bytes=held - 1)[1:] == (None, 0)
 
 
-def test_work_may_run_between_slices_and_parts(span: Span) -> None:
+def test_work_may_run_between_portions_and_parts(span: Span) -> None:
     inputs = varied(span, "plain")
     for tokens, expected in ((18, 1), (8, 2 * NUM_BLOCKS * 2 + 1)):
         calls: list[int] = []
-        parts = cut_batch(inputs, span.spec, RunLimits(slice_tokens=tokens))
+        parts = cut_batch(inputs, span.spec, RunLimits(portion_tokens=tokens))
         run_forward(span, parts, between=lambda calls=calls: calls.append(1))
         assert len(calls) == expected
 
@@ -103,7 +103,7 @@ def test_what_a_row_takes_is_bounded_before_it_runs(span: Span) -> None:
 @pytest.mark.parametrize("tokens", [18, 8], ids=["rows", "parts"])
 def test_gradients_of_wrong_shapes_are_refused(span: Span, tokens: int) -> None:
     inputs = varied(span, "plain")
-    parts = cut_batch(inputs, span.spec, RunLimits(slice_tokens=tokens))
+    parts = cut_batch(inputs, span.spec, RunLimits(portion_tokens=tokens))
     hidden = random(*SHAPE)
     for grads in (
         SpanOutputs(hidden=random(1, LENGTH, WIDTH)),

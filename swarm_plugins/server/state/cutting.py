@@ -32,14 +32,14 @@ class RunLimits:
 
     run_bytes: int = 1 << 62
     """Most memory of one run, besides its inputs and outputs."""
-    slice_tokens: int = 1 << 40
+    portion_tokens: int = 1 << 40
     """Tokens of short rows that run through one block at a time: steps wait for so much work."""
     token_bytes: int = 0
     """What autograd saves for one token in one block."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
+class Portion:
     """Rows of a batch that run together."""
 
     inputs: SpanInputs
@@ -47,8 +47,8 @@ class Slice:
     """Tokens of each row that run at a time. None: whole rows."""
 
 
-def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Slice]:
-    """Cuts a batch into slices that stay within the limits.
+def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Portion]:
+    """Cuts a batch into portions that stay within the limits.
 
     Raises:
         CapacityError: If a row does not, and cannot be cut.
@@ -59,7 +59,7 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Sli
     row_bytes = _row_bytes(inputs, spec, limits, length, total)
     fitting = min(at_once // length, limits.run_bytes // max(1, row_bytes))
     if fitting >= rows:
-        return [Slice(inputs=inputs)]
+        return [Portion(inputs=inputs)]
     part = None
     if fitting < 1 and spec.has_fixed_positions and not _is_packed(inputs):
         part = _part_tokens(inputs, spec, limits, min(at_once, length), total)
@@ -70,7 +70,7 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Sli
         )
     size = max(1, fitting)
     return [
-        Slice(inputs=inputs.take_rows(slice(start, start + size)), part_tokens=part) for start in range(0, rows, size)
+        Portion(inputs=inputs.take_rows(slice(start, start + size)), part_tokens=part) for start in range(0, rows, size)
     ]
 
 
@@ -89,7 +89,7 @@ def rows_of(outputs: SpanOutputs, first: int, count: int) -> SpanOutputs:
 
 def _tokens_at_once(total: int, spec: SpanSpec, limits: RunLimits) -> int:
     # Attention takes 2 x L x D multiplications for a token, half of them masked; the products of a block about 12 x D².
-    return max(1, int(limits.slice_tokens / (1 + total / (12 * spec.hidden_size))))
+    return max(1, int(limits.portion_tokens / (1 + total / (12 * spec.hidden_size))))
 
 
 def _row_bytes(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits, length: int, total: int) -> int:
@@ -124,5 +124,5 @@ def _part_tokens(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits, at_once:
 
 
 def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Joins the rows of slices."""
+    """Joins the rows of portions."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
