@@ -29,7 +29,6 @@ class Presence:
     """Keeps a server reachable and announced."""
 
     def __init__(self, config: NodeConfig, *, every_s: float, ttl_s: float, ledger: Ledger | None = None) -> None:
-        self._config = config
         self._every_s = every_s
         self._ttl_s = ttl_s
         self._node = SwarmNode(config, ledger=ledger)
