@@ -28,46 +28,42 @@ class WrongAnswerError(RemoteError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardCall:
-    """A forward of one span that a server has answered."""
+class _Call:
+    """What all calls have."""
 
     peer: str
     info: ServerInfo | None
     """What the server says about itself."""
-    request: ForwardRequest
     adapters: tuple[LoadedAdapter, ...]
     """The adapters that the request names, in order; their tensors change with the next optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCall(_Call):
+    """A forward of one span that a server has answered."""
+
+    request: ForwardRequest
     response: ForwardResponse
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardCall:
+class BackwardCall(_Call):
     """A backward of one span that a server has answered."""
 
-    peer: str
-    info: ServerInfo | None
-    """What the server says about itself."""
     forward: ForwardRequest
     """The forward that the gradients belong to."""
     outputs: ForwardResponse
     """The answer to it: of the same server, if ``request`` names its graph, else perhaps of another one."""
-    adapters: tuple[LoadedAdapter, ...]
-    """As in `ForwardCall`."""
     request: BackwardRequest
     response: BackwardResponse
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCall:
+class StepCall(_Call):
     """A step of a session that a server has answered."""
 
-    peer: str
-    info: ServerInfo | None
-    """What the server says about itself."""
     history: History
     """All steps that the session on this server holds; the last one is this step."""
-    adapters: tuple[LoadedAdapter, ...]
-    """As in `ForwardCall`."""
     request: SessionStep
     response: SessionStepResponse
 
