@@ -1,15 +1,10 @@
-"""What to say about blocks without a server: which, why, and the command that serves them."""
+"""What to say about blocks without a server: which, and the command that serves them."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
-
-from swarm_plugins.errors import one_line
-from swarm_plugins.versions import ModelVersion
-
-_MAX_CAUSE_CHARS = 1000
 
 
 def runs(blocks: Sequence[int]) -> list[range]:
@@ -53,38 +48,3 @@ def serve_command(
     joining += ["--discovery", discovery] if discovery != "dht" else []
     joining += ["--secret-file", str(secret_file)] if secret_file is not None else []
     return shlex.join(["swarm", "serve", model, *commit, *share, *joining])
-
-
-def missing_text(
-    what: str,
-    blocks: range,
-    experts: range | None,
-    *,
-    version: ModelVersion,
-    model: str,
-    initial_peers: Sequence[str],
-    left_out: Sequence[str],
-    quarantined: Sequence[str],
-    cause: BaseException | None,
-    discovery: str = "dht",
-    secret_file: Path | None = None,
-) -> str:
-    """Returns a message about what no server holds; ``left_out`` are peers that failed, ``cause`` the last failure."""
-    reasons = [f"left out after failures: {', '.join(left_out)}"] if left_out else []
-    reasons += [f"quarantined for wrong answers: {', '.join(quarantined)}"] if quarantined else []
-    reasons += [f"the last failure: {one_line(cause, max_chars=_MAX_CAUSE_CHARS)}"] if cause is not None else []
-    command = serve_command(
-        model,
-        version.revision,
-        blocks,
-        initial_peers,
-        without=left_out,
-        experts=experts,
-        discovery=discovery,
-        secret_file=secret_file,
-    )
-    return (
-        f"no living server holds {what} of {version}"
-        + (f" ({'; '.join(reasons)})" if reasons else "")
-        + f"; serve them with: {command}"
-    )

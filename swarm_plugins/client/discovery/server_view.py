@@ -14,7 +14,7 @@ import msgspec
 
 from swarm_plugins.client.discovery.known import KnownServers
 from swarm_plugins.client.discovery.lookup import Lookup
-from swarm_plugins.client.discovery.missing import missing_text
+from swarm_plugins.client.discovery.missing import serve_command
 from swarm_plugins.client.discovery.probing import Probes
 from swarm_plugins.client.observer import CallObserver, NoObserver
 from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, one_line
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MAX_CAUSE_CHARS = 1000
 _MAX_PROBES = 64
 """Servers asked in one refresh; of more, a sample that covers every block, where banned ones crowd out no others."""
 _HURRY_S = 2.0
@@ -254,17 +255,21 @@ class ServerView(ABC):
     ) -> str:
         """Returns a message about what no server holds, with the command that serves it."""
         left_out = sorted({*self.bans.banned(), *without})
+        quarantined = sorted(peer for peer in self.lookup.announced if self.observer.is_excluded(peer))
         is_lost = self._last_failed is not None and self._last_failed not in self.known.entries
-        return missing_text(
-            what,
+        cause = failure or (self._last_failure if left_out or is_lost else None)
+        reasons = [f"left out after failures: {', '.join(left_out)}"] if left_out else []
+        reasons += [f"quarantined for wrong answers: {', '.join(quarantined)}"] if quarantined else []
+        reasons += [f"the last failure: {one_line(cause, max_chars=_MAX_CAUSE_CHARS)}"] if cause is not None else []
+        command = serve_command(
+            self.model,
+            self.version.revision,
             blocks,
-            experts,
-            version=self.version,
-            model=self.model,
-            initial_peers=self.initial_peers,
-            left_out=left_out,
-            quarantined=sorted(peer for peer in self.lookup.announced if self.observer.is_excluded(peer)),
-            cause=failure or (self._last_failure if left_out or is_lost else None),
+            self.initial_peers,
+            without=left_out,
+            experts=experts,
             discovery=self.config.discovery,
             secret_file=self.config.secret_file,
         )
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        return f"no living server holds {what} of {self.version}{why}; serve them with: {command}"
