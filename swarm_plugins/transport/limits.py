@@ -21,7 +21,11 @@ class WireLimits:
     """Largest metadata of a message; fits the structure of an adapter on thousands of modules."""
 
     max_tensors: int = 16_384
-    """Most tensors of one message."""
+    """Most tensors of one message: an adapter, or its gradients."""
+
+    max_request_tensors: int = 1024
+    """Most tensors of a request that is not the upload of an adapter; keys and values of a prefix are two for each
+    block. Decoding one takes 7 us, in which nothing else happens on a server's event loop."""
 
     first_chunk_bytes: int = 4 * _MIB
     """Memory allocated for a declared size alone; beyond it, memory grows only as bytes arrive."""

@@ -225,7 +225,7 @@ class SwarmNode:
         if self._config.client_mode:
             raise ConfigError("a node in client mode cannot serve: start it with client_mode=False")
         for rpc, handler in handlers.items():
-            accept = functools.partial(self._acceptor.accept, handler)
+            accept = functools.partial(self._acceptor.accept, rpc, handler)
             await self._register(protocol_name(rpc), accept)
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID, StreamInfo
@@ -21,6 +22,7 @@ from swarm_plugins.transport.channel import RPC_NAMES, BackoffError, Handler
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.receiving.allowances import Allowances
+from swarm_plugins.transport.receiving.turnstile import Turnstile
 from swarm_plugins.transport.stream import FrameStream, Parting
 
 log = logging.getLogger(__name__)
@@ -136,6 +138,7 @@ class Acceptor:
     ) -> None:
         self._refusal = refusal
         self._limits = limits
+        self._request_limits = replace(limits, max_tensors=limits.max_request_tensors)
         self._ledger = ledger
         self._parting = parting or Parting()
         self._streams = Ledger(
@@ -145,6 +148,7 @@ class Acceptor:
             groups=ledger.groups,
             reserved=limits.max_streams // _RESERVED_PART,
         )
+        self._turnstile = Turnstile(ledger.group)
         self._open: set[FrameStream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -154,16 +158,22 @@ class Acceptor:
         return self._streams.used
 
     async def accept(
-        self, handler: Handler, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        rpc: str,
+        handler: Handler,
+        info: StreamInfo,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
-        """Serves one stream until it ends."""
+        """Serves one stream of an rpc until it ends."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._tasks.add(task)
         try:
             peer = info.peer_id.to_base58()
             if self._ledger.groups is not None:
                 self._ledger.groups.met(peer, str(info.addr))
-            stream = FrameStream(peer, self._limits, self._ledger, self._parting, is_served=True)
+            limits = self._limits if rpc == "rpc_adapter" else self._request_limits
+            stream = FrameStream(peer, limits, self._ledger, self._parting, is_served=True, turnstile=self._turnstile)
             channel = await _take_over(stream, reader, writer)
             try:
                 await self._serve(handler, channel)

@@ -20,6 +20,7 @@ from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receiving.allowances import Allowances, unpacking_claim
 from swarm_plugins.transport.receiving.arriving import ArrivingBody
+from swarm_plugins.transport.receiving.turnstile import Turnstile
 from swarm_plugins.transport.receiving.waiter import Waiter
 from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decode_body, encode, parse_header
 
@@ -58,6 +59,7 @@ class FrameStream(asyncio.BufferedProtocol):
         parting: Counts lingering streams.
         is_served: Whether this is a server's end. A message then counts until the next one is read: as long as its
             request is worked on. Otherwise it belongs to the reader as soon as it is read.
+        turnstile: Lets messages be decoded, at a server's end. None: at once.
         allowances: Bounds the answers, at a client's end. None: only ``limits`` do.
     """
 
@@ -69,6 +71,7 @@ class FrameStream(asyncio.BufferedProtocol):
         parting: Parting | None = None,
         *,
         is_served: bool = False,
+        turnstile: Turnstile | None = None,
         allowances: Allowances | None = None,
     ) -> None:
         self.remote_peer = peer
@@ -76,6 +79,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._ledger = ledger
         self._parting = parting or Parting()
         self._is_served = is_served
+        self._turnstile = turnstile
         self._allowances = allowances
         self._tensor_bytes: int | None = None
         self._charge = ledger.charge(peer)
@@ -84,6 +88,8 @@ class FrameStream(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._header_part = bytearray()
+        self._unparsed = memoryview(b"")
+        """Bytes behind as many frames as may wait."""
         self._header = FrameHeader(True, 0, 0)
         self._body: ArrivingBody | None = None
         self._frames: deque[Frame | CapacityError] = deque()
@@ -174,6 +180,8 @@ class FrameStream(asyncio.BufferedProtocol):
         frame = await self.read(timeout_s)
         if frame is None:
             return None
+        if self._turnstile is not None:
+            await self._turnstile.enter(self.remote_peer)
         claim: Callable[[int], None] | None = self._charge.claim if self._is_served else None
         if frame.tensor_bytes is not None:
             claim = unpacking_claim(frame.tensor_bytes)
@@ -214,7 +222,7 @@ class FrameStream(asyncio.BufferedProtocol):
         await self.wait(timeout_s)
         if self._frames:
             frame = self._frames.popleft()
-            self._resume_reading()
+            self._go_on()
             if isinstance(frame, CapacityError):
                 raise frame
             self._charge.adopt(frame.header.body_bytes)
@@ -257,6 +265,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 self._ledger.release(self.remote_peer, frame.header.body_bytes)
         self._charge.release()
         self._drop_body()
+        self._unparsed = memoryview(b"")
         self._receiver.wake()
 
     def abort(self, error: TransportError) -> None:
@@ -287,6 +296,10 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def _feed(self, data: memoryview) -> None:
         while len(data) and not self._has_ended:
+            if len(self._frames) >= _MAX_WAITING_FRAMES:
+                # Objects take more memory than the bytes of a small message, which are all that is counted.
+                self._unparsed = memoryview(bytes(data)) if data.obj is self._staging.obj else data
+                return
             if self._body is None:
                 missing = HEADER_BYTES - len(self._header_part)
                 self._header_part += data[:missing]
@@ -318,8 +331,7 @@ class FrameStream(asyncio.BufferedProtocol):
         if body is None:
             return
         if not body.is_complete:
-            if body.watch is None:
-                self._watch(body, self._limits.first_message_timeout_s)
+            body.watch(self._limits, lambda: self._is_reading_paused, self._cut_off)
             return
         # Its memory stays claimed until it is read.
         self._body = None
@@ -331,27 +343,18 @@ class FrameStream(asyncio.BufferedProtocol):
             self._transport.pause_reading()
         self._receiver.wake()
 
-    def _watch(self, body: ArrivingBody, delay_s: float) -> None:
-        body.watch = self._loop.call_later(delay_s, self._check_pace, body)
+    def _cut_off(self, reason: str) -> None:
+        self.abort(RequestTimeoutError(f"peer {self.remote_peer} {reason}"))
 
-    def _check_pace(self, body: ArrivingBody) -> None:
-        """Breaks the stream if the message that is arriving is too slow; looks again when it could be."""
-        if self._body is not body:
-            return
-        limits = self._limits
-        allowed_s = limits.first_message_timeout_s + body.received_bytes / limits.min_receive_bytes_per_s
-        left_s = body.since + min(allowed_s, limits.max_message_s) - self._loop.time()
-        if self._is_reading_paused:
-            self._watch(body, limits.first_message_timeout_s)  # it waits for this end
-        elif left_s > 0:
-            self._watch(body, left_s)
-        else:
-            self.abort(
-                RequestTimeoutError(
-                    f"peer {self.remote_peer} has sent {body.received_bytes} of {body.num_bytes} bytes of a "
-                    f"message in {self._loop.time() - body.since:.0f} s: too slow"
-                )
-            )
+    def _go_on(self) -> None:
+        """Parses what has arrived, and reads on, as far as there is room for frames."""
+        data, self._unparsed = self._unparsed, memoryview(b"")
+        try:
+            self._feed(data)
+        except ProtocolError as exc:
+            self.abort(exc)
+        if len(self._frames) < _MAX_WAITING_FRAMES:
+            self._resume_reading()
 
     def _resume_reading(self) -> None:
         if self._is_reading_paused and self._transport is not None and not self._transport.is_closing():

@@ -34,6 +34,7 @@ from swarm_plugins.transport.messages import (
     SessionStep,
 )
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.wire import encode
 
 pytestmark = pytest.mark.swarm
 
@@ -246,9 +247,58 @@ async def wide_sessions(node: SwarmNode, victim: Victim) -> None:
         await victim.serve_honest()
 
 
+async def small_messages(node: SwarmNode, victim: Victim) -> None:
+    many = b"".join(encode(InfoRequest())) * 50
+
+    async def flood() -> None:
+        channel = await node.open(victim.peer, "rpc_info", timeout_s=20.0)
+        reading = asyncio.create_task(read_all(channel))
+        try:
+            while True:
+                await channel.write([many])  # type: ignore[attr-defined]
+        finally:
+            reading.cancel()
+
+    async def read_all(channel: Channel) -> None:
+        while await channel.read(60.0) is not None:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+
+    floods = [asyncio.create_task(flood()) for _ in range(48)]
+    await asyncio.sleep(1.0)
+    for _ in range(2):
+        await victim.serve_honest()
+    assert not any(task.done() for task in floods)
+    for task in floods:
+        task.cancel()
+    await asyncio.gather(*floods, return_exceptions=True)
+
+
+async def slow_to_decode(node: SwarmNode, victim: Victim) -> None:
+    info = await info_of(node, victim.peer)
+    empty = (torch.empty(0),) * 16_000  # 0.1 s of the event loop
+    request = ForwardRequest(
+        version=info.version, start=info.start, end=info.end, hidden=torch.ones(1, 1, 32), prefix=empty
+    )
+    channels = [await node.open(victim.peer, "rpc_forward", timeout_s=20.0) for _ in range(32)]
+    for channel in channels:
+        await channel.send(request)
+    await victim.serve_honest()
+    answers = [await channel.receive(timeout_s=20.0) for channel in channels]
+    assert all(isinstance(one, Failure) and "too many tensors" in one.message for one in answers)
+
+
 @pytest.mark.parametrize(
     "attack",
-    [wide_sessions, waiting_forwards, one_long_row, half_messages, unread_answers, packed_payloads],
+    [
+        small_messages,
+        slow_to_decode,
+        wide_sessions,
+        waiting_forwards,
+        one_long_row,
+        half_messages,
+        unread_answers,
+        packed_payloads,
+    ],
     ids=lambda one: one.__name__,
 )
 def test_memory_is_bounded_and_honest_clients_are_served(victim: Victim, attack: Attack) -> None:

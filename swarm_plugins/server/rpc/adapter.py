@@ -16,8 +16,8 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import AdapterStored, AdapterUpload
 
-_INLINE_BYTES = 1 << 20
-"""Up to this size hashing takes about a millisecond: not worth another thread."""
+_INLINE_BYTES, _INLINE_TENSORS = 1 << 20, 256
+"""Up to this size checks take some milliseconds: not worth another thread."""
 
 
 async def adapter_handler(service: Service, channel: Channel) -> None:
@@ -33,7 +33,7 @@ async def adapter_handler(service: Service, channel: Channel) -> None:
                 "lower its rank or adapt fewer modules, or use a server that allows more",
             )
         charge.claim(size)  # the copy that is kept
-        if size <= _INLINE_BYTES:
+        if size <= _INLINE_BYTES and len(upload.tensors) <= _INLINE_TENSORS:
             adapter = _checked(service, upload)
         else:
             adapter = await asyncio.to_thread(_checked, service, upload)

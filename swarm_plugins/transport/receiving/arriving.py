@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, is_out_of_memory
 from swarm_plugins.ledger import BusyError, Charge
+from swarm_plugins.transport.limits import WireLimits
 
 
 class ArrivingBody:
@@ -19,7 +20,7 @@ class ArrivingBody:
         self.num_bytes = num_bytes
         self.since = asyncio.get_running_loop().time()
         self.received_bytes = 0
-        self.watch: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._charge = charge
         self._scratch = scratch
         self._refusal: CapacityError | None = None
@@ -50,10 +51,31 @@ class ArrivingBody:
             # Doubling: never more than twice what has arrived.
             self._grow(min(self.num_bytes, 2 * self.received_bytes) - self.received_bytes)
 
+    def watch(self, limits: WireLimits, is_paused: Callable[[], bool], cut_off: Callable[[str], None]) -> None:
+        """Calls ``cut_off`` with a reason if the bytes come too slowly while reading is not paused. Idempotent."""
+        if self._timer is not None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            allowed_s = limits.first_message_timeout_s + self.received_bytes / limits.min_receive_bytes_per_s
+            left_s = self.since + min(allowed_s, limits.max_message_s) - loop.time()
+            if is_paused():
+                left_s = limits.first_message_timeout_s  # it waits for this end
+            if left_s > 0:
+                self._timer = loop.call_later(left_s, look)
+                return
+            cut_off(
+                f"has sent {self.received_bytes} of {self.num_bytes} bytes of a message in "
+                f"{loop.time() - self.since:.0f} s: too slow"
+            )
+
+        self._timer = loop.call_later(limits.first_message_timeout_s, look)
+
     def finish(self) -> Tensor | CapacityError:
         """Returns the body, flat ``uint8``, whose memory stays counted; or why it was dropped."""
-        if self.watch is not None:
-            self.watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._refusal is None and len(self._chunks) > 1:
             try:
                 self._charge.claim(self.num_bytes)  # the chunks and their copy
@@ -65,8 +87,8 @@ class ArrivingBody:
 
     def drop(self) -> None:
         """Releases the memory."""
-        if self.watch is not None:
-            self.watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._charge.release()
         self._chunks.clear()
 

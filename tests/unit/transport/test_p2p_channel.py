@@ -47,7 +47,7 @@ async def connected(acceptor: Acceptor, handler: Handler, peer: str = "peer-x") 
     near, far = socket.socketpair()
     reader, writer = await asyncio.open_unix_connection(sock=far)
     info = SimpleNamespace(peer_id=_Peer(peer), addr="/ip4/203.0.113.7/tcp/1")
-    serving = asyncio.create_task(acceptor.accept(handler, info, reader, writer))  # type: ignore[arg-type]
+    serving = asyncio.create_task(acceptor.accept("rpc_forward", handler, info, reader, writer))  # type: ignore[arg-type]
     _, writer = await asyncio.open_unix_connection(sock=near)
     stream = FrameStream("server", DEFAULT_LIMITS, Ledger(1 << 30))
     stream.attach(writer, b"")

@@ -16,7 +16,7 @@ from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportEr
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.stream import FrameStream, Parting
-from swarm_plugins.transport.wire import encode
+from swarm_plugins.transport.wire import END_FRAME, encode
 
 
 async def cut_off(far: socket.socket) -> None:
@@ -211,6 +211,33 @@ def test_unread_messages_stop_the_sender_instead_of_filling_memory(run: Callable
                     await near.write(encode(message(100_000)))
             assert sent < 10
             assert len(far._frames) <= 3
+
+    run(body)
+
+
+def test_of_very_many_small_messages_few_become_objects(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with stream_and_socket() as (stream, far):
+            sent = b"".join(frame_bytes(number) for number in range(1, 100)) + END_FRAME
+            far.send(sent)
+            await stream.wait(5.0)
+            assert len(stream._frames) == 2
+            for number in range(1, 100):
+                assert (await read_hidden(stream)).numel() == number
+                assert len(stream._frames) <= 2
+            assert await stream.read(5.0) is None
+
+    run(body)
+
+
+def test_garbage_behind_waiting_messages_breaks_the_stream_in_its_turn(run: Callable[[Body], None]) -> None:
+    async def body() -> None:
+        async with stream_and_socket() as (stream, far):
+            far.send(b"".join(frame_bytes(number) for number in range(1, 6)) + b"garbage" * 10)
+            for number in range(1, 6):
+                assert (await read_hidden(stream)).numel() == number
+            with pytest.raises(ProtocolError, match="not a frame"):
+                await stream.read(5.0)
 
     run(body)
 
