@@ -16,7 +16,9 @@ from package_imports import ALL_IMPORTS, IMPORTS, MODULES, PACKAGE, ROOT, module
 
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
-COMMON = frozenset({"errors", "hub_errors", "versions", "adapter_spec", "block_io", "noise", "sizes", "ledger"})
+COMMON = frozenset(
+    {"errors", "hub_errors", "versions", "adapter_spec", "block_io", "noise", "sizes", "ledger", "kept_files"}
+)
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "hub_errors": frozenset(),
@@ -26,6 +28,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "noise": frozenset(),
     "sizes": frozenset(),
     "ledger": frozenset(),
+    "kept_files": frozenset(),
     "checkpoint": frozenset(),
     "transport": frozenset(),
     "routing": frozenset(),

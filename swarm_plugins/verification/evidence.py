@@ -6,8 +6,6 @@ signatures and compute the blocks again; nothing in the file needs to be believe
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +14,7 @@ import msgspec
 
 from swarm_plugins.client.observer import BackwardCall, ForwardCall
 from swarm_plugins.errors import CheckpointError, one_line
+from swarm_plugins.kept_files import write_whole
 from swarm_plugins.transport.messages import (
     AdapterUpload,
     Codec,
@@ -99,15 +98,8 @@ def save_evidence(folder: Path, evidence: Evidence) -> Path:
     Raises:
         OSError: If it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=".evidence-", dir=folder)
     path = folder / f"{evidence.peer}-{time.time_ns()}.evidence"
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(msgspec.msgpack.encode(evidence))
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    write_whole(path, msgspec.msgpack.encode(evidence))
     _delete_oldest(folder)
     return path
 

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import tempfile
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ import msgspec
 
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.errors import one_line
+from swarm_plugins.kept_files import put_aside, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -167,8 +167,7 @@ class Quarantine:
         try:
             return self._read()
         except _DamagedError as exc:
-            aside = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
-            self.path.replace(aside)
+            aside = put_aside(self.path)
             log.warning(
                 "the list of quarantined servers %s cannot be read (%s): kept as %s, and started anew",
                 self.path,
@@ -201,10 +200,4 @@ class Quarantine:
             os.close(lock)
 
     def _write(self, content: _File) -> None:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{self.path.name}-", dir=self.path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(msgspec.json.format(msgspec.json.encode(content), indent=2))
-            Path(temporary).replace(self.path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        write_whole(self.path, msgspec.json.format(msgspec.json.encode(content), indent=2))

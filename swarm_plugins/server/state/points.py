@@ -13,7 +13,6 @@ import ipaddress
 import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from swarm_plugins.errors import one_line
+from swarm_plugins.kept_files import put_aside, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -63,35 +63,41 @@ class Points:
     def load(self) -> None:
         """Reads the file, if there is one. A damaged file is kept under another name, and the accounts start anew."""
         file = self.path
-        if file is None or not file.exists():
+        if file is None:
             return
         try:
             found = msgspec.json.decode(file.read_bytes(), type=_File)
             accounts = found.peers
             if found.version != 1 or not all(_is_sound(account) for account in accounts.values()):
                 raise ValueError(f"version {found.version} or figures that cannot be")
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
-            aside: Path | str = _unused(file)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._do_not_keep(file, error)
+            return
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             try:
-                file.rename(aside)
+                aside = put_aside(file)
             except OSError as refusal:
-                self.path, aside = None, f"it is, as it cannot be renamed ({one_line(refusal)})"
-            log.warning(
-                "the points in %s cannot be read (%s): kept as %s, and started anew", file, one_line(error), aside
-            )
+                self._do_not_keep(file, refusal)
+            else:
+                log.warning(
+                    "the points in %s cannot be read (%s): kept as %s, and started anew", file, one_line(error), aside
+                )
             return
         self._accounts = dict(list(accounts.items())[:_MAX_PEERS])
+
+    def _do_not_keep(self, file: Path, error: OSError) -> None:
+        self.path = None
+        log.warning("the points in %s cannot be read (%s): those of this run are not kept", file, one_line(error))
 
     def save(self) -> None:
         """Writes the file if something has changed; a failure is logged, and tried again the next time."""
         if self.path is None or not self._has_changed:
             return
         self._has_changed = False
-        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.part")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(msgspec.json.encode(_File(version=1, peers=dict(self._accounts))))
-            part.replace(self.path)
+            write_whole(self.path, msgspec.json.encode(_File(version=1, peers=dict(self._accounts))))
         except OSError as error:
             self._has_changed = True
             log.warning("cannot save the points in %s: %s", self.path, one_line(error))
@@ -180,9 +186,3 @@ def host_of(address: str) -> str:
 
 def _is_sound(account: _Account) -> bool:
     return all(math.isfinite(value) and value >= 0 for value in (account.earned, account.served, account.at))
-
-
-def _unused(path: Path) -> Path:
-    """Returns a name beside ``path`` for a damaged file."""
-    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in range(1000))
-    return next((name for name in names if not name.exists()), path.with_name(f"{path.name}.damaged"))

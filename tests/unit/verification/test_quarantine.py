@@ -75,7 +75,7 @@ def test_a_damaged_file_is_put_aside_once(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Quarantine, "_read", read_late)
     assert "liar" in late
-    assert len(list(tmp_path.glob("*.damaged-*"))) == 1
+    assert len(list(tmp_path.glob("*.damaged*"))) == 1
 
 
 def test_a_file_that_cannot_be_read_now_is_not_put_aside(
@@ -134,7 +134,7 @@ def test_a_damaged_file_is_kept_aside_and_said(
     assert "started anew" in caplog.text
     found.add("liar", model="m", reason="wrong")
     assert "liar" in Quarantine(path)
-    (aside,) = tmp_path.glob("quarantine.json.damaged-*")
+    (aside,) = tmp_path.glob("quarantine.json.damaged*")
     assert aside.read_bytes() == content
 
 

@@ -35,8 +35,9 @@ def test_points_survive_a_restart(tmp_path: Path) -> None:
         b'{"version": 1, "peers": {"a": {"earned": "much"}}}',
         b'{"version": 2, "peers": {}}',
         b"\x80\x04\x95.",
+        b"[" * 100_000,
     ],
-    ids=["empty", "cut", "negative", "text", "newer", "pickle"],
+    ids=["empty", "cut", "negative", "text", "newer", "pickle", "nested"],
 )
 def test_a_damaged_file_is_kept_aside_and_said(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -53,6 +54,29 @@ def test_a_damaged_file_is_kept_aside_and_said(
     points.served("a", 1)
     points.save()
     assert path.exists()
+
+
+def test_a_file_that_cannot_be_read_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "key.points"
+    first = Points(path)
+    first.earned("a", 10**7)
+    first.save()
+    content = path.read_bytes()
+
+    def too_many(_: Path) -> bytes:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", too_many)
+        points = Points(path)
+        points.load()
+    points.served("b", 1)
+    points.save()
+    assert "Too many open files): those of this run are not kept" in " ".join(caplog.text.split())
+    assert [file.name for file in tmp_path.iterdir()] == ["key.points"]
+    assert path.read_bytes() == content
 
 
 def test_work_counts_half_after_a_week(monkeypatch: pytest.MonkeyPatch) -> None:
