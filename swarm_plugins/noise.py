@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -18,7 +20,19 @@ _BEYOND_REACH = (
     # Lightning keeps each module's mode: the base is in evaluation mode, adapters are in training mode.
     r"Found \d+ module\(s\) in eval mode at the start of training",
 )
+# Of tqdm, huggingface_hub with transformers, and datasets.
+_BAR_VARIABLES = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 _LIGHTNING = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+
+
+def no_bars_in_pipes() -> None:
+    """Keeps progress bars of libraries out of files and pipes, in this process and those that it starts.
+
+    To be called before these libraries are imported; what the user has set stays.
+    """
+    if not sys.stderr.isatty():
+        for variable in _BAR_VARIABLES:
+            os.environ.setdefault(variable, "1")
 
 
 def quiet_command() -> None:

@@ -130,7 +130,8 @@ class Checkpoint:
             unit="B",
             unit_scale=True,
             desc=f"Reading {self.name}",
-            disable=not progress or total < _PROGRESS_BYTES,
+            # None: shown in a terminal only.
+            disable=None if progress and total >= _PROGRESS_BYTES else True,
         ) as bar:
             self._fill(infos, buffers, bar.update)
         return {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}

@@ -16,6 +16,7 @@ from swarm_plugins.cli.hub import hub, push
 from swarm_plugins.cli.plan import plan, quantize
 from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.status import drain, status
+from swarm_plugins.noise import no_bars_in_pipes
 
 app = typer.Typer(
     name="swarm",
@@ -44,4 +45,5 @@ app.add_typer(bench.app, name="bench")
 
 def main() -> None:
     """Runs the ``swarm`` command."""
+    no_bars_in_pipes()
     app()

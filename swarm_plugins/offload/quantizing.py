@@ -162,7 +162,8 @@ class _LayerFormat:
 def _write_experts(moe: MoeCheckpoint, formats: dict[int, _LayerFormat], work: Path, progress: bool) -> dict[str, str]:
     weight_map: dict[str, str] = {}
     total = sum(one.num_experts for one in formats.values())
-    with tqdm(total=total, unit="expert", desc=f"Quantizing {moe.checkpoint.name}", disable=not progress) as bar:
+    is_hidden = None if progress else True  # None: shown in a terminal only
+    with tqdm(total=total, unit="expert", desc=f"Quantizing {moe.checkpoint.name}", disable=is_hidden) as bar:
         for layer, one in formats.items():
             file = f"experts-{layer:05d}.safetensors"
             names = [expert_tensor(layer, expert) for expert in range(one.num_experts)]

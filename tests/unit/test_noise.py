@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 
 import pytest
 
-from swarm_plugins.noise import ignore_peft_deprecation, quiet_loading, quiet_recipe, without_http_advice
+from swarm_plugins.noise import (
+    ignore_peft_deprecation,
+    no_bars_in_pipes,
+    quiet_loading,
+    quiet_recipe,
+    without_http_advice,
+)
 from swarm_plugins.testing.models import tiny_model
 
 LOGGER = "lightning.pytorch.utilities.rank_zero"
@@ -80,3 +89,15 @@ def test_loading_is_quiet_and_levels_come_back() -> None:
     with quiet_loading():
         assert (lightning.level, transformers.level) == (logging.ERROR, logging.ERROR)
     assert (lightning.level, transformers.level) == before
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_bars_are_for_terminals(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    environment = {"HF_HUB_DISABLE_PROGRESS_BARS": "0"}
+    monkeypatch.setattr(os, "environ", environment)
+    no_bars_in_pipes()
+    assert environment["HF_HUB_DISABLE_PROGRESS_BARS"] == "0"
+    assert ("TQDM_DISABLE" in environment) == ("HF_DATASETS_DISABLE_PROGRESS_BARS" in environment) == (not is_terminal)

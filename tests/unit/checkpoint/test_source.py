@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +110,9 @@ def test_a_bar_shows_for_long_reads_only_and_can_be_switched_off(
     monkeypatch.setattr(source_module, "_PROGRESS_BYTES", 1)
     checkpoint.read(checkpoint.tensors, progress=False)
     assert "Reading" not in capsys.readouterr().err
+    checkpoint.read(checkpoint.tensors)
+    assert "Reading" not in capsys.readouterr().err, "bars are for terminals"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     checkpoint.read(checkpoint.tensors)
     assert "100%" in capsys.readouterr().err
 
