@@ -72,7 +72,7 @@ def test_bench_of_remote_experts(tmp_path: Path) -> None:
 
 def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     result = bench("decode", "--model", str(tmp_path))
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.strip() == (
         f"swarm bench decode: there is no model in {tmp_path}: it needs a config.json and safetensors files"
     )

@@ -44,6 +44,6 @@ def test_offloaded_arms_run_under_the_limit_and_agree(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_one_sentence(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench", "offload", *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.strip().startswith("swarm bench offload: ")
     assert message in result.stderr

@@ -113,7 +113,7 @@ def test_two_tours_in_one_folder_are_refused(tmp_path: Path) -> None:
     with FileLock(tmp_path / "demo" / ".lock"):
         process = demo("--model", str(tmp_path), "--dir", str(tmp_path / "demo"))
         output, _ = process.communicate(timeout=START_S)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "another demo runs in" in output
 
 

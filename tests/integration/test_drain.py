@@ -74,7 +74,7 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
         tokens = model(IDS, past_key_values=cache).logits[:, -1:].argmax(-1)
 
         code, text = drain(address, "--identity", str(other_key))
-        assert code == 1
+        assert code == 2
         assert f"is the identity of {load_identity(other_key).peer_id}, not of" in text
         code, text = drain(address, "--identity", str(key))
         assert code == 0, text
@@ -112,8 +112,8 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
 def test_a_peer_id_needs_a_way_to_it_and_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
     code, text = drain("QmServer", "--identity", str(tmp_path / "none"))
-    assert code == 1
+    assert code == 2
     assert "'QmServer' is a peer id: give the server's address instead, or --initial-peers" in text
     code, text = drain("/ip4/127.0.0.1/tcp/9/p2p/QmServer", "--identity", str(tmp_path / "none"))
-    assert code == 1
+    assert code == 2
     assert f"cannot read identity {tmp_path}" in text

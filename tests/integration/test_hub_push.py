@@ -122,23 +122,23 @@ def test_every_fault_is_one_sentence(folder: Path, tmp_path: Path) -> None:
         env = environment(tmp_path, HF_ENDPOINT=hub.endpoint, HF_TOKEN="good")
         repo = ["--repo", "me/adapter", "--attempts", "1"]
         cases = [
-            ([str(tmp_path / "none")], env, "is not a directory"),
-            ([str(tmp_path)], env, "has no adapter_config.json"),
-            ([str(folder)], env, "does not name a repository to publish to: give --repo USER/NAME"),
-            ([str(folder), "--repo", "a/b/c"], env, "'a/b/c' cannot be the name of a repository"),
-            ([str(folder), *repo, "--tag", "a b"], env, "'a b' cannot be the tag of a version"),
-            ([str(folder), "--repo", "you/adapter"], env, "use a repository and a token of your own"),
-            ([str(folder), *repo], {**env, "HF_TOKEN": "bad"}, "hf auth login"),
-            ([str(folder), *repo], {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, "the Hub cannot be reached"),
-            ([str(folder), *repo], {**env, "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; unset it"),
+            (1, [str(tmp_path / "none")], env, "is not a directory"),
+            (1, [str(tmp_path)], env, "has no adapter_config.json"),
+            (2, [str(folder)], env, "does not name a repository to publish to: give --repo USER/NAME"),
+            (2, [str(folder), "--repo", "a/b/c"], env, "'a/b/c' cannot be the name of a repository"),
+            (2, [str(folder), *repo, "--tag", "a b"], env, "'a b' cannot be the tag of a version"),
+            (1, [str(folder), "--repo", "you/adapter"], env, "use a repository and a token of your own"),
+            (1, [str(folder), *repo], {**env, "HF_TOKEN": "bad"}, "hf auth login"),
+            (1, [str(folder), *repo], {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}, "the Hub cannot be reached"),
+            (1, [str(folder), *repo], {**env, "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; unset it"),
         ]
-        for arguments, variables, sentence in cases:
+        for wanted, arguments, variables, sentence in cases:
             code, _, err = swarm(["push", *arguments], variables)
-            assert code == 1, (arguments, err)
+            assert code == wanted, (arguments, err)
             assert sentence in err
             assert "Traceback" not in err
             assert len(err.strip().splitlines()) == 1, err
         taken = hub.endpoint.rsplit(":", 1)[1]
         code, _, err = swarm(["hub", "--dir", str(tmp_path / "hub"), "--port", taken], env)
-        assert code == 1
+        assert code == 2
         assert f"port {taken} of 127.0.0.1 cannot be used" in err

@@ -120,14 +120,14 @@ WRONG = {
 @pytest.mark.parametrize(("arguments", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_setting_is_one_sentence(model: Path, arguments: str, words: str) -> None:
     code, text = refusal(str(model), *arguments.split())
-    assert code == 1
+    assert code == 2
     assert text.startswith("swarm serve: ")
     assert re.search(words, text), text
 
 
 def test_wrong_path_is_one_sentence(tmp_path: Path) -> None:
     code, text = refusal(str(tmp_path / "nothing" / "here"))
-    assert code == 1
+    assert code == 2
     assert str(tmp_path / "nothing" / "here") in text
 
 
@@ -165,7 +165,7 @@ def test_port_in_use_is_one_sentence(model: Path) -> None:
         taken.listen()
         address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
         code, text = refusal(str(model), "--host-maddrs", address)
-    assert code == 1
+    assert code == 2
     assert address in text
 
 
@@ -194,7 +194,7 @@ def test_identity_that_cannot_be_read_is_one_sentence(model: Path, tmp_path: Pat
     key = tmp_path / "key"
     key.write_text("no key")
     code, text = refusal(str(model), "--identity", str(key))
-    assert code == 1
+    assert code == 2
     assert str(key) in text
 
 

@@ -87,6 +87,6 @@ def test_a_base_in_few_bits_is_trained_in_float32_and_teaches_as_it_is(tmp_path:
 )
 def test_what_cannot_work_is_one_sentence(recipe: str, options: list[str], said: str, text: Path, fit: Fit) -> None:
     result = fit(recipe, *SMALL, "--data.dataset", text, "--trainer.fast_dev_run", "true", *options)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert re.search(rf"^swarm fit: .*{said}", result.output, re.MULTILINE), result.output[-2000:]

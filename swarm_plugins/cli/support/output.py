@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.errors import ConfigError, SwarmError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,13 +42,16 @@ SERVE_WORDS = OFFLOAD_WORDS | {field: f"--{field.replace('_', '-')}" for field i
 
 @contextlib.contextmanager
 def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Turns an error of the package or the system into one sentence and exit code 1; Ctrl-C into code 130.
+    """Turns an error of the package or the system into one sentence and an exit code.
 
+    It is 2 for a wrong setting, like that of arguments that cannot be parsed, 1 for other errors, 130 for Ctrl-C.
     ``words`` are the command's options by the config fields that messages name.
     """
+    code = 1
     try:
         yield
     except SwarmError as error:
+        code = 2 if isinstance(error, ConfigError) else 1
         fault = in_options(str(error), words or {})
     except OSError as error:
         advice = ": free some space and try again" if error.errno in _DISK_FULL else ""
@@ -59,7 +62,7 @@ def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) ->
     else:
         return
     typer.echo(f"swarm {command}: {fault}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 def in_options(message: str, words: Mapping[str, str]) -> str:

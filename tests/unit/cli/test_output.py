@@ -56,7 +56,7 @@ def test_commands_speak_of_their_options(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert words in " ".join(result.output.split())
 
 

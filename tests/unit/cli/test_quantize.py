@@ -54,7 +54,7 @@ def test_quantize_writes_nf4(model: Path, tmp_path: Path) -> None:
 )
 def test_quantize_refuses_in_one_sentence(model: Path, tmp_path: Path, arguments: list[object], words: str) -> None:
     code, output = run("quantize", model, "--out", tmp_path / "q", *arguments)
-    assert code == 1
+    assert code == 2
     assert words in output
     assert not (tmp_path / "q").exists()
 
@@ -62,13 +62,13 @@ def test_quantize_refuses_in_one_sentence(model: Path, tmp_path: Path, arguments
 def test_quantize_refuses_a_place_below_a_file(model: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("")
     code, output = run("quantize", model, "--out", tmp_path / "notes" / "q")
-    assert code == 1
+    assert code == 2
     assert "notes is a file: give another directory" in output
 
 
 def test_quality_names_a_directory_that_is_none(tmp_path: Path) -> None:
     code, output = run("bench", "quality", "--model", tmp_path / "none")
-    assert code == 1
+    assert code == 2
     assert "there is no directory" in output
 
 
@@ -108,5 +108,5 @@ def test_quality_refuses_in_one_sentence(model: Path, tmp_path: Path, arguments:
     text = tmp_path / "text.txt"
     text.write_text("we came over the pass")
     code, output = run("bench", "quality", "--model", model, "--text", text, *arguments)
-    assert code == 1
+    assert code == 2
     assert words in output

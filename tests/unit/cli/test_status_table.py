@@ -76,7 +76,7 @@ def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
 def test_status_without_an_address_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
     result = CliRunner().invoke(app, ["status"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "give --initial-peers ADDRESS" in " ".join(result.output.split())
 
 

@@ -127,5 +127,5 @@ def test_a_tag_that_is_empty_is_refused() -> None:
 def test_without_an_address_it_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWARM_INITIAL_PEERS", raising=False)
     result = CliRunner().invoke(app, ["chat", "anything"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no address of the swarm: give --initial-peers ADDRESS" in " ".join(result.output.split())

@@ -60,14 +60,14 @@ def test_swarm_audit_lists_replays_and_forgives(llama: Path, mixtral: Path, cach
         return result.output
 
     assert "No server is in quarantine" in audit()
-    assert "is not in quarantine" in audit("QmNobody", code=1)
+    assert "is not in quarantine" in audit("QmNobody", code=2)
     with with_liar(llama, Liar("echo")) as swarm:
         train(swarm, steps=1)
         peer = swarm.peers[1]
     assert f"{peer} quarantined until" in audit()
     assert "replay it with" in audit(peer)
     assert "WRONG: error of the median token 1" in audit(peer, "--model", str(llama))
-    assert "the evidence is about" in audit(peer, "--model", str(mixtral), code=1)
+    assert "the evidence is about" in audit(peer, "--model", str(mixtral), code=2)
     (file,) = (cache / "evidence").iterdir()
     assert f"signed by {peer}: yes" in audit(str(file), "--model", str(llama))
     assert "may be used again" in audit(peer, "--forgive")
