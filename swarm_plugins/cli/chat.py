@@ -17,6 +17,7 @@ from swarm_plugins.cli.support.arguments import (
     Secret,
     System,
     Temperature,
+    client_node,
     require_addresses,
 )
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
@@ -40,6 +41,7 @@ def chat(
     quiet_command()
     with one_sentence_errors("chat"):
         peers = require_addresses(initial_peers)
+        client_node(peers, discovery, secret_file, identity)  # checked before what takes seconds to import
         from swarm_plugins.client.config import SwarmConfig
 
         config = SwarmConfig(

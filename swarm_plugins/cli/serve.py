@@ -201,6 +201,7 @@ def serve(
             host_maddrs=tuple(host_maddrs or (() if relay else DEFAULT_HOST_MADDRS)),
             drain_s=drain_s,
         )
+        config.node.check_files()
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.server.process import prepare_process, run_server
         from swarm_plugins.server.server import SwarmServer

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from swarm_plugins.cli.support.arguments import Discovery, Identity, Peers, Secret, require_addresses, split_addresses
+from swarm_plugins.cli.support.arguments import (
+    Discovery,
+    Identity,
+    Peers,
+    Secret,
+    client_node,
+    require_addresses,
+    split_addresses,
+)
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import ConfigError, MissingBlocksError
 
@@ -29,20 +37,14 @@ def status(
     """Show who serves which blocks, load and free KV cache; what is missing; whom your clients leave out, and why."""
     with one_sentence_errors("status"):
         peers = require_addresses(initial_peers)
+        config = client_node(peers, discovery, secret_file, identity)
+        # What takes seconds to import comes after what may be wrong at once.
         import asyncio
 
         from swarm_plugins.cli.support.status_table import print_tables
         from swarm_plugins.survey import survey
-        from swarm_plugins.transport.config import NodeConfig
         from swarm_plugins.verification.quarantine import user_quarantine
 
-        config = NodeConfig(
-            initial_peers=tuple(peers),
-            discovery=discovery,
-            secret_file=secret_file,
-            identity_path=identity,
-            client_mode=True,
-        )
         excluded = {peer: caught.reason for peer, caught in user_quarantine().peers().items()}
         found = asyncio.run(survey(config, model, timeout_s=timeout, quarantined=excluded))
         if json:
@@ -76,23 +78,17 @@ def drain(
             raise ConfigError(
                 f"{server!r} is a peer id: give the server's address instead, or --initial-peers to find it by"
             )
-        import asyncio
-
         from swarm_plugins.transport.identity import load_identity
 
         owner = load_identity(identity)
         wanted = server.rpartition("/p2p/")[2]
         if owner.peer_id != wanted:
             raise ConfigError(f"{identity} is the identity of {owner.peer_id}, not of {wanted}: give the server's own")
-        from swarm_plugins.server.rpc.drain import ask_to_drain
-        from swarm_plugins.transport.config import NodeConfig
+        config = client_node(peers, discovery, secret_file)
+        import asyncio
 
-        config = NodeConfig(
-            initial_peers=tuple(peers),
-            discovery=discovery,
-            secret_file=secret_file,
-            client_mode=True,
-        )
+        from swarm_plugins.server.rpc.drain import ask_to_drain
+
         accepted = asyncio.run(ask_to_drain(config, owner, timeout_s=timeout))
         typer.echo(
             f"{wanted} drains; open sessions: {accepted.sessions}; it ends when they have, "

@@ -26,10 +26,10 @@ from swarm_plugins.client.session import ClientSession
 from swarm_plugins.client.splitting import cut_rows, tokens_per_message
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
-from swarm_plugins.transport.admission.gate import load_secret
-from swarm_plugins.transport.config import NodeConfig, check_peer_ids
+from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.loop import LoopThread
 from swarm_plugins.transport.node import SwarmNode
+from swarm_plugins.transport.reach.addresses import check_peer_ids
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -227,13 +227,14 @@ def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnectio
     """Returns the connection through some peers that already exists, or a new one (not started yet).
 
     Raises:
-        ConfigError: If an address, the id of an allowed peer or the file of the secret is wrong.
+        ConfigError: If an address, the id of an allowed peer, or the file of the identity or the secret is wrong.
     """
     addresses = tuple(initial_peers)
     with _connections_lock:
         known = _connections.get((addresses, config))
         if known is None:
             # Made and checked now: a model that is loaded first would report it minutes later.
+            check_peer_ids(config.allowed_peers)
             node = NodeConfig(
                 initial_peers=addresses,
                 discovery=config.discovery,
@@ -241,9 +242,7 @@ def connect(initial_peers: Sequence[str], config: SwarmConfig) -> SwarmConnectio
                 secret_file=config.secret_file,
                 client_mode=True,
             )
-            check_peer_ids(config.allowed_peers)
-            if config.secret_file is not None:
-                load_secret(config.secret_file)
+            node.check_files()
             known = SwarmConnection(lambda: _open_lasting(node), config, initial_peers=addresses)
             _connections[addresses, config] = known
         return known

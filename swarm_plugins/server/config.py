@@ -9,6 +9,7 @@ from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.config import OffloadConfig
+from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -202,6 +203,26 @@ class ServeConfig:
             raise ConfigError(f"unknown quantization {self.quantization!r}; known: {', '.join(QUANTIZATIONS)}")
         self._check_experts()
         self._check_numbers()
+
+    @property
+    def node(self) -> NodeConfig:
+        """Settings of the server's node.
+
+        Raises:
+            ConfigError: If an address, a peer id or the way of discovery is wrong.
+        """
+        return NodeConfig(
+            initial_peers=self.initial_peers,
+            host_maddrs=self.host_maddrs,
+            announce_maddrs=self.announce_maddrs,
+            identity_path=self.identity,
+            discovery=self.discovery,
+            secret_file=self.secret_file,
+            allowed_peers=self.allowed_peers,
+            relays=self.relays,
+            use_auto_relay=self.auto_relay,
+            nat_port_map=self.nat_port_map,
+        )
 
     @property
     def points_file(self) -> Path | None:

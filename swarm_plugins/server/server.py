@@ -28,7 +28,7 @@ from swarm_plugins.server.rpc.table import operator_handlers, service_handlers
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.startup.capacity import checked_device, set_budgets
 from swarm_plugins.server.startup.held_experts import load_held, measure_held
-from swarm_plugins.server.startup.joining import joining_info, node_config
+from swarm_plugins.server.startup.joining import joining_info
 from swarm_plugins.server.startup.placing import choose_blocks, may_move
 from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.server.startup.spans import SpanLoader, rate_of_network
@@ -123,6 +123,8 @@ class SwarmServer:
 
     async def _start(self, on_joined: Callable[[SwarmServer], object] | None) -> None:
         config = self.config
+        node = config.node
+        node.check_files()
         device = checked_device(config.device)
         await in_thread(self._points.load)
         checkpoint = await in_thread(lambda: Checkpoint.open(config.model, revision=config.revision))
@@ -130,7 +132,7 @@ class SwarmServer:
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         named = config.span_of(num_blocks)
         self._presence = Presence(
-            node_config(config),
+            node,
             every_s=config.announce_every_s,
             ttl_s=config.announce_ttl_s,
             ledger=self._ledger,

@@ -1,15 +1,15 @@
-"""Settings of a node."""
+"""Settings of a node. Imports nothing heavy: commands check them before anything else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hivemind.utils.multiaddr import Multiaddr
-
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.transport.admission.gate import load_secret
+from swarm_plugins.transport.identity import check_identity
+from swarm_plugins.transport.reach.addresses import check_address, check_peer_ids, peer_id_in
 
 DISCOVERIES = ("dht", "static")
 
@@ -73,7 +73,7 @@ class NodeConfig:
                 raise ConfigError(f"{name} must be a sequence of addresses, got one string: put it in a list")
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for address in (*self.host_maddrs, *self.announce_maddrs):
-            _parse(address)
+            check_address(address)
         for address in self.announce_maddrs:
             if "/tcp/0" in f"{address}/" or "/udp/0/" in f"{address}/":
                 raise ConfigError(f"cannot announce {address!r}: port 0 means any; give the real port")
@@ -98,58 +98,13 @@ class NodeConfig:
         """Whether the node can be reached from this machine only."""
         return all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in self.host_maddrs)
 
+    def check_files(self) -> None:
+        """Reads the secret and the identity, as the node will when it starts.
 
-def peer_id_in(address: str) -> str:
-    """Returns the peer id (base58) that an address ends with.
-
-    Raises:
-        ConfigError: If it is not an address, or has no peer id.
-    """
-    parsed = _parse(address)
-    address = str(parsed)
-    if "p2p" not in parsed or address.endswith("/p2p-circuit"):
-        raise ConfigError(
-            f"peer address {address!r} has no peer id: expected /ip4/1.2.3.4/tcp/31337/p2p/12D3Koo..., as "
-            "`swarm serve` prints it"
-        )
-    return address.rpartition("/p2p/")[2]  # of a relayed address, the peer behind the relay
-
-
-def with_port(host: str, listening: Sequence[str]) -> str:
-    """Returns an address to listen on with the port, if it names none, that a node ``listening`` there got."""
-    for name in ("tcp", "udp"):
-        if f"/{name}/0/" not in f"{host}/":
-            continue
-        family = host.split("/")[1]
-        for address in listening:
-            parsed = _parse(address)
-            if name in parsed and address.startswith(f"/{family}/") and "p2p-circuit" not in parsed:
-                return f"{host}/".replace(f"/{name}/0/", f"/{name}/{parsed[name]}/").rstrip("/")
-    return host
-
-
-def check_peer_ids(peers: Iterable[str] | None) -> None:
-    """Raises ConfigError if one of some peers is not a peer id, or if there are none."""
-    if peers is None:
-        return
-    if isinstance(peers, str) or not list(peers):
-        raise ConfigError(f"allowed_peers is {peers!r}: expected peer ids, or None to allow any peer")
-    for peer in peers:
-        try:
-            _parse(f"/p2p/{peer}")
-        except ConfigError as exc:
-            raise ConfigError(
-                f"{peer!r} is not a peer id: expected 12D3Koo... or Qm..., as `swarm status` shows"
-            ) from exc
-
-
-def place_in(address: str) -> str:
-    """Returns an address without the id of the peer there."""
-    return str(_parse(address)).rpartition("/p2p/")[0]
-
-
-def _parse(address: str) -> Multiaddr:
-    try:
-        return Multiaddr(address)
-    except (ValueError, LookupError, TypeError) as exc:
-        raise ConfigError(f"{address!r} is not a libp2p address ({exc}): expected /ip4/1.2.3.4/tcp/31337") from exc
+        Raises:
+            ConfigError: If a file cannot be used.
+        """
+        if self.secret_file is not None:
+            load_secret(self.secret_file)
+        if self.identity_path is not None:
+            check_identity(self.identity_path)

@@ -20,12 +20,13 @@ from swarm_plugins.transport.admission.connection import DHTConnection
 from swarm_plugins.transport.admission.gate import Gate
 from swarm_plugins.transport.admission.serializer import TypedSerializer
 from swarm_plugins.transport.admission.storage import BoundedStorage
-from swarm_plugins.transport.config import NodeConfig, peer_id_in
+from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon import Daemon
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.loop import LoopThread
 from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.neighbors import Neighbors
+from swarm_plugins.transport.reach.addresses import peer_id_in
 from swarm_plugins.transport.records import (
     MAX_TTL_S,
     GoneRecord,

@@ -1,11 +1,13 @@
 """A peer's libp2p key pair, in a file that the daemon reads too.
 
 The peer id is the public key or its hash, so a signature proves a record's owner without a third party.
-See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md.
+See https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md. Its protobuf records of two fields are read and
+written here: hivemind's classes for them take seconds to import, and commands check a key before anything slow.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -20,12 +22,14 @@ import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from hivemind.proto import crypto_pb2
 
 from swarm_plugins.errors import ConfigError
 
+_RSA, _ED25519 = 0, 1
+"""Types of keys in libp2p's records."""
 _MAX_INLINE_KEY_BYTES = 42
+_MAX_LENGTH_BYTES = 3
+"""Of a key's length: the private key of RSA with 8192 bits has 4.7 kB."""
 _RSA_BITS = range(2048, 8193)
 _RSA_EXPONENT = 65_537
 """The only one in use. Checking a signature takes time by the length of the exponent, which its owner chooses."""
@@ -60,19 +64,19 @@ def peer_id_of(public_key: bytes) -> str:
 def is_signed_by(public_key: bytes, data: bytes, signature: bytes) -> bool:
     """Returns whether ``signature`` over ``data`` matches a public key in libp2p's encoding."""
     try:
-        parsed = crypto_pb2.PublicKey.FromString(public_key)
-        if parsed.key_type == crypto_pb2.Ed25519:
-            ed25519.Ed25519PublicKey.from_public_bytes(parsed.data).verify(signature, data)
+        key_type, content = _read_record(public_key)
+        if key_type == _ED25519:
+            ed25519.Ed25519PublicKey.from_public_bytes(content).verify(signature, data)
             return True
-        if parsed.key_type == crypto_pb2.RSA:
-            key = serialization.load_der_public_key(parsed.data)
+        if key_type == _RSA:
+            key = serialization.load_der_public_key(content)
             if not isinstance(key, rsa.RSAPublicKey) or key.key_size not in _RSA_BITS:
                 return False
             if key.public_numbers().e != _RSA_EXPONENT:
                 return False
             key.verify(signature, data, padding.PKCS1v15(), hashes.SHA256())
             return True
-    except (DecodeError, ValueError, InvalidSignature):
+    except (ValueError, InvalidSignature):
         return False
     return False
 
@@ -89,22 +93,25 @@ def create_identity_file(path: Path) -> None:
 def new_identity() -> Identity:
     """Returns a new Ed25519 identity that lies in no file."""
     key = ed25519.Ed25519PrivateKey.generate()
-    return _identity(key, crypto_pb2.Ed25519, key.public_key().public_bytes_raw())
+    return _identity(key, _ED25519, key.public_key().public_bytes_raw())
 
 
 def _write_key(path: Path, key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey) -> None:
     if isinstance(key, rsa.RSAPrivateKey):
         raise ConfigError(f"cannot write an RSA identity to {path}: expected an Ed25519 key")
     data = key.private_bytes_raw() + key.public_key().public_bytes_raw()
-    content = crypto_pb2.PrivateKey(key_type=crypto_pb2.Ed25519, data=data).SerializeToString()
+    content = _record(_ED25519, data)
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
     except OSError as exc:
-        raise ConfigError(
-            f"cannot write a new identity to {path}: {exc.strerror}; "
-            "give a file in a directory that exists and is writable"
-        ) from exc
+        raise _not_writable(path, exc.strerror) from exc
+
+
+def _not_writable(path: Path, reason: str | None) -> ConfigError:
+    return ConfigError(
+        f"cannot write a new identity to {path}: {reason}; give a file in a directory that exists and is writable"
+    )
 
 
 def _temporary_path() -> Path:
@@ -191,30 +198,58 @@ def load_identity(path: Path) -> Identity:
     if mode & 0o077:
         raise ConfigError(
             f"identity {path} is open to other users of this machine (mode {mode:04o}): whoever has read it can answer "
-            f"as this peer. Run chmod 600 {shlex.quote(str(path))}, or delete it to get a new one"
+            f"as this peer. Run chmod 600 {shlex.quote(str(path))}, or use a new key if somebody may have read it"
         )
     return identity
 
 
+def check_identity(path: Path) -> None:
+    """Raises ConfigError if a node could neither use an identity file nor make it."""
+    if path.exists():
+        load_identity(path)
+    elif not path.absolute().parent.is_dir():
+        raise _not_writable(path, os.strerror(errno.ENOENT))
+
+
 def _decode(path: Path, content: bytes) -> Identity:
     try:
-        parsed = crypto_pb2.PrivateKey.FromString(content)
-        if parsed.key_type == crypto_pb2.Ed25519:
-            private = ed25519.Ed25519PrivateKey.from_private_bytes(parsed.data[:32])
-            return _identity(private, parsed.key_type, private.public_key().public_bytes_raw())
-        if parsed.key_type == crypto_pb2.RSA:
-            key = serialization.load_der_private_key(parsed.data, password=None)
+        key_type, data = _read_record(content)
+        if key_type == _ED25519:
+            private = ed25519.Ed25519PrivateKey.from_private_bytes(data[:32])
+            return _identity(private, key_type, private.public_key().public_bytes_raw())
+        if key_type == _RSA:
+            key = serialization.load_der_private_key(data, password=None)
             if isinstance(key, rsa.RSAPrivateKey):
                 public = key.public_key()
                 der, info = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-                return _identity(key, parsed.key_type, public.public_bytes(encoding=der, format=info))
-    except (DecodeError, ValueError) as exc:
+                return _identity(key, key_type, public.public_bytes(encoding=der, format=info))
+    except ValueError as exc:
         raise ConfigError(
-            f"{path} is not a libp2p private key ({exc}): delete it to get a new one, or name another file"
+            f"{path} is not a libp2p private key ({exc}): name another file, such as one that "
+            "`swarm serve --identity FILE` has made"
         ) from exc
-    raise ConfigError(f"identity {path} has a key of type {parsed.key_type}: expected Ed25519 or RSA")
+    raise ConfigError(f"identity {path} has a key of type {key_type}: expected Ed25519 or RSA")
 
 
 def _identity(key: ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey, key_type: int, public: bytes) -> Identity:
-    encoded = crypto_pb2.PublicKey(key_type=key_type, data=public).SerializeToString()
+    encoded = _record(key_type, public)
     return Identity(key, encoded, peer_id_of(encoded))
+
+
+def _record(key_type: int, data: bytes) -> bytes:
+    """Returns a key as libp2p writes it: field 1, the type, and field 2, the bytes with their length."""
+    length = len(data)
+    varint = b""
+    while length >= 0x80:
+        varint += bytes([length & 0x7F | 0x80])
+        length >>= 7
+    return bytes([0x08, key_type, 0x12]) + varint + bytes([length]) + data
+
+
+def _read_record(content: bytes) -> tuple[int, bytes]:
+    """Returns type and bytes of a key; raises ValueError unless it is written as libp2p's specification demands."""
+    for length_bytes in range(1, _MAX_LENGTH_BYTES + 1):
+        data = content[3 + length_bytes :]
+        if len(content) > 3 and content == _record(content[1], data):
+            return content[1], data
+    raise ValueError(f"its {len(content)} bytes are not a record of a key")

@@ -19,7 +19,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import TransportError
-from swarm_plugins.transport.config import peer_id_in, place_in
+from swarm_plugins.transport.reach.addresses import peer_id_in, place_in
 
 log = logging.getLogger(__name__)
 

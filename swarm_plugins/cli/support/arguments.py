@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.transport.config import NodeConfig
 
 Model = Annotated[str, typer.Argument(help="Model: a directory, or its id on the Hub.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")]
@@ -36,6 +37,21 @@ Adapter = Annotated[
 System = Annotated[str | None, typer.Option(help="Instructions to the model at the start.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest word.")]
+
+
+def client_node(
+    peers: Sequence[str], discovery: Way, secret_file: Path | None, identity: Path | None = None
+) -> NodeConfig:
+    """Returns the settings of a client's node; raises ConfigError if an address or a file is wrong."""
+    node = NodeConfig(
+        initial_peers=tuple(peers),
+        discovery=discovery,
+        secret_file=secret_file,
+        identity_path=identity,
+        client_mode=True,
+    )
+    node.check_files()
+    return node
 
 
 def split_addresses(entries: Sequence[str] | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""How a server joins, and what it announces before it has loaded anything."""
+"""What a server announces before it has loaded anything."""
 
 from __future__ import annotations
 
@@ -7,24 +7,7 @@ from pathlib import Path
 from swarm_plugins import __version__
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.weights import HostedWeights
-from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.messages import ServerInfo
-
-
-def node_config(config: ServeConfig) -> NodeConfig:
-    """Returns the settings of a server's node."""
-    return NodeConfig(
-        initial_peers=config.initial_peers,
-        host_maddrs=config.host_maddrs,
-        announce_maddrs=config.announce_maddrs,
-        identity_path=config.identity,
-        discovery=config.discovery,
-        secret_file=config.secret_file,
-        allowed_peers=config.allowed_peers,
-        relays=config.relays,
-        use_auto_relay=config.auto_relay,
-        nat_port_map=config.nat_port_map,
-    )
 
 
 def joining_info(config: ServeConfig, weights: HostedWeights, num_blocks: int, blocks: range) -> ServerInfo:

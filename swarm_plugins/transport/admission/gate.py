@@ -26,11 +26,14 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
+
+if TYPE_CHECKING:
+    from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from swarm_plugins.cli.main import app
 from swarm_plugins.cli.serve import parse_experts, parse_slice
 from swarm_plugins.errors import ConfigError
 
-FIRST, SECOND = "/ip4/192.0.2.1/tcp/5/p2p/QmFirst", "/ip4/192.0.2.2/tcp/5/p2p/QmSecond"
+PEER = "12D3KooWHTzWXxbE9AWiBme5J3Az76rw2KWvTFW2nRUwFGLbbjDn"
+FIRST, SECOND = (f"/ip4/192.0.2.{number}/tcp/5/p2p/{PEER}" for number in (1, 2))
 
 
 class Parent:
@@ -65,6 +66,15 @@ def test_help_names_the_environment_variable() -> None:
         pytest.param(["serve", "m", "--kv-bytes", "lots"], id="size"),
         pytest.param(["serve", "m", "--offload", "fast=lots"], id="offload"),
         pytest.param(["serve", "m", "--dtype", "float8"], id="dtype"),
+        pytest.param(["serve", "m", "--secret-file", "empty"], id="secret"),
+        pytest.param(["serve", "m", "--identity", "empty"], id="identity"),
+        pytest.param(["serve", "m", "--identity", "none/key"], id="identity-nowhere"),
+        pytest.param(["serve", "m", "--relay", "/ip4/1.2.3.4/tcp/5"], id="relay"),
+        pytest.param(["serve", "m", "--allowed-peers", "bob"], id="allowed-peers"),
+        pytest.param(["serve", "m", "--initial-peers", "1.2.3.4:5"], id="initial-peers"),
+        pytest.param(["chat", "m", "--initial-peers", FIRST, "--secret-file", "empty"], id="chat"),
+        pytest.param(["status", "--initial-peers", FIRST, "--identity", "empty"], id="status"),
+        pytest.param(["drain", FIRST, "--identity", "empty"], id="drain"),
         pytest.param(["run", "m", "--offload", "bits=5"], id="run"),
         pytest.param(["plan", "m", "--memory", "lots"], id="plan"),
         pytest.param(["quantize", "m", "--out", "o", "--experts", "5"], id="quantize"),
@@ -76,10 +86,12 @@ import sys
 from typer.testing import CliRunner
 from swarm_plugins.cli.main import app
 code = CliRunner().invoke(app, sys.argv[1:]).exit_code
-sys.exit(code + 10 * ("torch" in sys.modules) + 20 * ("transformers" in sys.modules))
+heavy = [name in sys.modules for name in ("torch", "transformers", "hivemind")]
+sys.exit(code + 10 * sum(heavy))
 """
+    (tmp_path / "empty").touch(0o600)
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, timeout=60, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from swarm_plugins.errors import ConfigError, TransportError
-from swarm_plugins.transport.config import NodeConfig, peer_id_in, with_port
+from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon import _check_port_free, _translate
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.p2p_channel import protocol_name
+from swarm_plugins.transport.reach.addresses import peer_id_in, with_port
 
 PEER = "12D3KooWHTzWXxbE9AWiBme5J3Az76rw2KWvTFW2nRUwFGLbbjDn"
 ADDRESS = f"/ip4/1.2.3.4/tcp/31337/p2p/{PEER}"
