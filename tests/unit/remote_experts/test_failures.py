@@ -38,6 +38,10 @@ SLICES = {
 }
 
 
+BAN_S = 600.0
+"""Of a first failure: it must not be over before the test has seen it."""
+
+
 @pytest.fixture
 def mixtral(model_of: Callable[[str], Path]) -> Path:
     return model_of("mixtral")
@@ -89,6 +93,7 @@ def test_a_replica_does_what_a_lying_holder_should_have_done(lie: str, held: dic
         holders.answer_instead("a", LIES[lie])
         remote = load_remote_experts(mixtral, connection=holders.connection)
         prefer(remote, holders.connection, "a")
+        view_of(remote).bans.base_s = BAN_S
         holders.asked.clear()
         found = outcome(remote)
         assert [peer for peer, _ in holders.asked].count("a") == 1
@@ -162,6 +167,7 @@ def test_a_refusal_is_believed_only_when_two_agree(mixtral: Path) -> None:
         expected = outcome(remote)
         holders.answer_instead("a", refuse)
         prefer(remote, holders.connection, "a")
+        view_of(remote).bans.base_s = BAN_S
         assert same(outcome(remote), expected)
         assert view_of(remote).bans.banned() == ["a"]
         view_of(remote).bans.forgive("a")

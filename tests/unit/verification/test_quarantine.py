@@ -47,7 +47,9 @@ def test_processes_see_each_others_entries_and_keep_them(tmp_path: Path) -> None
     assert set(one.peers()) == {"b"}
 
 
-def test_two_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_two_processes_that_write_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm_plugins.verification.quarantine._LOCK_S", 60.0)
+
     def add(number: int) -> None:
         found = Quarantine(tmp_path / "q.json")
         for index in range(5):
