@@ -74,7 +74,7 @@ def _evidence_against(peer: str, *, forgive: bool) -> Path | None:
 
 
 def _described(evidence: Evidence) -> str:
-    what = "backward" if evidence.backward else "forward"
+    what = "session step" if evidence.session else "backward" if evidence.backward else "forward"
     return f"peer {evidence.peer} answered a {what} of {evidence.model} at {_date(evidence.at)}: {evidence.reason}"
 
 

@@ -6,7 +6,7 @@ server in this process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from swarm_plugins.block_io import LoadedAdapter
@@ -18,6 +18,7 @@ from swarm_plugins.transport.messages import (
     ForwardRequest,
     ForwardResponse,
     ServerInfo,
+    SessionOpen,
     SessionStep,
     SessionStepResponse,
 )
@@ -58,12 +59,23 @@ class BackwardCall(_Call):
     response: BackwardResponse
 
 
+@dataclass(frozen=True)
+class SentSession:
+    """All messages that a session on one server was sent, none of which changed what was cached before."""
+
+    opened: SessionOpen
+    steps: list[SessionStep] = field(default_factory=list)
+    """Those that were answered; grows with the session."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCall(_Call):
     """A step of a session that a server has answered."""
 
     history: History
     """All steps that the session on this server holds; the last one is this step."""
+    sent: SentSession | None
+    """The messages behind them, with this step's. None: the session is a fork, or its cache has been changed."""
     request: SessionStep
     response: SessionStepResponse
 

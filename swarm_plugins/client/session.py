@@ -18,7 +18,7 @@ from torch import Tensor
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.history import History
-from swarm_plugins.client.observer import StepCall
+from swarm_plugins.client.observer import SentSession, StepCall
 from swarm_plugins.client.paces import StepTimes
 from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.client.splitting import tokens_per_message
@@ -57,6 +57,8 @@ class _SpanSession:
         self.times = StepTimes()
         self.unsent_ops: list[CacheOp] = []
         """Changes already in the history, but not on the server."""
+        self.sent: SentSession | None = None
+        """What the history has come from, as far as receipts may name it."""
         self.is_due = False
         """Whether it is time to look for a faster server."""
 
@@ -75,6 +77,13 @@ class _SpanSession:
         """Takes back what was sent after the first ``length`` tokens."""
         if self.history.length > length:
             self.apply([CacheOp(kind="crop", indices=(length,))])
+
+    def note_sent(self, request: SessionStep) -> None:
+        """Records a step that was answered; a change of the cache ends the record, as does a step without a receipt."""
+        if self.sent is not None and request.nonce and not request.ops:
+            self.sent.steps.append(request)
+        else:
+            self.sent = None
 
     def check_room(self, rows: int, new_tokens: int) -> None:
         """Raises CapacityError before a long input is sent in parts, if the server has promised less room."""
@@ -266,6 +275,7 @@ class ClientSession:
         tokens = max(1, batch_size * current.history.length) if request.prefix or fork_of else 1
         opened = await current.ask(peers, request, SessionOpened, work="open session", units=tokens)
         current.name, current.room = opened.session, (batch_size, opened.max_tokens)
+        current.sent = None if fork_of else SentSession(request)
 
     async def _send(self, current: _SpanSession, inputs: SpanInputs) -> SpanOutputs:
         peers, history = self.servers.peers, current.history
@@ -293,6 +303,7 @@ class ClientSession:
             lambda: current.ask(peers, request, SessionStepResponse, work="rpc_session", units=units, codec=codec),
         )
         check_outputs(response, inputs, current.peer)
+        current.note_sent(request)
         current.unsent_ops = []
         current.is_due = inputs.hidden.shape[1] == 1 and current.times.add(time.perf_counter() - started)
         history.append(inputs)
@@ -302,6 +313,7 @@ class ClientSession:
                 peer=current.peer,
                 info=view.known.infos.get(current.peer),
                 history=history,
+                sent=current.sent,
                 adapters=part.shipped,
                 request=request,
                 response=response,

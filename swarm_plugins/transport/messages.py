@@ -138,6 +138,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What it says it computed in."""
     quantization: str
     """How it says it keeps its weights."""
+    history: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """Of a step of a session: hash of the session's opening and of all requests before this one. Empty if the server
+    does not vouch for them: an older server, or one that has failed at a step, or signed none for it."""
 
 
 class _BlockRequest(_Message, kw_only=True):

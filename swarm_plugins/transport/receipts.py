@@ -1,14 +1,20 @@
 """Receipts: a server's signature under what it was asked and what it answered.
 
 A receipt lets a third party see that this identity gave this answer to this request: the request names version, blocks,
-adapters and a nonce of the client, and both are hashed as they travel. The signing key is the peer's own, so no other
-party is needed to check it.
+adapters and a nonce of the client. The signing key is the peer's own, so no other party is needed to check it.
+
+A request is hashed as the values that arrive: those are computed with, however they were packed. An answer is hashed as
+it is packed to travel, as its receiver has nothing else.
+
+The answer to a step of a session depends on the steps before it, so its receipt also covers the session's history on
+this server: a hash of the opening, extended by the hash of each step's request. A server keeps nothing but that hash.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -26,6 +32,7 @@ from swarm_plugins.transport.messages import (
     ForwardResponse,
     Message,
     Receipt,
+    SessionOpen,
     SessionStep,
     SessionStepResponse,
 )
@@ -33,6 +40,8 @@ from swarm_plugins.transport.wire import encode
 
 _DOMAIN = b"swarm_plugins receipt 1"
 """Keeps the signature from being one of anything else that the same key signs."""
+_SESSION_DOMAIN = b"swarm_plugins session receipt 1"
+_HISTORY_DOMAIN = b"swarm_plugins session history 1"
 
 Signable = TypeVar("Signable", ForwardResponse, BackwardResponse, SessionStepResponse, Commitment)
 Asked = ForwardRequest | BackwardRequest | SessionStep | CommitRequest
@@ -54,41 +63,115 @@ def tensor_hash(tensor: Tensor) -> bytes:
     return digest.digest()
 
 
-def sign_answer(
-    identity: Identity, request: Asked, answer: Signable, *, version: str, dtype: str, quantization: str
-) -> Signable:
-    """Returns the answer with a receipt."""
-    statement = _statement(request, answer, version, dtype, quantization)
-    receipt = Receipt(
-        public_key=identity.public_key,
-        signature=identity.sign(statement),
-        version=version,
-        dtype=dtype,
-        quantization=quantization,
-    )
-    return msgspec.structs.replace(answer, receipt=receipt)
+def request_hash(request: Message) -> bytes:
+    """Returns the SHA-256 of a request as it arrived."""
+    return message_hash(request, "none")
+
+
+def first_history(opened: SessionOpen) -> bytes:
+    """Returns the history of a session that has made no step yet."""
+    return hashlib.sha256(_HISTORY_DOMAIN + request_hash(opened)).digest()
+
+
+def next_history(history: bytes, asked: bytes) -> bytes:
+    """Returns the history of a session after one more step, whose request has the hash ``asked``."""
+    return hashlib.sha256(_HISTORY_DOMAIN + history + asked).digest()
+
+
+def history_after(opened: SessionOpen, steps: Iterable[SessionStep]) -> bytes:
+    """Returns the history of a session after some steps, as they arrived."""
+    history = first_history(opened)
+    for step in steps:
+        history = next_history(history, request_hash(step))
+    return history
+
+
+class Signer(NamedTuple):
+    """A server's key, and what it says about itself in its receipts."""
+
+    identity: Identity
+    version: str
+    dtype: str
+    quantization: str
+
+    def sign(self, request: Asked, answer: Signable) -> Signable:
+        """Returns the answer with a receipt."""
+        return self._signed(request_hash(request), request, answer, b"")
+
+    def sign_step(
+        self, request: SessionStep, answer: SessionStepResponse, history: bytes
+    ) -> tuple[SessionStepResponse, bytes]:
+        """Returns the answer with a receipt, and the session's history after this step.
+
+        ``history`` is the one before it; empty if it is not known, then none is named.
+        """
+        asked = request_hash(request)
+        signed = self._signed(asked, request, answer, history)
+        return signed, next_history(history, asked) if history else b""
+
+    def _signed(self, asked: bytes, request: Asked, answer: Signable, history: bytes) -> Signable:
+        receipt = Receipt(
+            public_key=self.identity.public_key,
+            signature=b"",
+            version=self.version,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            history=history,
+        )
+        signature = self.identity.sign(_statement(asked, request.reply_codec, answer, receipt))
+        return msgspec.structs.replace(answer, receipt=msgspec.structs.replace(receipt, signature=signature))
 
 
 def check_receipt(peer: str, request: Asked, answer: Signable) -> Receipt:
     """Returns the receipt of an answer.
 
+    Args:
+        peer: Who has to have signed it.
+        request: The request as it arrived there.
+        answer: The answer as it arrived here.
+
     Raises:
         ProtocolError: If there is none, or it is not this peer's receipt for this answer to this request.
     """
+    return _checked(peer, request_hash(request), request, answer)
+
+
+def check_step_receipt(
+    peer: str, request: SessionStep, answer: SessionStepResponse, history: bytes
+) -> tuple[Receipt, bytes]:
+    """Returns the receipt of a session's step, and the session's history after it.
+
+    ``history`` is the one before it; empty if it is not known. The history returned is empty if the receipt names none:
+    then it vouches for this step alone.
+
+    Raises:
+        ProtocolError: As for `check_receipt`; or if it names another history.
+    """
+    asked = request_hash(request)
+    receipt = _checked(peer, asked, request, answer)
+    if not history or not receipt.history:
+        return receipt, b""
+    if receipt.history != history:
+        raise ProtocolError(f"server {peer} signed a receipt for another history of the session")
+    return receipt, next_history(history, asked)
+
+
+def _checked(peer: str, asked: bytes, request: Asked, answer: Signable) -> Receipt:
     receipt = answer.receipt
     if receipt is None:
         raise ProtocolError(f"server {peer} signed no receipt for its answer")
     if peer_id_of(receipt.public_key) != peer:
         raise ProtocolError(f"server {peer} signed a receipt with a key of another peer")
     plain = msgspec.structs.replace(answer, receipt=None)
-    statement = _statement(request, plain, receipt.version, receipt.dtype, receipt.quantization)
+    statement = _statement(asked, request.reply_codec, plain, receipt)
     if not is_signed_by(receipt.public_key, statement, receipt.signature):
         raise ProtocolError(f"server {peer} signed a receipt for something other than its answer")
     return receipt
 
 
-def _statement(request: Asked, answer: Message, version: str, dtype: str, quantization: str) -> bytes:
-    # Packed as on the wire: a codec that loses bits gives the same bytes when its result is packed again.
-    codec = request.reply_codec
-    asked, answered = message_hash(request, codec), message_hash(answer, codec)
-    return msgspec.msgpack.encode((_DOMAIN, asked, answered, version, dtype, quantization))
+def _statement(asked: bytes, codec: Codec, answer: Message, receipt: Receipt) -> bytes:
+    # A codec that loses bits gives the same bytes when its result is packed again.
+    about = (asked, message_hash(answer, codec), receipt.version, receipt.dtype, receipt.quantization)
+    if receipt.history:
+        return msgspec.msgpack.encode((_SESSION_DOMAIN, *about, receipt.history))
+    return msgspec.msgpack.encode((_DOMAIN, *about))

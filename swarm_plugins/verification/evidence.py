@@ -1,25 +1,32 @@
 """Evidence of a wrong answer: what was asked and answered, signed by the server, for a third party to replay.
 
 A file holds the frames of the messages, with the server's receipts. Whoever has the model's checkpoint can check the
-signatures and compute the blocks again; nothing in the file needs to be believed.
+signatures and compute the blocks again; nothing in the file needs to be believed. Frames are not packed, whatever the
+messages were on their way: they hold the values that arrived.
 """
 
 from __future__ import annotations
 
+import errno
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.client.observer import BackwardCall, ForwardCall
 from swarm_plugins.errors import CheckpointError, one_line
 from swarm_plugins.kept_files import write_whole
 from swarm_plugins.transport.messages import (
     AdapterUpload,
-    Codec,
     Message,
     OpenedStates,
+    SessionOpen,
+    SessionStep,
+    SessionStepResponse,
 )
 from swarm_plugins.transport.wire import encode
 from swarm_plugins.verification.recompute import Asked
@@ -47,6 +54,17 @@ class OpenedFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Frame of an `OpenedStates`."""
 
 
+class SessionFrames(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A session from its beginning, and the server's answers to its last steps."""
+
+    opened: bytes
+    """Frame of the request that opened it."""
+    steps: tuple[bytes, ...]
+    """Frames of the steps' requests."""
+    answers: tuple[bytes, ...]
+    """Frames of the answers to the last of these steps, among which a wrong one is."""
+
+
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One wrong answer."""
 
@@ -57,16 +75,33 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reason: str
     at: float
     """Unix time."""
-    request: bytes
-    """Frame of the forward request."""
-    answer: bytes
-    """Frame of the answer to it."""
+    request: bytes = b""
+    """Frame of the forward request; empty for a session."""
+    answer: bytes = b""
+    """Frame of the answer to it; empty for a session."""
     adapters: tuple[bytes, ...]
-    """Frames of the uploads of its adapters."""
+    """Frames of the uploads of its adapters, or of all that the session has used."""
+    session: SessionFrames | None = None
+    """A session, if one of its steps is wrong."""
     backward: tuple[bytes, bytes] | None = None
     """Frames of a backward request and the answer to it, if those are wrong. None: the forward is."""
     opening: OpenedFrames | None = None
     """What the server has opened, if only some blocks were computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witnessed:
+    """A session with wrong answers, as its client has it."""
+
+    opened: SessionOpen
+    steps: Sequence[SessionStep]
+    """As they arrived at the server."""
+    answers: Sequence[SessionStepResponse]
+    """To the last steps."""
+    adapters: tuple[LoadedAdapter, ...]
+    """All that the steps name."""
+    opening: Opening | None = None
+    """What the server has opened of the forward that repeats the session, if it was not computed here."""
 
 
 def evidence_of(
@@ -75,20 +110,34 @@ def evidence_of(
     """Returns the evidence of a wrong answer."""
     forward = call.request if isinstance(call, ForwardCall) else call.forward
     outputs = call.response if isinstance(call, ForwardCall) else call.outputs
-    codec = forward.reply_codec
-    uploads = (AdapterUpload(digest=one.digest, spec=one.spec, tensors=one.tensors) for one in asked.adapters)
     return Evidence(
         peer=call.peer,
         model=model,
         reason=reason,
         at=time.time(),
-        request=_frame(forward, codec),
-        answer=_frame(outputs, codec),
-        adapters=tuple(_frame(one, "none") for one in uploads),
-        backward=(
-            (_frame(call.request, codec), _frame(call.response, codec)) if isinstance(call, BackwardCall) else None
-        ),
+        request=_frame(forward),
+        answer=_frame(outputs),
+        adapters=_uploads(asked.adapters),
+        backward=(_frame(call.request), _frame(call.response)) if isinstance(call, BackwardCall) else None,
         opening=None if opening is None else _opened_frames(opening),
+    )
+
+
+def evidence_of_session(peer: str, found: Witnessed, *, model: str, reason: str) -> Evidence:
+    """Returns the evidence of a wrong step of a session."""
+    frames = SessionFrames(
+        opened=_frame(found.opened),
+        steps=tuple(_frame(step) for step in found.steps),
+        answers=tuple(_frame(answer) for answer in found.answers),
+    )
+    return Evidence(
+        peer=peer,
+        model=model,
+        reason=reason,
+        at=time.time(),
+        adapters=_uploads(found.adapters),
+        session=frames,
+        opening=None if found.opening is None else _opened_frames(found.opening),
     )
 
 
@@ -96,10 +145,13 @@ def save_evidence(folder: Path, evidence: Evidence) -> Path:
     """Writes evidence to a new file of a folder, and deletes the oldest files beyond a few dozen.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If it cannot be written, or would be larger than what is read.
     """
+    content = msgspec.msgpack.encode(evidence)
+    if len(content) > _MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"it has {len(content)} bytes, at most {_MAX_FILE_BYTES} are kept")
     path = folder / f"{evidence.peer}-{time.time_ns()}.evidence"
-    write_whole(path, msgspec.msgpack.encode(evidence))
+    write_whole(path, content)
     _delete_oldest(folder)
     return path
 
@@ -131,13 +183,17 @@ def read_evidence(path: Path) -> Evidence:
 
 def _opened_frames(opening: Opening) -> OpenedFrames:
     return OpenedFrames(
-        request=_frame(opening.request, "none"),
-        commitment=_frame(opening.commitment, "none"),
+        request=_frame(opening.request),
+        commitment=_frame(opening.commitment),
         blocks=opening.blocks,
         indices=tuple(opening.states),
-        states=_frame(OpenedStates(states=tuple(opening.states.values())), "none"),
+        states=_frame(OpenedStates(states=tuple(opening.states.values()))),
     )
 
 
-def _frame(message: Message, codec: Codec) -> bytes:
-    return b"".join(encode(message, codec=codec))
+def _uploads(adapters: Sequence[LoadedAdapter]) -> tuple[bytes, ...]:
+    return tuple(_frame(AdapterUpload(digest=one.digest, spec=one.spec, tensors=one.tensors)) for one in adapters)
+
+
+def _frame(message: Message) -> bytes:
+    return b"".join(encode(message))

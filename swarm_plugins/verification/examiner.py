@@ -13,10 +13,17 @@ import msgspec
 import torch
 from torch import Tensor
 
+from swarm_plugins.block_io import AdapterUse
 from swarm_plugins.client.observer import BackwardCall, ForwardCall, StepCall, WrongAnswerError
 from swarm_plugins.errors import CapacityError, SwarmError, one_line
-from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
-from swarm_plugins.transport.receipts import check_receipt
+from swarm_plugins.transport.messages import (
+    BackwardRequest,
+    BackwardResponse,
+    ForwardResponse,
+    SessionStep,
+)
+from swarm_plugins.transport.receipts import check_step_receipt, history_after
+from swarm_plugins.verification.evidence import Witnessed
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 from swarm_plugins.verification.openings import Opening, open_blocks
 from swarm_plugins.verification.recompute import (
@@ -29,6 +36,7 @@ from swarm_plugins.verification.recompute import (
     recompute_opened,
     travelled,
 )
+from swarm_plugins.verification.repeated import check_repeatable, repeated_forward, session_history
 from swarm_plugins.verification.scores import Verdict
 
 if TYPE_CHECKING:
@@ -94,48 +102,52 @@ class Examiner:
         except SwarmError as exc:
             return await self._elsewhere(call, asked, exc)
 
-    async def examine_session(self, call: StepCall) -> list[Verdict]:
+    async def examine_session(self, call: StepCall) -> tuple[list[Verdict], Witnessed | None]:
         """Checks a step of a session by two opened blocks: has the server repeat the session as one forward.
+
+        Returns:
+            The verdicts, and what shows them to a third party, if the receipts do.
 
         Raises:
             UncheckableError: If the session cannot be repeated as one forward: it began with a prefix, its adapters
                 changed, or it is longer than what the server takes at once.
             SwarmError: If the server does not open the forward.
         """
-        info, history, step = call.info, call.history, call.request
-        parts = history.merged()
-        if info is None or history.prefix or len(parts) != 1:
-            raise UncheckableError("the session cannot be repeated as one forward")
-        num_tokens, kind = parts[0].num_tokens, Kind(info.dtype, info.quantization)
+        info, step, arrived = call.info, call.request, _arrived(call)
+        if info is None:
+            raise UncheckableError("the server has not said how it computes")
+        kind, version = Kind(info.dtype, info.quantization), self._servers.view.version.key
+        before, history = b"", call.history
+        if call.sent is not None:
+            use = AdapterUse(adapters=call.adapters, rows=step.adapter_rows)
+            before = history_after(call.sent.opened, arrived[:-1])
+            history = session_history(call.sent.opened, ((one, use) for one in arrived))
+        receipt, after = check_step_receipt(call.peer, arrived[-1], call.response, before)
+        check_kind(call.peer, receipt, version, kind)
+        forward = repeated_forward(history, arrived[-1], version)
+        num_tokens = forward.hidden.shape[0] * forward.hidden.shape[1]
         if 0 < info.max_batch_tokens < num_tokens:
             raise UncheckableError(f"{num_tokens} tokens are more than the server takes at once")
-        if len(history.steps) > 1 and not await self._blocks.has_fixed_positions(parts[0].blocks.start, kind):
-            raise UncheckableError("the positions of this model depend on the tokens that come together")
-        forward = ForwardRequest(
-            version=self._servers.view.version.key,
-            start=parts[0].blocks.start,
-            end=parts[0].blocks.stop,
-            hidden=parts[0].hidden,
-            position_ids=parts[0].position_ids,
-            attention_mask=parts[0].attention_mask,
-            adapters=step.adapters,
-            adapter_rows=step.adapter_rows,
-            reply_codec=step.reply_codec,
-        )
+        if len(history.steps) > 1:
+            await check_repeatable(forward.start, kind, self._blocks)
         asked = Asked(forward, call.adapters, kind)
         if not asked.is_as_sent:
             raise UncheckableError("the session's adapters have changed since")
-        receipt = check_receipt(call.peer, travelled(step, step.reply_codec), call.response)
-        check_kind(call.peer, receipt, forward.version, kind)
-        claimed = ForwardResponse(hidden=call.response.hidden.clone())
+        answer = travelled(call.response, "none")
         try:
             opening = await self._opened(call.peer, asked, None)
         except CapacityError as exc:
             raise UncheckableError(one_line(exc)) from exc
         try:
-            return await recompute_opened(asked, claimed, opening, self._blocks)
+            verdicts = await recompute_opened(asked, ForwardResponse(hidden=answer.hidden), opening, self._blocks)
         except SwarmError as exc:
             raise UncheckableError(one_line(exc)) from exc
+        if call.sent is None or not after:
+            return verdicts, None
+        found = Witnessed(
+            opened=call.sent.opened, steps=arrived, answers=[answer], adapters=asked.adapters, opening=opening
+        )
+        return verdicts, found
 
     async def _opened(self, peer: str, asked: Asked, grad: Tensor | None) -> Opening:
         peers, nonce = self._servers.peers, secrets.token_bytes(NONCE_BYTES)
@@ -200,6 +212,17 @@ class Examiner:
         return await peers.with_adapters(
             peer, asked.adapters, lambda: peers.request(peer, "rpc_backward", backward, BackwardResponse)
         )
+
+
+def _arrived(call: StepCall) -> list[SessionStep]:
+    """Returns the steps of a session as the server got them, or if they are not all known, the last one only."""
+    sent = [call.request] if call.sent is None else call.sent.steps
+    # It grows while a check waits for its turn.
+    end = max(index for index, step in enumerate(sent) if step is call.request) + 1
+    named = call.request.adapters, call.request.adapter_rows
+    if any((step.adapters, step.adapter_rows) != named for step in sent[:end]):
+        raise UncheckableError("the session cannot be repeated as one forward: its adapters have changed")
+    return [travelled(step, step.reply_codec) for step in sent[:end]]
 
 
 def _compared(

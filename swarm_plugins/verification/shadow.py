@@ -15,73 +15,69 @@ from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs
 from swarm_plugins.client.history import History
-from swarm_plugins.client.observer import StepCall
 from swarm_plugins.errors import SwarmError, one_line
-from swarm_plugins.transport.receipts import check_receipt
+from swarm_plugins.transport.messages import SessionStep
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches, UncheckableError
-from swarm_plugins.verification.recompute import check_kind, nudged_hidden, settled, travelled
+from swarm_plugins.verification.recompute import nudged_hidden, settled
+from swarm_plugins.verification.repeated import step_inputs
 from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
 
 
 class Shadow:
-    """Follows one session on one server.
+    """Computes the steps of one session again, and compares some of them.
 
     Args:
-        history: The session's record; its prefix is taken over, its steps are followed by ``add``.
+        prefix: Keys and values that the session starts with, K then V for each block.
         blocks: The blocks that the server runs.
-        version: Model version that the server is asked for.
         kind: How the server computes.
     """
 
-    def __init__(self, history: History, blocks: range, version: str, kind: Kind) -> None:
-        self.version = version
+    def __init__(self, prefix: Sequence[Tensor], blocks: range, kind: Kind) -> None:
         self.kind = kind
         self.blocks = blocks
-        self._mirror = History(history.prefix)
-        """The same steps with copies of the adapters, which may train before they are compared."""
-        self._steps: list[SpanInputs] = []
-        self._outputs: list[Tensor] = []
-        self._compared = 0
+        self.is_lost = False
+        """Whether the session cannot be followed any further."""
+        self.num_compared = 0
+        """Steps that the last comparison reached to."""
+        self._mirror = History(tuple(prefix))
+        self._claimed: list[Tensor] = []
+        """Answers to the steps that are not compared yet."""
         self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
         """Inputs, answers and results here that are too few to be compared yet."""
-        self._caches = SessionCaches(blocks, kind, history.prefix)
-        self._adapters: tuple[object, AdapterUse] | None = None
-        """Digests and rows of the last step, and copies of its adapters."""
+        self._caches = SessionCaches(blocks, kind, prefix)
         self._lock = asyncio.Lock()
-        self._is_lost = False
-        self.precision = "float32"
+        self._precision = kind.precision
+        """The coarsest type on the way of any step."""
 
     @property
     def num_waiting(self) -> int:
         """Steps not compared yet."""
-        return len(self._outputs) - self._compared
+        return len(self._claimed)
 
-    def follows(self, history: History) -> bool:
-        """Returns whether the session still begins with the steps followed so far: a crop or reorder ends that."""
-        known = self._steps
-        return len(history.steps) == len(known) + 1 and all(
-            one is other for one, other in zip(known, history.steps, strict=False)
-        )
+    def add(self, request: SessionStep, adapters: AdapterUse, claimed: Tensor) -> None:
+        """Adds a step that is to be compared.
 
-    def add(self, call: StepCall) -> None:
-        """Follows the step that the session has just made.
+        Args:
+            request: As it arrived at the server.
+            adapters: Those that it names; they must not change any more.
+            claimed: The server's answer, ``[B, S, D]``.
+        """
+        if not self.is_lost:
+            self._append(request, adapters)
+            self._claimed.append(claimed)
+
+    async def skip(self, steps: Sequence[tuple[SessionStep, AdapterUse]], blocks: LocalBlocks) -> None:
+        """Runs the session's first steps without comparing them.
 
         Raises:
-            ProtocolError: If the server has not signed its answer.
-            SpanMovedError: If it has signed for other blocks than it is believed to have.
+            SwarmError: If the blocks cannot be read or run here.
         """
-        step = call.history.steps[-1]
-        receipt = check_receipt(call.peer, travelled(call.request, call.request.reply_codec), call.response)
-        check_kind(call.peer, receipt, self.version, self.kind)
-        self._steps.append(step)
-        named = call.request.adapters, call.request.adapter_rows
-        if self._adapters is None or self._adapters[0] != named:
-            copies = tuple(one.map(lambda tensor: tensor.detach().to("cpu", copy=True)) for one in call.adapters)
-            self._adapters = (named, AdapterUse(adapters=copies, rows=call.request.adapter_rows))
-        self._mirror.append(replace(step, hidden=step.hidden.clone(), adapters=self._adapters[1]))
-        self._outputs.append(call.response.hidden.clone())
-        wire = str(call.request.hidden.dtype).removeprefix("torch.")
-        self.precision = coarsest([self.kind.precision, wire, call.request.reply_codec])
+        for request, adapters in steps:
+            self._append(request, adapters)
+        self.num_compared = len(steps)
+        if steps:
+            is_joinable = await blocks.has_fixed_positions(self.blocks.start, self.kind)
+            await blocks.extend(self._caches, self._steps_of(0, len(steps), is_joinable=is_joinable))
 
     async def compare(self, blocks: LocalBlocks) -> list[Verdict]:
         """Compares the steps added since the last call.
@@ -91,26 +87,35 @@ class Shadow:
         """
         async with self._lock:
             try:
-                return [] if self._is_lost else await self._compare(blocks)
+                return [] if self.is_lost else await self._compare(blocks)
             except SwarmError as exc:
-                self._is_lost = True  # the caches hold what only some of the blocks have run
+                self.lose()  # the caches hold what only some of the blocks have run
                 raise UncheckableError(one_line(exc)) from exc
+
+    def _append(self, request: SessionStep, adapters: AdapterUse) -> None:
+        self._mirror.append(step_inputs(request, self.blocks, adapters))
+        wire = str(request.hidden.dtype).removeprefix("torch.")
+        self._precision = coarsest([self._precision, wire, request.reply_codec])
+
+    def lose(self) -> None:
+        """Ends following the session."""
+        self.is_lost = True
+        self._claimed, self._pending = [], []
 
     async def _compare(self, blocks: LocalBlocks) -> list[Verdict]:
         # Where not, a step's longest position decides how all its tokens are encoded.
         is_joinable = await blocks.has_fixed_positions(self.blocks.start, self.kind)
-        first, last = self._compared, len(self._outputs)
-        self._compared = last
-        if first == last:
+        if not self._claimed:
             return []
-        claimed = torch.cat(self._outputs[first:last], dim=1)
-        self._outputs[first:last] = [claimed[:, :0]] * (last - first)
+        first, last = self.num_compared, self.num_compared + len(self._claimed)
+        claimed = torch.cat(self._claimed, dim=1)
+        self._claimed, self.num_compared = [], last
         steps = self._steps_of(first, last, is_joinable=is_joinable)
         expected = await blocks.extend(self._caches, steps)
         self._pending.append((torch.cat([step.hidden for step in steps], dim=1), claimed, expected))
         hidden, claimed, expected = (torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True))
         comparison = Comparison(
-            precision=self.precision,
+            precision=self._precision,
             is_mixture=blocks.has_experts(self.blocks),
             num_blocks=len(self.blocks),
             mask=steps[-1].attention_mask,

@@ -13,7 +13,7 @@ import secrets
 import time
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -30,16 +30,16 @@ from swarm_plugins.client.observer import (
 )
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.receipts import check_receipt
-from swarm_plugins.verification.evidence import evidence_of, save_evidence
+from swarm_plugins.verification.evidence import Evidence, Witnessed, evidence_of, evidence_of_session, save_evidence
 from swarm_plugins.verification.examiner import NONCE_BYTES, Examiner
+from swarm_plugins.verification.followed import FollowedSession
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 from swarm_plugins.verification.norms import NormRanges, norm_ratio
-from swarm_plugins.verification.openings import Opening
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
 from swarm_plugins.verification.rates import CheckRates, When
+from swarm_plugins.verification.reading import read_session
 from swarm_plugins.verification.recompute import Asked, check_kind, travelled
 from swarm_plugins.verification.scores import Verdict
-from swarm_plugins.verification.shadow import Shadow
 
 if TYPE_CHECKING:
     from swarm_plugins.checkpoint import Checkpoint
@@ -104,7 +104,7 @@ class Verifier:
         self._norms = NormRanges()
         self._examiner = Examiner(servers, blocks)
         self._running: set[asyncio.Task[None]] = set()
-        self._shadows: weakref.WeakKeyDictionary[History, tuple[Shadow, When]] = weakref.WeakKeyDictionary()
+        self._shadows: weakref.WeakKeyDictionary[History, tuple[FollowedSession, When]] = weakref.WeakKeyDictionary()
         self._unchecked: dict[Server, float] = {}
         """Servers whose answers could not be checked, and when to try again."""
 
@@ -143,23 +143,34 @@ class Verifier:
             when = self._when(server)
             # Of a new server the first steps are always checked, whatever other sessions are followed.
             if when == "before" or (when == "after" and len(self._shadows) < _MAX_SHADOWS):
-                shadow = Shadow(history, history.steps[0].blocks, info.version, Kind(info.dtype, info.quantization))
-                self._shadows[history] = (shadow, when)
+                kind = Kind(info.dtype, info.quantization)
+                self._shadows[history] = (
+                    FollowedSession(history, history.steps[0].blocks, info.version, kind),
+                    when,
+                )
         if history not in self._shadows:
             return
-        shadow, when = self._shadows[history]
-        if not shadow.follows(history):
+        session, when = self._shadows[history]
+        if not session.follows(history):
             # Its cache was cropped or reordered: what has been followed is no part of it any more.
             del self._shadows[history]
             return
-        shadow.add(call)
+        session.add(call)
         if when == "before" and len(history.steps) <= _FIRST_STEPS:
-            await self._judge(server, shadow.blocks, shadow.compare(self._blocks))
+            await self._compare(server, session)
             if len(history.steps) == _FIRST_STEPS and len(self._shadows) > _MAX_SHADOWS:
                 del self._shadows[history]
-        elif shadow.num_waiting >= _STEPS_AT_ONCE and len(self._running) < _MAX_WAITING:
-            check = self._judge(server, shadow.blocks, shadow.compare(self._blocks))
-            self._start(check, f"check a session of {call.peer}")
+        elif session.shadow.num_waiting >= _STEPS_AT_ONCE and len(self._running) < _MAX_WAITING:
+            self._start(self._compare(server, session), f"check a session of {call.peer}")
+
+    async def _compare(self, server: Server, session: FollowedSession) -> None:
+        """Compares the last steps of a session that is followed."""
+        try:
+            verdicts = await session.compare(self._blocks)
+        except UncheckableError as exc:
+            self._say_unchecked(server, exc)
+            return
+        self._judge_session(server, session.shadow.blocks, verdicts, session.witnessed)
 
     async def _can_hold(self, server: Server, blocks: range) -> bool:
         """Returns whether a session on some blocks can be followed here; without a checkpoint it cannot be checked."""
@@ -176,8 +187,7 @@ class Verifier:
         # The server repeats the whole session: rarely, then, when it is long.
         if when == "never" or (when == "after" and self.rates.chance() * length > new):
             return
-        blocks = call.history.steps[-1].blocks
-        check = self._judge(server, blocks, self._examiner.examine_session(call))
+        check = self._repeat(server, call)
         if when == "before":
             await check
         else:
@@ -262,18 +272,26 @@ class Verifier:
             return
         if found.others:
             raise WrongAnswerError(f"server {call.peer} gave another answer than {', '.join(found.others)}: {reason}")
-        self._convict(server, reason, self._saved(call, asked, found.opening, reason))
+        evidence = evidence_of(call, asked, found.opening, model=self.version, reason=reason)
+        self._convict(server, reason, self._saved(evidence))
 
-    async def _judge(self, server: Server, blocks: range, verdicts: Awaitable[list[Verdict]]) -> None:
-        """Waits for the verdicts on steps of a session."""
+    async def _repeat(self, server: Server, call: StepCall) -> None:
+        """Has a server repeat a session, and checks that."""
+        blocks = call.history.steps[-1].blocks
         try:
-            found = await verdicts
+            verdicts, witnessed = await self._examiner.examine_session(call)
         except UncheckableError as exc:
             self._say_unchecked(server, exc)
             return
-        reason = self._judged(server, blocks, found)
+        self._judge_session(server, blocks, verdicts, lambda: witnessed)
+
+    def _judge_session(
+        self, server: Server, blocks: range, verdicts: Sequence[Verdict], witness: Callable[[], Witnessed | None]
+    ) -> None:
+        reason = self._judged(server, blocks, verdicts)
         if reason:
-            self._convict(server, reason, evidence="")
+            found = witness()
+            self._convict(server, reason, "" if found is None else self._saved_session(server.peer, found, reason))
 
     def _judged(self, server: Server, blocks: range, verdicts: Sequence[Verdict]) -> str:
         """Notes the result of a check; returns what is wrong, if anything."""
@@ -297,14 +315,22 @@ class Verifier:
             log.warning("answers (%s) of server %s cannot be checked: %s", server.what, server.peer, one_line(exc))
         self._unchecked[server] = time.monotonic() + _UNCHECKED_S
 
-    def _saved(self, call: ForwardCall | BackwardCall, asked: Asked, opening: Opening | None, reason: str) -> str:
+    def _saved(self, evidence: Evidence) -> str:
         """Saves the evidence of a wrong answer; returns its file, or nothing if it cannot be written."""
-        evidence = evidence_of(call, asked, opening, model=self.version, reason=reason)
         try:
             return str(save_evidence(self.evidence, evidence).resolve())
         except OSError as exc:
-            log.warning("cannot save the evidence against %s to %s: %s", call.peer, self.evidence, one_line(exc))
+            log.warning("cannot save the evidence against %s to %s: %s", evidence.peer, self.evidence, one_line(exc))
             return ""
+
+    def _saved_session(self, peer: str, found: Witnessed, reason: str) -> str:
+        evidence = evidence_of_session(peer, found, model=self.version, reason=reason)
+        try:
+            read_session(evidence)
+        except ProtocolError as exc:
+            log.warning("no evidence against %s is saved, it would convince nobody: %s", peer, one_line(exc))
+            return ""
+        return self._saved(evidence)
 
 
 def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -> CallObserver:

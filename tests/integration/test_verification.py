@@ -67,9 +67,21 @@ def test_a_liar_is_caught_over_real_connections(tmp_path: Path, monkeypatch: pyt
         assert set(losses) == {trusting(input_ids=IDS, labels=IDS).loss.item()}
         tokens = checking.generate(IDS, max_new_tokens=8, do_sample=False)
         assert tokens.equal(trusting.generate(IDS, max_new_tokens=8, do_sample=False))
-    (caught,) = user_quarantine().peers()
-    assert caught == peer
+        _check_evidence(model, peer, "answered a forward of")
+        # The same liar in a session: the steps before the wrong one are part of the evidence.
+        user_quarantine().forgive(peer)
+        generating = load(SwarmConfig(verify="on"))
+        for _ in range(20):
+            assert generating.generate(IDS, max_new_tokens=8, do_sample=False).equal(tokens)
+            if user_quarantine().peers():
+                break
+        _check_evidence(model, peer, "answered a session step of")
+
+
+def _check_evidence(model: Path, peer: str, what: str) -> None:
+    assert list(user_quarantine().peers()) == [peer]
     shown = CliRunner().invoke(app, ["audit", peer, "--model", str(model)])
     assert shown.exit_code == 0
+    assert what in shown.output
     assert f"signed by {peer}: yes" in shown.output
     assert "WRONG" in shown.output

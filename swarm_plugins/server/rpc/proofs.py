@@ -4,31 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 from swarm_plugins.server.service import Service
-from swarm_plugins.transport.messages import BackwardRequest, CommitRequest
-from swarm_plugins.transport.receipts import Asked, Signable, sign_answer
+from swarm_plugins.server.state.sessions import Session
+from swarm_plugins.transport.messages import (
+    BackwardRequest,
+    CommitRequest,
+    SessionOpen,
+    SessionStep,
+    SessionStepResponse,
+)
+from swarm_plugins.transport.receipts import Asked, Signable, Signer, first_history
 
+T = TypeVar("T")
 _INLINE_BYTES = 256 << 10
 """Larger messages are hashed outside of the event loop."""
 
 
 async def signed(service: Service, request: Asked, answer: Signable) -> Signable:
     """Returns an answer with a receipt, if the request asks for one."""
-    if not request.nonce or service.identity is None:
+    signer = _signer(service, request)
+    if signer is None:
         return answer
-    info = service.info()
-    sign = functools.partial(
-        sign_answer,
-        service.identity,
-        request,
-        answer,
-        version=service.version,
-        dtype=info.dtype,
-        quantization=info.quantization,
-    )
     if isinstance(request, CommitRequest):
         main = request.forward.hidden
     else:
         main = request.grad_hidden if isinstance(request, BackwardRequest) else request.hidden
-    return await asyncio.to_thread(sign) if main.nbytes > _INLINE_BYTES else sign()
+    return await _hashing(main.nbytes, functools.partial(signer.sign, request, answer))
+
+
+async def signed_step(
+    service: Service, session: Session, history: bytes, request: SessionStep, answer: SessionStepResponse
+) -> SessionStepResponse:
+    """Returns a step's answer with a receipt, if the request asks for one, and extends the session's history then."""
+    signer = _signer(service, request)
+    if signer is None:
+        return answer
+    sign = functools.partial(signer.sign_step, request, answer, history)
+    answer, session.history = await _hashing(request.hidden.nbytes, sign)
+    return answer
+
+
+async def opening_history(service: Service, request: SessionOpen) -> bytes:
+    """Returns the history that a session begins with; empty if this server signs nothing."""
+    if service.identity is None:
+        return b""
+    num_bytes = sum(tensor.nbytes for tensor in request.prefix)
+    return await _hashing(num_bytes, functools.partial(first_history, request))
+
+
+def _signer(service: Service, request: Asked) -> Signer | None:
+    if not request.nonce or service.identity is None:
+        return None
+    info = service.info()
+    return Signer(service.identity, service.version, info.dtype, info.quantization)
+
+
+async def _hashing(num_bytes: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if num_bytes > _INLINE_BYTES else work()

@@ -23,7 +23,7 @@ from swarm_plugins.server.rpc.checks import (
 )
 from swarm_plugins.server.rpc.costs import forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
-from swarm_plugins.server.rpc.proofs import signed
+from swarm_plugins.server.rpc.proofs import opening_history, signed_step
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.channel import Channel
@@ -84,6 +84,7 @@ class _Stream:
         prefix_tokens = check_prefix(service, request.prefix, blocks, request.batch_size)
         if prefix_tokens > max_tokens:
             raise _too_long(service, request.batch_size, prefix_tokens, max_tokens)
+        history = await opening_history(service, request)
         with _room(service, self._peer, len(blocks) * in_pages(self._first_tokens(request, prefix_tokens))):
             service.sessions.reserve(self._peer)
             try:
@@ -91,7 +92,7 @@ class _Stream:
             except BaseException:
                 service.sessions.release(self._peer)
                 raise
-            self._session = Session(self._peer, blocks, cache)
+            self._session = Session(self._peer, blocks, cache, history=history)
             service.sessions.add(self._session)
         return SessionOpened(session=self._session.name, max_tokens=max_tokens)
 
@@ -139,11 +140,13 @@ class _Stream:
         # Busy from here on, so that its own lease does not end while it asks for room.
         with session.stepping(), _room(service, self._peer, asked):
             charge.claim(forward_bytes(service, request, len(session.blocks)))
-            outputs = await self._run(session, request)
+            outputs, history = await self._run(session, request)
         checked = checked_outputs(outputs, request.hidden.dtype)
-        return await signed(service, request, SessionStepResponse(**msgspec.structs.asdict(checked)))
+        answer = SessionStepResponse(**msgspec.structs.asdict(checked))
+        return await signed_step(service, session, history, request, answer)
 
-    async def _run(self, session: Session, request: SessionStep) -> SpanOutputs:
+    async def _run(self, session: Session, request: SessionStep) -> tuple[SpanOutputs, bytes]:
+        """Runs a step; also returns the session's history before it."""
         service = self._service
         with service.adapters.using(self._peer, request.adapters) as adapters:
             inputs = StepInputs(
@@ -156,12 +159,15 @@ class _Stream:
                 collect_hidden=request.collect_hidden,
                 collect_router=request.collect_router,
             )
-            return await service.scheduler.step(
+            # Unknown until the answer is signed: a step that fails may have changed the cache all the same.
+            history, session.history = session.history, b""
+            outputs = await service.scheduler.step(
                 inputs,
                 timeout_s=service.limits.request_timeout_s,
                 prepare=(lambda: apply_ops(request.ops, session.cache)) if request.ops else None,
                 peer=self._peer,
             )
+            return outputs, history
 
 
 def _close_all(caches: list[SessionCache]) -> None:

@@ -30,6 +30,8 @@ class Session:
     """Whether a step is waiting or running."""
     used_at: float = field(default_factory=time.monotonic)
     """When the last step ended."""
+    history: bytes = b""
+    """Hash of all that the cache has come from, for receipts; empty since a step whose result is not signed."""
 
     @property
     def held_tokens(self) -> int:

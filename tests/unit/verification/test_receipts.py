@@ -9,16 +9,17 @@ import torch
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import Codec, ForwardRequest, ForwardResponse
-from swarm_plugins.transport.receipts import check_receipt, sign_answer
+from swarm_plugins.transport.receipts import Signer, check_receipt
 from swarm_plugins.transport.wire import decode, encode
 
 REQUEST = ForwardRequest(version="v", start=0, end=2, hidden=torch.randn(1, 64, 64), nonce=b"n" * 16)
 ANSWER = ForwardResponse(hidden=torch.randn(1, 64, 64), ticket="t")
 IDENTITY = new_identity()
+SIGNER = Signer(IDENTITY, "v", "float32", "none")
 
 
 def signed(request: ForwardRequest = REQUEST) -> ForwardResponse:
-    return sign_answer(IDENTITY, request, ANSWER, version="v", dtype="float32", quantization="none")
+    return SIGNER.sign(request, ANSWER)
 
 
 @pytest.mark.parametrize("codec", ["none", "float16", "int8"])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lies_kit import CHECKED, HONEST, IDS, with_liar
+from lies_kit import CHECKED, HONEST, IDS, tuned, with_liar
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.cli import app
 from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client.observer import StepCall
+from swarm_plugins.server.rpc import session
 from swarm_plugins.testing import InProcessSwarm, Liar
-from swarm_plugins.verification import Quarantine, verifier
+from swarm_plugins.verification import Quarantine, Verifier, verifier
 
 
 def model_of(swarm: InProcessSwarm) -> PreTrainedModel:
@@ -40,9 +43,10 @@ def test_lies_from_the_first_step_are_caught_before_they_are_used(llama: Path, c
             assert liar.calls == liar.honest_calls + 1
             caught = Quarantine(cache / "quarantine.json").peers()[swarm.peers[1]]
             assert caught.reason.startswith("wrong session step of blocks 2:4")
-            shown = CliRunner().invoke(app, ["audit", swarm.peers[1]])
-            assert shown.exit_code == 1
-            assert "no evidence against" in shown.output
+            shown = CliRunner().invoke(app, ["audit", swarm.peers[1], "--model", str(llama)])
+            assert shown.exit_code == 0
+            assert "answered a session step of" in shown.output
+            assert "WRONG" in shown.output
 
 
 def test_first_steps_are_checked_however_many_sessions_are_followed(
@@ -75,4 +79,57 @@ def test_honest_servers_pass(mixtral: Path, cache: Path, options: dict[str, obje
         mask = torch.ones_like(IDS)
         mask[1, :5] = 0
         generated(swarm, model, attention_mask=mask, **options)
+    assert not Quarantine(cache / "quarantine.json").peers()
+
+
+def test_an_older_server_that_names_no_history_is_caught_without_evidence(
+    llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(*_: object) -> bytes:
+        return b""
+
+    monkeypatch.setattr(session, "opening_history", none)
+    with with_liar(llama, Liar("echo", honest_calls=2)) as swarm:
+        generated(swarm)
+        ((peer, caught),) = Quarantine(cache / "quarantine.json").peers().items()
+        assert (peer, caught.evidence) == (swarm.peers[1], "")
+        shown = CliRunner().invoke(app, ["audit", peer, "--model", str(llama)])
+        assert "no evidence against" in shown.output
+
+
+def test_a_server_that_stops_naming_the_history_is_left(
+    llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = session.signed_step
+
+    async def forgetful(service: Any, state: Any, *rest: Any) -> Any:
+        answer = await original(service, state, *rest)
+        if service.identity.peer_id == swarm.peers[1]:
+            state.history = b""
+        return answer
+
+    monkeypatch.setattr(session, "signed_step", forgetful)
+    liar = Liar("echo", honest_calls=1 << 30)
+    with with_liar(llama, liar) as swarm:
+        generated(swarm)
+    assert liar.calls == 2
+    assert "does not vouch for the session's history any more" in caplog.text
+    assert not Quarantine(cache / "quarantine.json").peers()
+
+
+def test_adapters_that_change_while_a_step_is_on_its_way_accuse_nobody(
+    llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Verifier.step_done
+
+    async def late(self: Verifier, call: StepCall) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(0.1)
+        await original(self, call)
+
+    monkeypatch.setattr(Verifier, "step_done", late)
+    with honest(llama, CHECKED) as swarm:
+        model = tuned(swarm)
+        model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
     assert not Quarantine(cache / "quarantine.json").peers()
