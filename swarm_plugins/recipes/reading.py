@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from jsonargparse import ArgumentError
@@ -15,10 +16,14 @@ from lightning.pytorch.cli import LightningCLI
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.noise import without_cli_remark
 
+# Greedy at first: of classes within classes, the innermost is at fault.
 _IN_CLASS = re.compile(
-    r"Problem with given class_path '([\w.]+)': (.*?)(?= Expected a <class 'NoneType'>| Not a valid subclass |$)"
+    r".*Problem with given class_path '([\w.]+)': "
+    r"(.*?)(?=(?<!:) Expected a <class '| Not a valid subclass | Given value type: |$)"
 )
+_NO_CLASS = re.compile(r'Parser key "([\w.]+)": .*Not a valid subclass of (\w+) ')
 _KEYS = ("seed_everything", "trainer", "model", "data")
+_CLASS_KEYS = ("class_path", "init_args")
 _REFUSED = re.compile(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'")
 
 
@@ -60,22 +65,29 @@ def _first_swarm_error(error: BaseException) -> SwarmError | None:
 def _sentence(error: Exception) -> str:
     """Returns the innermost of jsonargparse's nested messages in one line, with the known keys."""
     text = " ".join(re.sub(r"^[\s-]+", "", line) for line in str(error).splitlines()).strip()
-    inner = _IN_CLASS.search(text)
+    inner = _IN_CLASS.match(text)
     if inner is not None:
         text = f"{inner[1]}: {inner[2]}"
+    elif (outer := _NO_CLASS.match(text)) is not None:
+        return (
+            f"{outer[1]} must have class_path, the name of a {outer[2]}, and init_args, its arguments, and nothing else"
+        )
     if "not accept" in text and _REFUSED.search(text):
         return f"{text}; known: {', '.join(_known(text, inner))}"
     if inner is not None and "has no attribute" in text:
         module = importlib.import_module(inner[1].rpartition(".")[0])
-        return f"{text}; it has {', '.join(getattr(module, '__all__', ()) or 'other names')}"
+        names = getattr(module, "__all__", None)
+        return f"{text}; it has {', '.join(names)}" if names else f"{text}: correct class_path"
     return text
 
 
-def _known(text: str, inner: re.Match[str] | None) -> list[str]:
+def _known(text: str, inner: re.Match[str] | None) -> Sequence[str]:
     if inner is None and "'trainer'" not in text:
-        return list(_KEYS)
+        return _KEYS
     owner: Any = Trainer
     if inner is not None:
         module, _, name = inner[1].rpartition(".")
         owner = getattr(importlib.import_module(module), name)
-    return list(inspect.signature(owner).parameters)
+    given = inspect.signature(owner).parameters.values()
+    # A base class without arguments stands for one that is named: the key lies next to the name.
+    return [one.name for one in given if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)] or _CLASS_KEYS

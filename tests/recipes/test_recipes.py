@@ -27,6 +27,11 @@ HUB = (
     "  strategy: swarm\n  callbacks:\n    - class_path: swarm_plugins.HubAdapterCallback\n"
     "      init_args: {{ {}: a b/c }}"
 )
+STRATEGY = (
+    "  strategy:\n    class_path: swarm_plugins.SwarmStrategy\n"
+    "    init_args: {swarm: {class_path: swarm_plugins.SwarmConfig, init_args: {verifyy: on}}}"
+)
+NO_CLASS = "  strategy: {class_path: swarm_plugins.strategy.Swarm}"
 SHORT = ("--trainer.accelerator", "cpu", "--trainer.val_check_interval", "1.0", "--data.length", "16")
 
 
@@ -78,6 +83,10 @@ def test_the_classifier_reports_its_accuracy_beside_that_of_the_majority(fit: Fi
         pytest.param("2.0e-3", "quick", r"learning_rate.*float.*quick", id="value"),
         pytest.param("  strategy: swarm", HUB.format("repo_id"), r"'a b/c' cannot be the name of a repo", id="repo"),
         pytest.param("  strategy: swarm", HUB.format("rep_id"), r"'rep_id' .*known: repo_id", id="callback"),
+        pytest.param("  strategy: swarm", STRATEGY, r"SwarmConfig: .*'verifyy' .*; known: .*verify, v", id="nested"),
+        pytest.param("  init_args:\n    dat", "  init_arg:\n    dat", r"known: class_path, init_args$", id="beside"),
+        pytest.param("model:\n", "model:\n  foo: 1\n", r"model must have class_path, .* nothing else$", id="key"),
+        pytest.param("  strategy: swarm", NO_CLASS, r"'Swarm'.*: correct class_path$", id="no-class"),
     ],
 )
 def test_a_misspelt_recipe_is_told_what_is_allowed(old: str, new: str, said: str, tmp_path: Path, fit: Fit) -> None:
