@@ -162,9 +162,6 @@ class ServeConfig:
     adapters: tuple[str, ...] = ()
     """Published adapters to keep loaded: directories, or ``REPO`` or ``REPO@TAG`` on the Hub."""
 
-    max_pack_tokens: int = 1024
-    """Tokens in one packed forward of session steps."""
-
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     """Limits on one client and on one request."""
 
@@ -179,9 +176,6 @@ class ServeConfig:
 
     drain_s: float = 30.0
     """How long a server that is asked to end waits for open sessions; 0: not at all."""
-
-    grace_s: float = 5.0
-    """How long ``close`` waits for running requests."""
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -283,10 +277,10 @@ class ServeConfig:
                 )
         if not 0 < self.max_peer_share <= 1:
             raise ConfigError(f"max_peer_share must be above 0 and at most 1, got {self.max_peer_share!r}")
-        for name in ("kv_bytes", "max_pack_tokens", "announce_every_s", "announce_ttl_s"):
+        for name in ("kv_bytes", "announce_every_s", "announce_ttl_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
-        for name in ("activation_bytes", "adapter_bytes", "drain_s", "grace_s"):
+        for name in ("activation_bytes", "adapter_bytes", "drain_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
         if self.announce_ttl_s < 2 * self.announce_every_s:

@@ -44,9 +44,12 @@ log = logging.getLogger(__name__)
 
 _PACK_S = 0.5
 """A pack of session steps is cut to about this time, which a decode step may have to wait."""
-_MIN_PACK_TOKENS = 64
+_MIN_PACK_TOKENS, _MAX_PACK_TOKENS = 64, 1024
 _PORTION_S = 0.25
 """Batches of training are cut so that a forward through one block takes about this time, a backward a few times it."""
+
+_GRACE_S = 5.0
+"""How long `SwarmServer.close` waits for running requests."""
 
 
 class SwarmServer:
@@ -222,7 +225,7 @@ class SwarmServer:
         limits = config.limits
         speed = await loader.measured(span)
         pack_tokens = int(speed.throughput / len(span.blocks) * _PACK_S)
-        chunk_tokens = max(_MIN_PACK_TOKENS, min(config.max_pack_tokens, pack_tokens))
+        chunk_tokens = max(_MIN_PACK_TOKENS, min(_MAX_PACK_TOKENS, pack_tokens))
         scheduler = Scheduler(spans, self._points, chunk_tokens=chunk_tokens)
         kv_tokens = config.kv_bytes // max(1, span.spec.kv_token_bytes)
         info = self.info
@@ -294,7 +297,7 @@ class SwarmServer:
             if presence is not None:
                 await presence.retract()
                 if service is not None:
-                    await wait_until_ended(lambda: service.scheduler.num_waiting, self.config.grace_s)
+                    await wait_until_ended(lambda: service.scheduler.num_waiting, _GRACE_S)
                 if self._share is not None:
                     await self._share.close()
                 await presence.close()

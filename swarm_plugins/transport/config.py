@@ -49,9 +49,6 @@ class NodeConfig:
     """Addresses of relays, each with ``/p2p/`` and the relay's id, to be reached through. ``host_maddrs`` may then be
     empty, so that the node listens nowhere."""
 
-    use_relay: bool = True
-    """Reach peers behind firewalls through relays."""
-
     use_auto_relay: bool = False
     """Become reachable through relays, for servers behind a firewall."""
 

@@ -232,7 +232,6 @@ def _arguments(config: NodeConfig, identity_path: Path) -> dict[str, Any]:
         "no_listen": not config.host_maddrs or (config.client_mode and not config.use_auto_relay),
         "auto_nat": reaches_outside,
         "nat_port_map": reaches_outside and config.nat_port_map,
-        "use_relay": config.use_relay,
         "use_auto_relay": config.use_auto_relay,
         "startup_timeout": config.start_timeout_s,
         "persistent_conn_max_msg_size": MAX_DAEMON_MESSAGE_BYTES,
