@@ -20,13 +20,13 @@ from swarm_plugins.errors import ConfigError, TransportError
 
 _OPTIONS = (
     "activation_bytes",
-    "announce_every_s",
     "adapter",
     "adapter_bytes",
+    "announce_every_s",
     "announce_maddrs",
     "device",
-    "dtype",
     "drain_s",
+    "dtype",
     "host_maddrs",
     "kv_bytes",
     "log_format",
@@ -338,9 +338,9 @@ class LocalSwarm:
         command = [sys.executable, "-m", module, "serve", name, "--embedded", *chosen]
         if self._threads is not None:
             command += ["--threads", str(self._threads)]
-        shares = {share: values[span] for share, values in self._shares.items() if values is not None}
-        known = {"identity": self.folder / f"server-{index}.key", **self._options, **options}
-        for option, value in {**known, **{share: one for share, one in shares.items() if one is not None}}.items():
+        shares = {share: values[span] for share, values in self._shares.items() if values and values[span] is not None}
+        identity = self.folder / f"server-{index}.key"
+        for option, value in {"identity": identity, **self._options, **options, **shares}.items():
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 command += [f"--{option.replace('_', '-')}", str(item)]
         return LocalServer(command, _environment(self._threads), self.folder / f"server-{index}.log")

@@ -47,7 +47,6 @@ _PACK_S = 0.5
 _MIN_PACK_TOKENS, _MAX_PACK_TOKENS = 64, 1024
 _PORTION_S = 0.25
 """Batches of training are cut so that a forward through one block takes about this time, a backward a few times it."""
-
 _GRACE_S = 5.0
 """How long `SwarmServer.close` waits for running requests."""
 
