@@ -17,7 +17,7 @@ from package_imports import ALL_IMPORTS, IMPORTS, MODULES, PACKAGE, ROOT, module
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
 COMMON = frozenset(
-    {"errors", "hub_errors", "versions", "adapter_spec", "block_io", "noise", "sizes", "ledger", "kept_files"}
+    {"errors", "hub_errors", "versions", "adapter_spec", "block_io", "noise", "sizes", "ledger", "kept_files", "child"}
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -29,6 +29,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sizes": frozenset(),
     "ledger": frozenset(),
     "kept_files": frozenset(),
+    "child": frozenset(),
+    "links": frozenset(),
     "checkpoint": frozenset(),
     "transport": frozenset(),
     "routing": frozenset(),
@@ -51,7 +53,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "survey": frozenset({"transport", "routing"}),
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone", "distill"}),
-    "local_swarm": frozenset({"transport"}),
+    "local_swarm": frozenset({"transport", "links"}),
     "talk": frozenset({"backbone", "client", "callbacks", "checkpoint", "offload"}),
     "local_hub": frozenset(),
     "bench": EVERYTHING,

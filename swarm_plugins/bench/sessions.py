@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarm_plugins.bench.arms import decode, local_model, prompt_tokens
-from swarm_plugins.bench.child import Child, answer, jobs
 from swarm_plugins.bench.figures import Figure, SwarmReport
 from swarm_plugins.bench.measure import Arm, interleave
 from swarm_plugins.bench.swarm import swarm_model
+from swarm_plugins.child import Child, answer, jobs
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from os import PathLike
-
-from swarm_plugins.local_swarm import LocalServer, LocalSwarm
-from swarm_plugins.testing.links import Link
+from swarm_plugins.links.line import Line
+from swarm_plugins.links.network import Network, Ports, Traffic
+from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.transport.loop import LoopThread
 
 
 class FaultySwarm(LocalSwarm):
-    """A [`LocalSwarm`][swarm_plugins.LocalSwarm] in which each server is reached through a link of its own.
+    """A [`LocalSwarm`][swarm_plugins.LocalSwarm] whose lines run in this process, to be cut and slowed at any time.
 
-    Its arguments are those of `LocalSwarm`. A server's link carries what others have to say to it, clients above all,
-    and its answers; connections that it opens itself go through the links of the others.
+    Its arguments are those of `LocalSwarm`.
     """
 
-    links: tuple[Link, ...] = ()
-    """Links in the order of the servers, while the swarm runs."""
+    network: Network
+    """The lines, while the swarm runs."""
     _loop: LoopThread | None = None
     _num_replaced = 0
 
-    def start(self) -> FaultySwarm:
-        """Opens the links, then starts the servers; see `LocalSwarm.start`."""
-        loop = self._loop = LoopThread("swarm-links")
-        loop.start()
-        self.links = tuple(Link() for _ in range(self.num_servers))
-        try:
-            for link in self.links:
-                loop.run(link.start())
-            super().start()
-        except BaseException:
-            self.close()
-            raise
-        return self
+    def lines_to(self, index: int) -> list[Line]:
+        """Returns the lines by which others call a server; what a `Line` names an answer comes from the server."""
+        callers = (lines[index] for at, lines in enumerate(self.network.for_servers) if at != index)
+        return [self.network.for_clients[index], *callers]
 
-    def close(self) -> None:
-        """Ends all servers and links. Idempotent."""
-        super().close()
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            for link in self.links:
-                loop.run(link.close())
-            loop.close()
+    def lines_from(self, index: int) -> list[Line]:
+        """Returns the lines by which a server calls others; what a `Line` names an answer goes to the server."""
+        return [line for at, line in enumerate(self.network.for_servers[index]) if at != index]
+
+    def traffic(self) -> Traffic:
+        """Returns the bytes carried so far by the links."""
+        return self.network.traffic()
 
     def replace_by_liar(self, index: int) -> None:
-        """Ends a server at once and starts, behind its link, one with a new identity, whose outputs are wrong by 1 %.
+        """Ends a server at once and starts, behind its lines, one with a new identity, whose outputs are wrong by 1 %.
 
         `restart` brings the honest one back. Clients notice only if they check answers (``SwarmConfig(verify="on")``):
         those of a swarm on their own machine do not by default.
@@ -55,15 +42,15 @@ class FaultySwarm(LocalSwarm):
         identity = self.folder / f"liar-{self._num_replaced}.key"
         self._replace(index, {"identity": identity}, module="swarm_plugins.testing.lying_server")
 
-    def _spawn(
-        self,
-        index: int,
-        options: Mapping[str, object],
-        *,
-        model: str | PathLike[str] | None = None,
-        module: str = "swarm_plugins",
-    ) -> LocalServer:
-        link = self.links[index]
-        addresses = {"host_maddrs": link.target_port, "announce_maddrs": link.port}
-        ways = {option: f"/ip4/127.0.0.1/tcp/{port}" for option, port in addresses.items()}
-        return super()._spawn(index, {**options, **ways}, model=model, module=module)
+    def _open_links(self) -> Ports:
+        self.network = Network(self.num_servers, *self._links)
+        loop = self._loop = LoopThread("swarm-links")
+        loop.start()
+        loop.run(self.network.start())
+        return self.network.ports()
+
+    def _close_links(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.run(self.network.close())
+            loop.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -23,11 +23,12 @@ from typing import Literal, Protocol, get_args
 import psutil
 
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.links import Link
+from swarm_plugins.links.line import Line
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.testing.faulty_swarm import FaultySwarm
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.liars import Liar
-from swarm_plugins.testing.transports import Line
 
 FaultKind = Literal[
     "kill",  # the server vanishes; at the end of the fault it starts again with the same identity and no memory
@@ -201,20 +202,27 @@ class Nemesis:
         self.close()
 
 
-_LINE_FAULTS: dict[FaultKind, dict[str, bool | float]] = {
+_LINE_FAULTS: dict[FaultKind, dict[str, bool | Link]] = {
     "freeze": {"is_frozen": True},
     "partition": {"loses_requests": True, "loses_answers": True},
     "partition_to": {"loses_requests": True},
     "partition_from": {"loses_answers": True},
-    "slow_link": {"delay_s": 0.25},
+    "slow_link": {"link": Link(rtt_ms=500)},
 }
+_MIRRORED: dict[FaultKind, FaultKind] = {"partition_to": "partition_from", "partition_from": "partition_to"}
+"""The same faults for a line that the server has opened."""
 
 
 def _strike_line(line: Line, kind: FaultKind) -> Callable[[], object]:
     faults = _LINE_FAULTS[kind]
-    sound = {name: vars(line)[name] for name in faults}
-    vars(line).update(faults)
-    return lambda: vars(line).update(sound)
+    sound = {name: getattr(line, name) for name in faults}
+
+    def change(values: Mapping[str, bool | Link]) -> None:
+        for name, value in values.items():
+            setattr(line, name, value)
+
+    change(faults)
+    return lambda: change(sound)
 
 
 class _InProcess:
@@ -273,7 +281,7 @@ class _Processes:
                 self._swarm.replace_by_liar(fault.server)
                 return lambda: self._swarm.restart(fault.server)
             if fault.kind in _LINE_FAULTS and fault.kind != "freeze":
-                return _strike_line(self._swarm.links[fault.server], fault.kind)
+                return self._strike_lines(self._swarm, fault)
         if fault.kind in ("freeze", "freeze_daemon"):
             daemons = psutil.Process(server.pid).children()
             frozen = daemons if fault.kind == "freeze_daemon" else [psutil.Process(server.pid), *daemons]
@@ -289,6 +297,18 @@ class _Processes:
         if fault.kind == "other_version":
             self._swarm.restart(fault.server, model=self._other_model)
         return lambda: self._swarm.restart(fault.server)
+
+    @staticmethod
+    def _strike_lines(swarm: FaultySwarm, fault: Fault) -> Callable[[], object]:
+        mirrored = _MIRRORED.get(fault.kind, fault.kind)
+        struck = [_strike_line(line, fault.kind) for line in swarm.lines_to(fault.server)]
+        struck += [_strike_line(line, mirrored) for line in swarm.lines_from(fault.server)]
+
+        def heal() -> None:
+            for heal_line in struck:
+                heal_line()
+
+        return heal
 
 
 def _victim(swarm: InProcessSwarm | LocalSwarm | Victim, other_model: str | Path | None) -> Victim:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
+from swarm_plugins.links.line import Line
+from swarm_plugins.links.pacing import Pacer
 from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Transport
 from swarm_plugins.transport.messages import Codec, Failure, InfoRequest, Message, ServerInfo
 from swarm_plugins.transport.wire import decode, encode
@@ -20,16 +22,21 @@ from swarm_plugins.transport.wire import decode, encode
 log = logging.getLogger(__name__)
 
 _PIPE_FRAMES = 8
-_FAULT_POLL_S = 0.02
 
 
 class _Pipe:
-    """One direction of a channel: a bounded queue of frames that can end or break."""
+    """One direction of a channel: a bounded queue of frames that can end or break.
 
-    def __init__(self) -> None:
-        self._frames: deque[bytes] = deque()
+    Args:
+        pacer: When what is sent now arrives.
+    """
+
+    def __init__(self, pacer: Callable[[], Pacer]) -> None:
+        self._pacer = pacer
+        self._frames: deque[tuple[float, bytes]] = deque()
         self._changed = asyncio.Condition()
         self._is_ended = False
+        self._ends_at = 0.0
         self._is_broken = False
 
     async def put(self, frame: bytes) -> None:
@@ -37,47 +44,33 @@ class _Pipe:
             await self._changed.wait_for(lambda: len(self._frames) < _PIPE_FRAMES or self._is_ended)
             if self._is_ended:
                 raise TransportError("the stream is broken")
-            self._frames.append(frame)
+            self._frames.append((self._arrival(len(frame)), frame))
             self._changed.notify_all()
 
     async def get(self) -> bytes | None:
+        """Returns the next frame once it has arrived; None at the end. If cancelled, it is left."""
         async with self._changed:
             await self._changed.wait_for(lambda: bool(self._frames) or self._is_ended)
             if self._is_broken:
                 raise TransportError("the stream is broken")
-            frame = self._frames.popleft() if self._frames else None
+            arrival = self._frames[0][0] if self._frames else self._ends_at
+        await asyncio.sleep(arrival - asyncio.get_running_loop().time())
+        async with self._changed:
+            if self._is_broken:
+                raise TransportError("the stream is broken")
+            frame = self._frames.popleft()[1] if self._frames else None
             self._changed.notify_all()
             return frame
 
     async def finish(self, *, is_broken: bool) -> None:
         async with self._changed:
             self._is_ended = True
+            self._ends_at = self._arrival(0)
             self._is_broken |= is_broken
             self._changed.notify_all()
 
-
-class Line:
-    """The way between the client and one peer; what is wrong with it may change at any time."""
-
-    def __init__(self) -> None:
-        self.loses_requests = False
-        """Messages to the peer vanish."""
-        self.loses_answers = False
-        """Messages from the peer vanish."""
-        self.is_frozen = False
-        """Answers arrive only after this has ended, as from a stopped process."""
-        self.delay_s = 0.0
-        """How long each message takes, in each direction."""
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether a new stream can be opened."""
-        return not (self.loses_requests or self.loses_answers or self.is_frozen)
-
-    async def wait_until(self, is_over: Callable[[], bool]) -> None:
-        """Waits for the end of a fault."""
-        while not is_over():
-            await asyncio.sleep(_FAULT_POLL_S)
+    def _arrival(self, num_bytes: int) -> float:
+        return self._pacer().arrival(asyncio.get_running_loop().time(), num_bytes)
 
 
 class _LocalChannel:
@@ -88,14 +81,12 @@ class _LocalChannel:
         self.remote_peer = remote_peer
         self._outgoing = outgoing
         self._incoming = incoming
-        self._delayed: deque[bytes | None] = deque()
-        """What has come off the line, but may not be read yet."""
+        self._held: deque[bytes | None] = deque()
+        """What has arrived, but may not be read yet."""
         self.is_closed = False
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         self._check_open()
-        if self._line.delay_s:
-            await asyncio.sleep(self._line.delay_s)
         if not self._line.loses_requests:
             await self._outgoing.put(b"".join(encode(message, codec=codec)))
 
@@ -110,12 +101,10 @@ class _LocalChannel:
     async def _arrived(self) -> bytes | None:
         line = self._line
         while True:
-            if not self._delayed:
-                self._delayed.append(await self._incoming.get())
-            if line.delay_s:
-                await asyncio.sleep(line.delay_s)
+            if not self._held:
+                self._held.append(await self._incoming.get())
             await line.wait_until(lambda: not line.is_frozen)
-            frame = self._delayed.popleft()
+            frame = self._held.popleft()
             # The end of a stream is lost too.
             if not line.loses_answers:
                 return frame
@@ -176,7 +165,7 @@ class LocalTransport:
             raise RequestTimeoutError(f"peer {peer} did not answer within {timeout_s:g} s") from exc
         if peer in self._killed:
             raise TransportError(f"peer {peer} cannot be reached")
-        forth, back = _Pipe(), _Pipe()
+        forth, back = _Pipe(lambda: line.there), _Pipe(lambda: line.back)
         near = _LocalChannel(peer, forth, back, line)
         far = _LocalChannel(self._client, back, forth)
         task = asyncio.create_task(_run(handler, far), name=f"local {rpc} of {peer}")

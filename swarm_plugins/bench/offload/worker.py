@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins.bench.arms import frozen, generate
-from swarm_plugins.bench.child import Child, answer, jobs
 from swarm_plugins.bench.memory_group import MemoryGroup
 from swarm_plugins.bench.offload.figures import ArmName
 from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.child import Child, answer, jobs
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.moe import is_fused_experts
 from swarm_plugins.offload import OffloadConfig, load_offloaded

@@ -15,6 +15,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.connection import RemoteBlocks
 from swarm_plugins.errors import ConfigError, TransportError
+from swarm_plugins.links import Link
 from swarm_plugins.testing import InProcessSwarm, Nemesis, save_tiny, tiny_model
 from swarm_plugins.testing.nemesis import KINDS, Fault, FaultKind, schedule
 
@@ -78,4 +79,4 @@ def test_a_nemesis_prints_its_seed_and_ends_when_it_is_closed(directory: Path) -
             while not nemesis.num_struck:
                 assert nemesis.is_running
         assert not nemesis.is_running
-        assert all(swarm.transport.line(peer).delay_s == 0 for peer in swarm.peers)
+        assert all(swarm.transport.line(peer).link == Link() for peer in swarm.peers)

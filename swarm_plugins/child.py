@@ -1,4 +1,4 @@
-"""A worker process of a benchmark: JSON lines, jobs on its standard input and answers on its standard output."""
+"""A worker process: JSON lines, jobs on its standard input and answers on its standard output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Child:
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
+        """Starts the process."""
         self._process = subprocess.Popen(
             # -P: folders in the working directory are not mistaken for packages.
             [sys.executable, "-P", "-c", _START.format(module=self._module)],
@@ -44,19 +45,27 @@ class Child:
             # Bytecode of modules imported late must not count as written by a load.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
         )
+
+    def close(self) -> None:
+        """Makes the process leave, and ends it if it does not. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        pipes: Any = process
+        pipes.stdin.close()
+        try:
+            process.wait(timeout=_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=_DIE_S)
+        pipes.stdout.close()
+
+    def __enter__(self) -> Self:
+        self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._process is None:
-            return
-        pipes: Any = self._process
-        pipes.stdin.close()  # makes it leave
-        try:
-            self._process.wait(timeout=_LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(timeout=_DIE_S)
-        pipes.stdout.close()
+        self.close()
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""Links between ports: what they carry, and what each fault does to it."""
+"""Lines between ports: what they carry, and what each fault does to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from swarm_plugins.testing.links import Link
+from swarm_plugins.links import Link
+from swarm_plugins.links.tcp import TcpLine, free_port
 
 SOON_S = 20.0
 NOTHING_S = 0.2
@@ -16,7 +17,7 @@ NOTHING_S = 0.2
 
 
 @asynccontextmanager
-async def echo_behind(link: Link) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def echo_behind(line: TcpLine) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Yields a connection through a link to a server that sends everything back."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -24,29 +25,29 @@ async def echo_behind(link: Link) -> AsyncIterator[tuple[asyncio.StreamReader, a
             writer.write(chunk)
         writer.close()
 
-    async with await asyncio.start_server(echo, "127.0.0.1", link.target_port):
-        await link.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+    async with await asyncio.start_server(echo, "127.0.0.1", line.target_port):
+        await line.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", line.port)
         try:
             yield reader, writer
         finally:
             writer.close()
-            await link.close()
+            await line.close()
 
 
 @pytest.mark.parametrize("fault", ["loses_requests", "loses_answers", "is_frozen"])
 def test_what_a_fault_takes_arrives_after_it(fault: str) -> None:
     async def body() -> None:
-        link = Link()
-        async with echo_behind(link) as (reader, writer):
+        line = TcpLine(free_port())
+        async with echo_behind(line) as (reader, writer):
             writer.write(b"before")
             assert await reader.readexactly(6) == b"before"
-            setattr(link, fault, True)
+            setattr(line, fault, True)
             writer.write(bytes(1 << 20))
             writer.write_eof()
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(reader.read(1), NOTHING_S)
-            setattr(link, fault, False)
+            setattr(line, fault, False)
             assert await reader.read() == bytes(1 << 20)
 
     asyncio.run(asyncio.wait_for(body(), SOON_S))
@@ -54,9 +55,9 @@ def test_what_a_fault_takes_arrives_after_it(fault: str) -> None:
 
 def test_a_slow_link_delays_each_direction() -> None:
     async def body() -> None:
-        link = Link()
-        async with echo_behind(link) as (reader, writer):
-            link.delay_s = 0.2
+        line = TcpLine(free_port())
+        async with echo_behind(line) as (reader, writer):
+            line.link = Link(rtt_ms=400)
             started = asyncio.get_running_loop().time()
             writer.write(b"slow")
             assert await reader.readexactly(4) == b"slow"
@@ -67,12 +68,12 @@ def test_a_slow_link_delays_each_direction() -> None:
 
 def test_a_connection_ends_with_its_target() -> None:
     async def body() -> None:
-        link = Link()
-        await link.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        line = TcpLine(free_port())
+        await line.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", line.port)
         assert await reader.read() == b""
         writer.close()
-        await link.close()
-        await link.close()
+        await line.close()
+        await line.close()
 
     asyncio.run(asyncio.wait_for(body(), SOON_S))

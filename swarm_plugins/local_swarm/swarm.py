@@ -1,12 +1,9 @@
-"""A swarm of real ``swarm serve`` processes on this machine, for notebooks, demos and tests."""
+"""A swarm of real ``swarm serve`` processes on this machine."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from swarm_plugins.errors import ConfigError, TransportError
+from swarm_plugins.links import Link
+from swarm_plugins.links.network import MAX_SERVERS, Ports, Traffic
+from swarm_plugins.links.relay import Relay
+from swarm_plugins.local_swarm.server import LocalServer
 
 _OPTIONS = (
     "activation_bytes",
@@ -43,125 +42,7 @@ _OPTIONS = (
     "threads",
 )
 """Options of ``swarm serve`` that make sense for a local swarm."""
-_STOP_TIMEOUT_S = 15.0
-_LOG_TAIL_LINES = 15
 _POLL_S = 0.02
-
-
-class _Event(msgspec.Struct):
-    """A line of a server's standard output."""
-
-    event: str
-    peer_id: str = ""
-    addresses: tuple[str, ...] = ()
-    start: int = 0
-    end: int = 0
-
-
-class LocalServer:
-    """One server process, started by [`LocalSwarm`][swarm_plugins.LocalSwarm]; its standard error goes to a file."""
-
-    def __init__(self, command: Sequence[str], environment: dict[str, str], log_path: Path) -> None:
-        self._log_path = log_path
-        self._line = b""
-        self._events: dict[str, _Event] = {}
-        with log_path.open("ab") as log:
-            # A session of its own: Ctrl-C in a terminal reaches only the parent, which then ends its servers in order.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-                bufsize=0,
-            )
-        if self._process.stdout is not None:
-            os.set_blocking(self._process.stdout.fileno(), False)
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server; its libp2p daemon is a child of it."""
-        return self._process.pid
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """First block served, and one past the last."""
-        if "ready" not in self._events:
-            raise ConfigError("this server is not serving yet: start the swarm first")
-        return (self._events["ready"].start, self._events["ready"].end)
-
-    @property
-    def peer_id(self) -> str:
-        """Base58 id of the peer."""
-        if "joined" not in self._events:
-            raise ConfigError("this server has not joined yet: start the swarm first")
-        return self._events["joined"].peer_id
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Addresses that reach it; none before it has joined."""
-        return self._events["joined"].addresses if "joined" in self._events else ()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process is running."""
-        return self._process.poll() is None
-
-    @property
-    def log(self) -> str:
-        """The server's warnings, errors and progress so far."""
-        with contextlib.suppress(OSError):
-            return self._log_path.read_text(errors="replace")
-        return ""
-
-    def kill(self) -> None:
-        """Ends the process at once, without telling the swarm, as a crash would."""
-        self._process.kill()
-        self._wait(_STOP_TIMEOUT_S)
-
-    def terminate(self, *, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-        """Lets the process leave the swarm; kills it if that takes longer than ``timeout_s``."""
-        self.ask_to_end()
-        self._wait(timeout_s)
-
-    def ask_to_end(self) -> None:
-        """Asks the process to leave the swarm, without waiting."""
-        if self.is_alive:
-            self._process.send_signal(signal.SIGTERM)
-
-    def _wait(self, timeout_s: float) -> None:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(_STOP_TIMEOUT_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-    def tell_peers(self, addresses: Sequence[str]) -> None:
-        """Sends the addresses to join by, which the process waits for."""
-        if self._process.stdin is not None:
-            # The caller waits for events next, and finds out there if the process has died.
-            with contextlib.suppress(OSError):
-                self._process.stdin.write(msgspec.json.encode(list(addresses)) + b"\n")
-
-    def listen(self) -> None:
-        """Reads new events, without waiting."""
-        pipe = self._process.stdout
-        if pipe is None or pipe.closed:
-            return
-        while chunk := pipe.read(4096):
-            *lines, self._line = (self._line + chunk).split(b"\n")
-            for line in lines:
-                event = msgspec.json.decode(line, type=_Event)
-                self._events[event.event] = event
-
-    def has_reached(self, event: str) -> bool:
-        """Returns whether it has ``joined``, so that others can join by its addresses, or is ``ready`` to serve."""
-        return event in self._events
 
 
 class LocalSwarm:
@@ -179,6 +60,8 @@ class LocalSwarm:
         slices: ``--slice`` of each span's servers, None for whole experts.
         dtype: Compute dtype: ``float32``, ``bfloat16`` or ``float16``. None: the checkpoint's.
         threads: CPU threads of each server.
+        link: Distance between clients and servers, and between servers. None: none is added.
+        server_link: Distance between servers, if it differs.
         start_timeout_s: How long all servers together may take to start.
         serve_options: Other options of ``swarm serve``, such as ``kv_bytes="256MB"`` or ``quantization="int8"``.
 
@@ -198,6 +81,8 @@ class LocalSwarm:
         slices: Sequence[str | None] | None = None,
         dtype: object = None,
         threads: int | None = 1,
+        link: Link | None = None,
+        server_link: Link | None = None,
         start_timeout_s: float = 300.0,
         **serve_options: object,
     ) -> None:
@@ -222,6 +107,11 @@ class LocalSwarm:
         self._threads = threads
         # str() of a torch.dtype, so that torch itself need not be loaded here.
         self._options = serve_options | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
+        if (link or server_link) and self.num_servers > MAX_SERVERS:
+            raise ConfigError(f"{self.num_servers} servers are too many for links: at most {MAX_SERVERS}")
+        self._links = link or Link(), server_link or link or Link()
+        self._relay = None if link is None and server_link is None else Relay(self.num_servers, *self._links)
+        self._ports: Ports | None = None
         self._start_timeout_s = start_timeout_s
         self._directory: Path | None = None
         self._servers: list[LocalServer] = []
@@ -259,13 +149,14 @@ class LocalSwarm:
         self._directory = Path(tempfile.mkdtemp(prefix="swarm-local-"))
         deadline = time.monotonic() + self._start_timeout_s
         try:
+            self._ports = self._open_links()
             for index in range(self.num_servers):
                 self._servers.append(self._spawn(index, {}))
-            first, *others = self._servers
-            first.tell_peers([])
-            self._wait_for([first], "joined", deadline)
-            for server in others:
-                server.tell_peers(first.addresses)
+            for index, server in enumerate(self._servers):
+                server.tell_peers(self._ways_to_others(index))
+                # Others join by the first. Behind links they call all that were there before, by their own ports.
+                if index == 0 or self._ports is not None:
+                    self._wait_for([server], "joined", deadline)
             self._wait_for(self._servers, "ready", deadline)
         except BaseException:
             self.close()
@@ -279,6 +170,7 @@ class LocalSwarm:
         for server in self._servers:
             server.terminate()
         self._servers = []
+        self._close_links()
         directory, self._directory = self._directory, None
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
@@ -319,8 +211,34 @@ class LocalSwarm:
         ports = [address.partition("/p2p/")[0] for address in old.addresses]
         same = {} if "host_maddrs" in self._options else {"host_maddrs": ports}
         new = self._servers[index] = self._spawn(index, {**same, **options}, model=model, module=module)
-        new.tell_peers(self.initial_peers)
+        new.tell_peers(self._ways_to_others(index))
         self._wait_for([new], "ready", time.monotonic() + self._start_timeout_s)
+
+    def traffic(self) -> Traffic:
+        """Returns the bytes carried so far by the links.
+
+        Raises:
+            ConfigError: If this swarm has no links.
+        """
+        if self._relay is None or self._ports is None:
+            raise ConfigError("this swarm has no links, or is not running: give link, and start it")
+        return self._relay.traffic()
+
+    def _open_links(self) -> Ports | None:
+        return None if self._relay is None else self._relay.start()
+
+    def _close_links(self) -> None:
+        self._ports = None
+        if self._relay is not None:
+            self._relay.close()
+
+    def _ways_to_others(self, index: int) -> list[str]:
+        """Returns the addresses by which a server reaches the others that run."""
+        others = [(at, one) for at, one in enumerate(self._servers) if at != index and one.is_alive and one.addresses]
+        if self._ports is None:
+            return [address for _, server in others for address in server.addresses]
+        ports = self._ports.for_servers[index]
+        return [f"{_maddr(ports[at])}/p2p/{server.peer_id}" for at, server in others]
 
     def _spawn(
         self,
@@ -339,8 +257,11 @@ class LocalSwarm:
         if self._threads is not None:
             command += ["--threads", str(self._threads)]
         shares = {share: values[span] for share, values in self._shares.items() if values and values[span] is not None}
-        identity = self.folder / f"server-{index}.key"
-        for option, value in {"identity": identity, **self._options, **options, **shares}.items():
+        known = {"identity": self.folder / f"server-{index}.key", **self._options, **options, **shares}
+        if self._ports is not None:
+            ways = {"host_maddrs": self._ports.own[index], "announce_maddrs": self._ports.for_clients[index]}
+            known |= {option: _maddr(port) for option, port in ways.items()}
+        for option, value in known.items():
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 command += [f"--{option.replace('_', '-')}", str(item)]
         return LocalServer(command, _environment(self._threads), self.folder / f"server-{index}.log")
@@ -354,11 +275,11 @@ class LocalSwarm:
                 return
             dead = next((server for server in servers if not server.is_alive), None)
             if dead is not None:
-                raise TransportError(f"a local server ended before it served (pid {dead.pid}){_end_of_log(dead)}")
+                raise TransportError(f"a local server ended before it served (pid {dead.pid}){dead.end_of_log}")
             if time.monotonic() > deadline:
                 raise TransportError(
                     f"a local server (pid {late.pid}) did not serve within {self._start_timeout_s:g} s: "
-                    f"raise start_timeout_s, or see why{_end_of_log(late)}"
+                    f"raise start_timeout_s, or see why{late.end_of_log}"
                 )
             time.sleep(_POLL_S)
 
@@ -368,11 +289,10 @@ def _environment(threads: int | None) -> dict[str, str]:
     if threads is not None:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     # The package may have been found through sys.path alone, which a child does not inherit.
-    home = str(Path(__file__).resolve().parent.parent)
+    home = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(part for part in (home, environment.get("PYTHONPATH", "")) if part)
     return environment
 
 
-def _end_of_log(server: LocalServer) -> str:
-    lines = [line for line in server.log.replace("\r", "\n").splitlines() if line.strip()]
-    return ":\n" + "\n".join(lines[-_LOG_TAIL_LINES:]) if lines else "; its log is empty"
+def _maddr(port: int) -> str:
+    return f"/ip4/127.0.0.1/tcp/{port}"

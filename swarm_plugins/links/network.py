@@ -1,0 +1,86 @@
+"""All lines between the peers of a swarm on one machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import msgspec
+
+from swarm_plugins.links.link import Link
+from swarm_plugins.links.tcp import TcpLine, free_port
+
+MAX_SERVERS = 16
+"""A relay can have a thousand ports and connections, and each server has a port for clients and one for every other."""
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """Where servers listen, and where others reach them."""
+
+    own: tuple[int, ...]
+    """A server's own port, which nobody calls directly."""
+    for_clients: tuple[int, ...]
+    """The port that it announces."""
+    for_servers: tuple[tuple[int, ...], ...]
+    """``for_servers[caller][called]``."""
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """Bytes carried so far, with those of handshakes and encryption."""
+
+    to_servers: int
+    """From clients."""
+    from_servers: int
+    """To clients."""
+    between: int
+    """Servers, in both directions."""
+
+
+class Network:
+    """Lines from clients to each server, and from each server to each other one.
+
+    A relay cannot tell who calls, so each caller has a port of its own. Servers that call a port which another one
+    announces share the line of clients; they do so only after a connection of their own has broken.
+
+    Args:
+        num_servers: Servers, at most `MAX_SERVERS` in a `Relay`.
+        link: Between clients and servers.
+        server_link: Between servers.
+    """
+
+    def __init__(self, num_servers: int, link: Link, server_link: Link) -> None:
+        own = [free_port() for _ in range(num_servers)]
+        self.for_clients = tuple(TcpLine(port, link) for port in own)
+        """The line from clients to each server."""
+        self.for_servers = tuple(tuple(TcpLine(port, server_link) for port in own) for _ in own)
+        """``for_servers[caller][called]``."""
+
+    def _lines(self) -> Iterator[TcpLine]:
+        yield from self.for_clients
+        for lines in self.for_servers:
+            yield from lines
+
+    async def start(self) -> None:
+        """Begins to listen."""
+        await asyncio.gather(*(line.start() for line in self._lines()))
+
+    async def close(self) -> None:
+        """Ends all connections. Idempotent."""
+        await asyncio.gather(*(line.close() for line in self._lines()))
+
+    def ports(self) -> Ports:
+        """Returns the ports, once it listens."""
+        return Ports(
+            tuple(line.target_port for line in self.for_clients),
+            tuple(line.port for line in self.for_clients),
+            tuple(tuple(line.port for line in lines) for lines in self.for_servers),
+        )
+
+    def traffic(self) -> Traffic:
+        """Returns what was carried so far."""
+        between = sum(line.there.num_bytes + line.back.num_bytes for lines in self.for_servers for line in lines)
+        return Traffic(
+            sum(line.there.num_bytes for line in self.for_clients),
+            sum(line.back.num_bytes for line in self.for_clients),
+            between,
+        )

@@ -1,0 +1,62 @@
+"""A network in a process of its own, so that it does not compete with what is measured for one interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import sys
+
+import msgspec
+
+from swarm_plugins.child import Child, answer
+from swarm_plugins.links.link import Link
+from swarm_plugins.links.network import Network, Ports, Traffic
+
+
+class _Setup(msgspec.Struct, frozen=True):
+    num_servers: int
+    link: Link
+    server_link: Link
+
+
+class Relay:
+    """Runs a [`Network`][swarm_plugins.links.network.Network] in another process; its arguments are those of it."""
+
+    def __init__(self, num_servers: int, link: Link, server_link: Link) -> None:
+        self._setup = _Setup(num_servers, link, server_link)
+        self._child = Child(__name__, "the relay")
+
+    def start(self) -> Ports:
+        """Starts the process and begins to listen; returns where."""
+        self._child.start()
+        self._child.send(self._setup)
+        return self._child.receive(Ports)
+
+    def close(self) -> None:
+        """Ends the process and all connections. Idempotent."""
+        self._child.close()
+
+    def traffic(self) -> Traffic:
+        """Returns what was carried so far."""
+        self._child.send(None)
+        return self._child.receive(Traffic)
+
+
+def main() -> None:
+    """Runs the process: reads a setup, answers with the ports, then with the traffic at each further line."""
+    # Other selectors round to milliseconds.
+    loop = asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector()))
+    with loop:
+        loop.run(_relay())
+
+
+async def _relay() -> None:
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Setup)
+    network = Network(setup.num_servers, setup.link, setup.server_link)
+    try:
+        await network.start()
+        answer(network.ports())
+        while await asyncio.to_thread(sys.stdin.buffer.readline):
+            answer(network.traffic())
+    finally:
+        await network.close()
