@@ -63,11 +63,11 @@ def training_figures(
     """
     figures = []
     for (what, batch), goal in works.items():
-        work = _logits if what == "forward" else _prompt_gradient
-        tokens = _batch(directory, batch, local.config.vocab_size)
+        work = _logits if what == "forward" else prompt_gradient
+        tokens = batch_of_texts(directory, batch, local.config.vocab_size)
         ours, theirs = work(local, tokens), work(remote, tokens)
-        _check_equal(what, ours(), theirs())
-        arms = Arm(_timed(ours), (os.getpid(),)), Arm(_timed(theirs), (os.getpid(), *pids))
+        check_equal(what, ours(), theirs())
+        arms = Arm(timed_run(ours), (os.getpid(),)), Arm(timed_run(theirs), (os.getpid(), *pids))
         name = f"{what}, {batch} x {TOKENS} tokens{suffix}"
         figures.append(compare(name, "ms", *arms, goal=goal, rounds=rounds, progress=progress))
     return figures
@@ -82,7 +82,8 @@ def _logits(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
     return run
 
 
-def _prompt_gradient(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
+def prompt_gradient(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Tensor]:
+    """Returns a step that computes the gradient of a soft prompt before ``[B, S]`` tokens, ``[1, P, D]``."""
     embedded = model.get_input_embeddings()(tokens).detach()
     rest = embedded[:, PROMPT_TOKENS:]
     prompt = nn.Parameter(embedded[:1, :PROMPT_TOKENS].clone())
@@ -95,12 +96,15 @@ def _prompt_gradient(model: PreTrainedModel, tokens: Tensor) -> Callable[[], Ten
     return run
 
 
-def _batch(directory: Path, batch: int, vocab_size: int) -> Tensor:
+def batch_of_texts(directory: Path, batch: int, vocab_size: int) -> Tensor:
+    """Returns ``[batch, TOKENS]`` tokens."""
     rows = [prompt_tokens(directory, length=TOKENS, vocab_size=vocab_size, shift=row) for row in range(batch)]
     return torch.cat(rows)  # [B, S]
 
 
-def _timed(run: Callable[[], Tensor]) -> Callable[[], float]:
+def timed_run(run: Callable[[], Tensor]) -> Callable[[], float]:
+    """Returns a function that runs this one and returns its seconds."""
+
     def timed() -> float:
         started = time.perf_counter()
         run()
@@ -109,7 +113,8 @@ def _timed(run: Callable[[], Tensor]) -> Callable[[], float]:
     return timed
 
 
-def _check_equal(what: str, ours: Tensor, theirs: Tensor) -> None:
+def check_equal(what: str, ours: Tensor, theirs: Tensor) -> None:
+    """Raises SwarmError if a result of the swarm is not the local model's, but for the order of sums."""
     error = float((ours - theirs).norm() / ours.norm())
     if not error <= TOLERANCE:
         raise SwarmError(

@@ -74,6 +74,47 @@ def train(model: Model, servers: Servers = 1, rounds: Rounds = 7, json: Json = N
 
 
 @app.command()
+def network(
+    model: Model,
+    rtt: Annotated[float, typer.Option(help="Round-trip time between client and servers, ms.", min=0)] = 100.0,
+    mbit: Annotated[float, typer.Option(help="Rate of each connection, Mbit/s.")] = 100.0,
+    server_rtt: Annotated[
+        float | None, typer.Option(help="Round-trip time between servers, ms. Default: that of --rtt.", min=0)
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Instead of --rtt and --mbit: 1gbit-5ms, 100mbit-5ms or 100mbit-100ms.")
+    ] = None,
+    servers: Servers = 3,
+    prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
+    new_tokens: NewTokens = 16,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """Measure servers at a distance: a token, the first token and a training step against the link's bound."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.network import bench_network
+        from swarm_plugins.errors import ConfigError
+        from swarm_plugins.links import NETWORKS, Link
+
+        if preset is not None and preset not in NETWORKS:
+            raise ConfigError(f"unknown --preset {preset!r}: choose from {', '.join(NETWORKS)}")
+        link = Link(rtt_ms=rtt, mbit=mbit) if preset is None else NETWORKS[preset]
+        return bench_network(
+            model,
+            link=link,
+            server_link=link if server_rtt is None else Link(rtt_ms=server_rtt, mbit=link.mbit),
+            num_servers=servers,
+            prefix_tokens=prefix,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+        )
+
+    _measure("network", run, json)
+
+
+@app.command()
 def sessions(
     model: Model,
     sessions: Annotated[
