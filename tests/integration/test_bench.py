@@ -36,6 +36,11 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
             id="train",
         ),
         pytest.param(
+            ["network", "--rtt", "4", "--servers", "2", "--prefix", "8", "--new-tokens", "4"],
+            ["a decoded token", "first token after 8", "forward + backward, 8 x 64 tokens", "sent for a token"],
+            id="network",
+        ),
+        pytest.param(
             ["sessions", "--sessions", "2", "--new-tokens", "200"],
             ["1 session together", "2 sessions together"],
             id="sessions",
@@ -76,3 +81,16 @@ def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     assert result.stderr.strip() == (
         f"swarm bench decode: there is no model in {tmp_path}: it needs a config.json and safetensors files"
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (["--preset", "dsl"], "unknown --preset 'dsl': choose from 1gbit-5ms, 100mbit-5ms, 100mbit-100ms"),
+        (["--mbit", "0"], "invalid mbit 0.0: give a rate above 0, in Mbit/s"),
+    ],
+)
+def test_bench_of_an_impossible_link_is_one_sentence(tiny: Path, wrong: list[str], sentence: str) -> None:
+    result = bench("network", "--model", str(tiny), *wrong)
+    assert result.returncode == 1
+    assert result.stderr.strip() == f"swarm bench network: {sentence}"
