@@ -95,6 +95,11 @@ def travelled(message: M, codec: Codec) -> M:
     return cast(M, decode(b"".join(encode(message, codec=codec))))
 
 
+def packed(tensor: Tensor, codec: Codec) -> Tensor:
+    """Returns a result of this machine as an answer would have brought it: what a codec loses accuses nobody."""
+    return tensor if codec == "none" else travelled(ForwardResponse(hidden=tensor), codec).hidden
+
+
 async def recompute_forward(asked: Asked, response: ForwardResponse, blocks: LocalBlocks) -> list[Verdict]:
     """Compares a forward's answer, inner hidden states included, with the same blocks here.
 
@@ -104,7 +109,8 @@ async def recompute_forward(asked: Asked, response: ForwardResponse, blocks: Loc
     inputs = asked.inputs()
 
     async def run(nudge: int) -> list[Tensor]:
-        return await blocks.outputs(_nudged(inputs, nudge), asked.kind)
+        outputs = await blocks.outputs(_nudged(inputs, nudge), asked.kind)
+        return [packed(one, asked.request.reply_codec) for one in outputs]
 
     expected = await run(0)
     is_mixture = blocks.has_experts(inputs.blocks)
@@ -149,7 +155,8 @@ async def recompute_backward(
             *(inputs.adapters.tensors if request.needs_adapters else ()),
             *(inputs.prefix if request.needs_prefix else ()),
         ]
-        return await blocks.gradients(inputs, asked.kind, request.grad_hidden, wanted)
+        found = await blocks.gradients(inputs, asked.kind, request.grad_hidden, wanted)
+        return [packed(one, request.reply_codec) for one in found]
 
     expected = await run(0)
     is_mixture = blocks.has_experts(given.blocks)
@@ -219,17 +226,18 @@ class _OpenedBlock:
         """Compares the state behind the block, and what an answer says about it."""
         run, index, verdicts = self._outputs, self._index, []
         expected = await run(0)
-        pairs = []
+        pairs: list[tuple[Comparison, Tensor, Tensor, Codec]] = []
         if index < self._last:
             comparison = self._comparison(is_answer=False)
-            pairs.append((comparison, self._inputs.hidden, self._opening.states[index]))
+            pairs.append((comparison, self._inputs.hidden, self._opening.states[index], "none"))
         if response is not None:
             claimed = [*response.hidden_states, response.hidden]
             # An answer has the last states only: of all blocks, or of one.
             at = index - self._last + len(claimed) - 1
             if at >= 0:
-                pairs.append((self._comparison(is_answer=True), self._whole.hidden, claimed[at]))
-        for comparison, hidden, found in pairs:
+                codec = self._asked.request.reply_codec
+                pairs.append((self._comparison(is_answer=True), self._whole.hidden, claimed[at], codec))
+        for comparison, hidden, found, codec in pairs:
             tokens = found.shape[1]  # of a session, only the last ones were answered
 
             def compare(
@@ -238,8 +246,10 @@ class _OpenedBlock:
                 hidden: Tensor = hidden,
                 found: Tensor = found,
                 tokens: int = tokens,
+                codec: Codec = codec,
             ) -> list[Verdict]:
-                here, *moved = (each[:, -tokens:] for each in (expected[0], *(one[0] for one in nudged)))
+                whole = (expected[0], *(one[0] for one in nudged))
+                here, *moved = (packed(each[:, -tokens:], codec) for each in whole)
                 return _known([comparison.outputs(hidden[:, -tokens:], found, here, moved)])
 
             verdicts += await settled(self._blocks, compare, run)
@@ -262,7 +272,9 @@ class _OpenedBlock:
             leaves = _as_leaves(_nudged(self._inputs, nudge))
             adapters = [leaves.adapters.tensors[number] for number in on_block]
             wanted = [leaves.hidden, *adapters, *(leaves.prefix if prefix else ())]
-            return await self._blocks.gradients(leaves, asked.kind, grad, wanted)
+            first, *rest = await self._blocks.gradients(leaves, asked.kind, grad, wanted)
+            codec = asked.request.reply_codec
+            return [first if index else packed(first, codec), *(packed(one, codec) for one in rest)]
 
         expected = await run(0)
         found = opening.states[self._last + index - 1] if index else response.grad_hidden

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,22 @@ from torch import Tensor
 from swarm_plugins.block_io import AdapterUse, SpanInputs
 from swarm_plugins.client.history import History
 from swarm_plugins.errors import SwarmError, one_line
-from swarm_plugins.transport.messages import SessionStep
+from swarm_plugins.transport.messages import Codec, SessionStep
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches, UncheckableError
-from swarm_plugins.verification.recompute import nudged_hidden, settled
+from swarm_plugins.verification.recompute import nudged_hidden, packed, settled
 from swarm_plugins.verification.repeated import step_inputs
 from swarm_plugins.verification.scores import Comparison, Verdict, coarsest
+
+
+class _Part(NamedTuple):
+    """Consecutive steps."""
+
+    hidden: Tensor
+    """``[B, S, D]``."""
+    answers: list[tuple[Tensor, Codec]]
+    """By step."""
+    expected: Tensor
+    """``[B, S, D]``, packed like the answers."""
 
 
 class Shadow:
@@ -40,10 +52,10 @@ class Shadow:
         self.num_compared = 0
         """Steps that the last comparison reached to."""
         self._mirror = History(tuple(prefix))
-        self._claimed: list[Tensor] = []
-        """Answers to the steps that are not compared yet."""
-        self._pending: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Inputs, answers and results here that are too few to be compared yet."""
+        self._claimed: list[tuple[Tensor, Codec]] = []
+        """Answers to the steps that are not compared yet, and how they were packed."""
+        self._pending: list[_Part] = []
+        """What is too little to be compared yet."""
         self._caches = SessionCaches(blocks, kind, prefix)
         self._lock = asyncio.Lock()
         self._precision = kind.precision
@@ -64,7 +76,7 @@ class Shadow:
         """
         if not self.is_lost:
             self._append(request, adapters)
-            self._claimed.append(claimed)
+            self._claimed.append((claimed, request.reply_codec))
 
     async def skip(self, steps: Sequence[tuple[SessionStep, AdapterUse]], blocks: LocalBlocks) -> None:
         """Runs the session's first steps without comparing them.
@@ -108,12 +120,16 @@ class Shadow:
         if not self._claimed:
             return []
         first, last = self.num_compared, self.num_compared + len(self._claimed)
-        claimed = torch.cat(self._claimed, dim=1)
+        answers = self._claimed
         self._claimed, self.num_compared = [], last
         steps = self._steps_of(first, last, is_joinable=is_joinable)
         expected = await blocks.extend(self._caches, steps)
-        self._pending.append((torch.cat([step.hidden for step in steps], dim=1), claimed, expected))
-        hidden, claimed, expected = (torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True))
+        hidden = torch.cat([step.hidden for step in steps], dim=1)
+        self._pending.append(_Part(hidden, answers, _packed(expected, answers)))
+        hidden = torch.cat([part.hidden for part in self._pending], dim=1)
+        answers = [answer for part in self._pending for answer in part.answers]
+        claimed = torch.cat([answer for answer, _ in answers], dim=1)
+        expected = torch.cat([part.expected for part in self._pending], dim=1)
         comparison = Comparison(
             precision=self._precision,
             is_mixture=blocks.has_experts(self.blocks),
@@ -123,7 +139,7 @@ class Shadow:
 
         async def run(nudge: int) -> list[Tensor]:
             whole = self._steps_of(0, last, is_joinable=is_joinable)
-            return [(await self._again(blocks, whole, nudge))[:, -claimed.shape[1] :]]
+            return [_packed((await self._again(blocks, whole, nudge))[:, -claimed.shape[1] :], answers)]
 
         def compare(nudged: Sequence[Sequence[Tensor]]) -> list[Verdict]:
             verdict = comparison.outputs(hidden, claimed, expected, [moved for (moved,) in nudged])
@@ -145,3 +161,9 @@ class Shadow:
         part = self._mirror.copy()
         del part.steps[last:]
         return part.merged(first) if is_joinable else part.steps[first:]
+
+
+def _packed(results: Tensor, answers: Sequence[tuple[Tensor, Codec]]) -> Tensor:
+    """Returns results of steps, ``[B, S, D]``, as answers of these sizes would have brought them."""
+    parts = results.split([answer.shape[1] for answer, _ in answers], dim=1)
+    return torch.cat([packed(part, codec) for part, (_, codec) in zip(parts, answers, strict=True)], dim=1)

@@ -24,11 +24,13 @@ from swarm_plugins.transport.codec import pack, unpack
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import (
     AdapterUpload,
+    ForwardRequest,
     Message,
     SessionOpen,
     SessionStep,
     SessionStepResponse,
 )
+from swarm_plugins.transport.receipts import Signer, first_history
 from swarm_plugins.transport.wire import decode, encode
 from swarm_plugins.verification import Quarantine
 from swarm_plugins.verification.evidence import Evidence, SessionFrames, read_evidence
@@ -184,6 +186,16 @@ def test_evidence_shows_nothing_if_any_field_has_been_changed(llama: Path, cache
 # A hostile client of an honest server.
 
 
+async def asked(swarm: InProcessSwarm, request: ForwardRequest) -> Message:
+    """Sends a forward as it is; returns the answer."""
+    channel = await swarm.transport.open(swarm.peers[0], "rpc_forward", timeout_s=60)
+    await channel.send(request)
+    answer = await channel.receive(timeout_s=60)
+    assert answer is not None
+    await channel.close()
+    return answer
+
+
 async def played(swarm: InProcessSwarm, opened: SessionOpen, steps: Sequence[SessionStep]) -> list[Message]:
     """Sends a session's messages as they are; returns the answers to the steps."""
     channel = await swarm.transport.open(swarm.peers[0], "rpc_session", timeout_s=60)
@@ -278,3 +290,25 @@ def test_other_numbers_that_pack_to_the_signed_answer_accuse_nobody(llama: Path)
         assert not torch.equal(other.hidden, answer.hidden)
         for one in (answer, other):
             assert not is_wrong(accusation(swarm, opened, [step], [one]), llama)
+
+
+@pytest.mark.parametrize("outlier", [64, 1000])
+def test_what_a_codec_loses_accuses_nobody(llama: Path, cache: Path, outlier: int) -> None:
+    # One number of each 256 is so large that hardly anything is left of the others.
+    with InProcessSwarm(llama, config=SwarmConfig(verify="on", codec="int8")) as swarm:
+        service = swarm.services[swarm.peers[0]]
+        assert service.identity is not None
+        opened = SessionOpen(version=service.version, start=0, end=2, batch_size=1)
+        hidden = torch.randn(1, 64, service.runner.spec.hidden_size, generator=torch.Generator().manual_seed(0))
+        hidden.view(-1, 256)[:, 0] *= outlier
+        step = step_of(hidden, 0, reply_codec="int8")
+        (answer,) = asyncio.run(played(swarm, opened, [step]))
+        assert not is_wrong(accusation(swarm, opened, [step], [answer]), llama)
+        assert isinstance(answer, SessionStepResponse)
+        wrong = msgspec.structs.replace(answer, hidden=answer.hidden.roll(1, dims=1), receipt=None)
+        lie = Signer(service.identity, service.version, "float32", "none").sign_step(step, wrong, first_history(opened))
+        assert is_wrong(accusation(swarm, opened, [step], lie[:1]), llama)
+        forward = ForwardRequest(version=opened.version, start=0, end=2, hidden=hidden, reply_codec="int8", nonce=NONCE)
+        result = asyncio.run(asked(swarm, forward))
+        fields = {"peer": swarm.peers[0], "model": f"llama@{opened.version}", "reason": "", "at": 0.0, "adapters": ()}
+        assert not is_wrong(Evidence(request=frame(forward), answer=frame(result), **fields), llama)
