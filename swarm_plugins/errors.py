@@ -67,6 +67,11 @@ def one_line(exc: BaseException, *, with_kind: bool = False, max_chars: int = 30
     return f"{kind}: {text}" if with_kind else text
 
 
+def printable(text: str) -> str:
+    """Makes a stranger's text safe for a log or terminal: one line of at most 1,000 characters."""
+    return "".join(char if char.isprintable() else " " for char in text[:1000])
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error, of Python or of torch on any device, is a failed allocation."""
     text = str(error).lower()

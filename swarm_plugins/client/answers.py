@@ -18,12 +18,12 @@ from swarm_plugins.errors import (
     SwarmError,
     TransportError,
     UnknownAdapterError,
+    printable,
 )
 from swarm_plugins.transport.codec import has_non_finite
 from swarm_plugins.transport.messages import Failure, Message
 
 M = TypeVar("M", bound=Message)
-_MAX_MESSAGE_CHARS = 1000
 
 
 class StreamLostError(TransportError):
@@ -61,12 +61,9 @@ _ERRORS: dict[str, type[SwarmError]] = {
 
 def failure_error(failure: Failure, peer: str) -> SwarmError:
     """Returns the error to raise for a failure answer."""
-    return _ERRORS.get(failure.kind, RemoteError)(f"server {peer} answered {failure.kind}: {_shown(failure.message)}")
-
-
-def _shown(text: str) -> str:
-    """Makes a stranger's text safe for a log or terminal: one line of bounded length."""
-    return "".join(char if char.isprintable() else " " for char in text[:_MAX_MESSAGE_CHARS])
+    return _ERRORS.get(failure.kind, RemoteError)(
+        f"server {peer} answered {failure.kind}: {printable(failure.message)}"
+    )
 
 
 def check_answer(answer: Message | None, kind: type[M], peer: str) -> M:

@@ -52,7 +52,7 @@ class Daemon:
         # When the daemon dies, these tasks end with errors that hivemind never retrieves; `_watch` reports the death.
         control = p2p._client.control
         for task in (control._read_task, control._write_task, p2p._reader_task):
-            task.add_done_callback(_ignore_error)
+            task.add_done_callback(ignore_error)
         self._death = asyncio.create_task(self._watch(), name="watch libp2p daemon")
 
     @property
@@ -136,7 +136,8 @@ async def start_daemon(config: NodeConfig, identity: IdentityFile) -> Daemon:
     raise TransportError("the libp2p daemon was not started")
 
 
-def _ignore_error(task: asyncio.Task[None]) -> None:
+def ignore_error(task: asyncio.Task[None]) -> None:
+    """Retrieves the error of a task that has ended, so that asyncio does not report it."""
     if not task.cancelled():
         task.exception()
 

@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -165,8 +164,8 @@ class Points:
 
     def _forget_one(self) -> None:
         """Drops the account with least work: first of those that have earned nothing."""
-        least: Mapping[str, _Account] = self._accounts
-        del self._accounts[min(least, key=lambda peer: (least[peer].earned, least[peer].at))]
+        accounts = self._accounts
+        del accounts[min(accounts, key=lambda peer: (accounts[peer].earned, accounts[peer].at))]
 
 
 def host_of(address: str) -> str:

@@ -21,6 +21,7 @@ from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.admission.budgets import CallBudget, CallBudgets
 from swarm_plugins.transport.admission.gate import REFUSED, Gate
 from swarm_plugins.transport.admission.origins import Origins, list_connections
+from swarm_plugins.transport.daemon import ignore_error
 
 MAX_CALL_BYTES = 128 << 10
 """Largest call of the DHT; 16 records of 4 KiB take half of it."""
@@ -119,7 +120,7 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
             persistent_conn_max_msg_size=DEFAULT_MAX_MSG_SIZE,
         )
         for task in (self._client.control._read_task, self._client.control._write_task):
-            task.add_done_callback(_ignore_error)  # when the daemon dies; its owner notices
+            task.add_done_callback(ignore_error)  # when the daemon dies; its owner notices
         await self._ping_daemon()
         self.origins = Origins(lambda: list_connections(self))
         self.budgets = CallBudgets()
@@ -168,8 +169,3 @@ class DHTConnection(P2P):  # type: ignore[misc]  # hivemind has no types
             raise ProtocolError(refusal)
         if num_bytes > MAX_CALL_BYTES:
             raise ProtocolError(f"call of the DHT with {num_bytes} bytes, the limit is {MAX_CALL_BYTES}")
-
-
-def _ignore_error(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarm_plugins.errors import ProtocolError, RemoteError, TransportError
+from swarm_plugins.errors import ProtocolError, RemoteError, TransportError, printable
 from swarm_plugins.transport.channel import Opener
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon import Daemon
@@ -32,15 +32,11 @@ async def ask_info(network: Opener, peer: str, *, timeout_s: float) -> ServerInf
     finally:
         await channel.close()
     if isinstance(answer, Failure):
-        raise RemoteError(f"server {peer} answered {answer.kind}: {_printable(answer.message)}")
+        raise RemoteError(f"server {peer} answered {answer.kind}: {printable(answer.message)}")
     if not isinstance(answer, ServerInfo):
         raise ProtocolError(f"peer {peer} answered with {type(answer).__name__}, expected ServerInfo")
     check_server_info(answer)
     return answer
-
-
-def _printable(text: str) -> str:
-    return "".join(char for char in text[:300] if char.isprintable())
 
 
 class StaticPeers:
