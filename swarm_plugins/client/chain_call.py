@@ -96,8 +96,7 @@ class ChainCall:
 
     async def _forward_span(self, peer: str, inputs: SpanInputs, without: Collection[str]) -> _SpanRun:
         part = self.servers.digests.part(inputs.adapters, inputs.blocks)
-        request = self._request(inputs, part, keep=self.keep)
-
+        request = self._request(inputs, part)
         view = self.servers.view
 
         async def ask(peer: str) -> tuple[str, ForwardResponse]:
@@ -121,7 +120,7 @@ class ChainCall:
             has_ticket=response.ticket is not None,
         )
 
-    def _request(self, inputs: SpanInputs, part: AdapterPart, *, keep: bool) -> ForwardRequest:
+    def _request(self, inputs: SpanInputs, part: AdapterPart) -> ForwardRequest:
         return ForwardRequest(
             version=self.servers.view.version.key,
             start=inputs.blocks.start,
@@ -135,7 +134,7 @@ class ChainCall:
             prefix=tuple(tensor.detach() for tensor in inputs.prefix),
             collect_hidden=inputs.collect_hidden,
             collect_router=inputs.collect_router,
-            keep=keep,
+            keep=self.keep,
             reply_codec=self.servers.peers.config.codec,
             nonce=self.servers.view.observer.nonce(),
         )
