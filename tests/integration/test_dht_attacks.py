@@ -202,7 +202,8 @@ def test_4200_records_change_nothing_for_running_and_new_clients(model: Path, sw
     with connect(swarm.initial_peers, SwarmConfig()) as connection:
         new = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
         assert generate(new).equal(expected)
-    shown = CliRunner().invoke(app, ["status", "--json", f"--initial-peers={swarm.initial_peers[0]}"])
+    arguments = ["status", "--json", "--timeout=20", f"--initial-peers={swarm.initial_peers[0]}"]
+    shown = CliRunner().invoke(app, arguments)
     (found,) = (one for one in json.loads(shown.stdout) if one["version"] != OTHER)
     assert {one["peer"] for one in found["servers"]} == {server.peer_id for server in swarm.servers}
 
@@ -211,7 +212,7 @@ def test_a_static_client_asks_the_servers_themselves(model: Path, swarm: LocalSw
     with connect(swarm.initial_peers, SwarmConfig(discovery="static")) as connection:
         remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
         assert torch.equal(generate(remote), generate(AutoModelForCausalLM.from_pretrained(model)))
-    arguments = ["status", "--json", "--discovery", "static"]
+    arguments = ["status", "--json", "--timeout=20", "--discovery", "static"]
     shown = CliRunner().invoke(app, [*arguments, *(f"--initial-peers={one}" for one in swarm.initial_peers)])
     (found,) = json.loads(shown.stdout)
     assert found["coverage"] == [1, 1, 1, 1]

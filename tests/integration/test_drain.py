@@ -47,7 +47,7 @@ def serving(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.
 
 
 def states_seen_from(address: str) -> dict[str, str]:
-    status = CliRunner().invoke(app, ["status", "--json", "--initial-peers", address])
+    status = CliRunner().invoke(app, ["status", "--json", "--initial-peers", address, "--timeout", "20"])
     return {server["peer"]: server["state"] for server in json.loads(status.output)[0]["servers"]}
 
 

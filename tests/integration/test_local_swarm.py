@@ -30,7 +30,7 @@ def trees(pids: list[int]) -> list[psutil.Process]:
 
 
 def status(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "swarm_plugins", "status", *arguments]
+    command = [sys.executable, "-m", "swarm_plugins", "status", "--timeout", "20", *arguments]
     environment = {**os.environ, "COLUMNS": "160"}
     environment.pop("SWARM_INITIAL_PEERS", None)
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)

@@ -153,7 +153,7 @@ def test_experts_of_a_frozen_holder_without_a_replica_are_reported_with_the_cure
             client(PROMPT.repeat(4, 4))
     holder.kill()
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(
-        app, ["status", "--initial-peers", swarm.servers[0].addresses[0], "--timeout", "2"]
+        app, ["status", "--initial-peers", swarm.servers[0].addresses[0], "--timeout", "20"]
     )
     assert shown.exit_code == 0, shown.output
     for words in (

@@ -256,13 +256,18 @@ def test_the_only_holder_whose_compute_hangs_is_given_up_and_used_again_later(tm
         service = swarm.services["peer0"]
         quick = msgspec.structs.replace(service.info(), decode_s=0.001)
         service.info = lambda: quick
-        compute(swarm, lambda: held.wait(60.0))
+        compute(swarm, lambda: held.wait(120.0))
+
+        def seconds_until_missing() -> float:
+            started = time.monotonic()
+            with pytest.raises(MissingBlocksError, match=r"server peer0 hangs in its work|no message from peer0"):
+                blocks.forward(inputs)
+            return time.monotonic() - started
+
         try:
             for _ in range(1 if is_new else 2):
-                started = time.monotonic()
-                with pytest.raises(MissingBlocksError, match=r"server peer0 hangs in its work|no message from peer0"):
-                    blocks.forward(inputs)
-                assert time.monotonic() - started < 30  # 5 s; it was request_timeout_s, 120 s
+                # 5 s; it was request_timeout_s, 120 s. A busy machine may stop this process, but not each time.
+                assert any(seconds_until_missing() < 8 for _ in range(3))
         finally:
             held.set()
         got = blocks.forward(inputs).hidden
