@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 # A run says the same each time; who hunts for new counterexamples chooses another profile on the command line.
-hypothesis.settings.register_profile("same", derandomize=True)
-hypothesis.settings.register_profile("new", derandomize=False)
+# No example has a deadline of its own: a busy machine may stop any of them for a second.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("new", derandomize=False, deadline=None)
 hypothesis.settings.load_profile("same")
 
 # Environment variables that libraries or pytest itself set, and that do no harm to the next test.

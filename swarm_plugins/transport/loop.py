@@ -20,6 +20,33 @@ _LEAVE_S = 2.0
 """Time for tasks to clean up when the loop ends."""
 
 
+class _Waiting:
+    """What threads wait for: when the loop ends, none of them waits any longer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._futures: set[Future[Any]] = set()
+        self._is_over = False
+
+    def start(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> Future[T] | None:
+        """Starts a coroutine on the loop; returns None if the loop has ended."""
+        with self._lock:
+            if self._is_over:
+                return None
+            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+            self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def end(self) -> None:
+        """Cancels what is left; the loop is not closed yet."""
+        with self._lock:
+            self._is_over = True
+            left = list(self._futures)
+        for future in left:
+            future.cancel()
+
+
 class LoopThread:
     """An event loop in a daemon thread; using it after `close` raises TransportError.
 
@@ -31,6 +58,7 @@ class LoopThread:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._waiting = _Waiting()
 
     def start(self) -> None:
         """Starts the thread. Idempotent."""
@@ -38,11 +66,11 @@ class LoopThread:
             return
         loop = asyncio.new_event_loop()
         self._loop = loop
-        self._thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(loop, self._waiting), name=self._name, daemon=True)
         self._thread.start()
 
     @staticmethod
-    def _run(loop: asyncio.AbstractEventLoop) -> None:
+    def _run(loop: asyncio.AbstractEventLoop, waiting: _Waiting) -> None:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
@@ -54,14 +82,17 @@ class LoopThread:
                 # They close streams on their way out; threads waiting for them are released then.
                 loop.run_until_complete(asyncio.wait(tasks, timeout=_LEAVE_S))
             loop.run_until_complete(loop.shutdown_asyncgens())
+            # Of tasks that take longer, and of what was submitted meanwhile.
+            waiting.end()
             loop.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the loop."""
-        if self._loop is None or self._loop.is_closed():
+        future = None if self._loop is None else self._waiting.start(coroutine, self._loop)
+        if future is None:
             coroutine.close()
             raise TransportError("the connection to the swarm is closed; load the model again to open a new one")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine (which has its own deadlines) and returns its result; Ctrl-C cancels it."""
