@@ -6,6 +6,7 @@ one peer. Both ends have the same interface.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -23,10 +24,25 @@ RPC_NAMES = (
     "rpc_push",
     "rpc_drain",
 )
+# "  * [ADDRESS] dial tcp4 HOST:PORT: connect: connection refused"
+_DIAL = re.compile(r"^\s*\* \[(\S+)\] (?:dial \w+ \S+: )?(?:connect: )?")
+_UNKNOWN = "its address is not known"
+_PLAIN = {"failed to find any peer in table": _UNKNOWN, "routing: not found": _UNKNOWN}
 
 
 class BackoffError(TransportError):
     """The peer was not called, because the last calls were in vain: libp2p waits 6 s at first, minutes later."""
+
+
+def dial_error(peer: str, message: str) -> TransportError:
+    """Returns the error for a message of the daemon about a peer, which has a line for each address."""
+    # Each layer of libp2p adds its own "failed to dial", some with the peer's id.
+    lines = re.sub(rf"^(failed to dial( {re.escape(peer)})?:\s*)+", "", message).removeprefix("all dials failed")
+    places = [" ".join(_DIAL.sub(r"\1: ", line).split()) for line in lines.splitlines() if line.strip()]
+    reason = "; ".join(places) or "the libp2p daemon gives no reason"
+    kind = BackoffError if "dial backoff" in reason else TransportError
+    plain = _PLAIN.get(reason, reason.replace("dial backoff", "failed a moment ago"))
+    return kind(f"peer {peer} cannot be reached: {plain}")
 
 
 class Channel(Protocol):

@@ -18,7 +18,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from swarm_plugins.errors import TransportError
+from swarm_plugins.transport.channel import dial_error
 from swarm_plugins.transport.reach.addresses import peer_id_in, place_in
 
 log = logging.getLogger(__name__)
@@ -141,4 +141,4 @@ async def connect_peer(socket_path: str, peer: str, places: Sequence[str]) -> No
     finally:
         writer.transport.abort()
     if response.type == p2pd_pb2.Response.ERROR:
-        raise TransportError(f"peer {peer} cannot be reached: {' '.join(response.error.msg.split())}")
+        raise dial_error(peer, response.error.msg)

@@ -18,7 +18,7 @@ from hivemind.proto import p2pd_pb2
 
 from swarm_plugins.errors import CapacityError, ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
-from swarm_plugins.transport.channel import RPC_NAMES, BackoffError, Handler
+from swarm_plugins.transport.channel import RPC_NAMES, Handler, dial_error
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.receiving.allowances import Allowances
@@ -107,9 +107,9 @@ async def _request_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWr
     response = p2pd_pb2.Response()
     await read_pbmsg_safe(reader, response)
     if response.type == p2pd_pb2.Response.ERROR:
-        reason = " ".join(response.error.msg.split())  # a line for each address
-        kind = BackoffError if "dial backoff" in reason else TransportError
-        raise kind(f"peer {peer} cannot be reached for {protocol}: {reason}")
+        if "protocols not supported" in response.error.msg:
+            raise TransportError(f"peer {peer} does not serve {protocol}: protocols not supported")
+        raise dial_error(peer, response.error.msg)
 
 
 async def _take_over(stream: FrameStream, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> FrameStream:

@@ -96,9 +96,12 @@ def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
 def _remarks(server: ServerStatus) -> list[str]:
     """Returns what does not fit into the table: why a server is not used, its experts, its adapters."""
     adapters = ", ".join(server.info.adapters)
+    # Most reasons begin with the peer, as the line does.
+    reason = server.reason.removeprefix(f"peer {server.peer} ")
+    lost = reason if reason != server.reason else f"is not used: {reason}"
     found = {
         f"is in quarantine: {server.quarantine}": server.quarantine,
-        f"cannot be reached: {server.reason}": server.reason and not server.is_reachable,
+        lost: server.reason and not server.is_reachable,
         _experts(server.info): True,
         f"holds the adapters {adapters}": adapters,
     }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,21 @@ def test_table_names_holders_of_experts_and_what_no_one_holds() -> None:
     assert "coverage: 0:8 x1" in text
     assert "missing experts 2:4 of blocks 0:8; serve them with:" in text
     assert "  swarm serve path/to/tiny --blocks 0:8 --experts 2:4 --initial-peers ADDRESS\n" in text
+
+
+def test_table_says_once_that_a_server_cannot_be_reached() -> None:
+    reasons = {
+        "QmGone": "peer QmGone cannot be reached: its address is not known",
+        "QmSlow": "peer QmSlow has not answered within 5 s",
+        "QmLiar": "it announced a model of 8 blocks, and says 4",
+    }
+    servers = [replace(server(peer, 0, 8, is_reachable=False), reason=reason) for peer, reason in reasons.items()]
+    out = io.StringIO()
+    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
+    lines = out.getvalue().splitlines()
+    assert "QmGone cannot be reached: its address is not known" in lines
+    assert "QmSlow has not answered within 5 s" in lines
+    assert "QmLiar is not used: it announced a model of 8 blocks, and says 4" in lines
 
 
 def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:

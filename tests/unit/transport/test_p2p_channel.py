@@ -19,7 +19,7 @@ from hivemind.proto import p2pd_pb2
 import swarm_plugins.transport.p2p_channel as p2p_channel
 from swarm_plugins.errors import TransportError
 from swarm_plugins.ledger import Groups, Ledger
-from swarm_plugins.transport.channel import Channel, Handler
+from swarm_plugins.transport.channel import BackoffError, Channel, Handler, dial_error
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, SessionStep
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel
@@ -285,7 +285,7 @@ def test_close_cancels_all_handlers() -> None:
     [
         pytest.param(
             p2pd_pb2.Response(type=p2pd_pb2.Response.ERROR, error=p2pd_pb2.ErrorResponse(msg="no addresses")),
-            rf"^peer {PEER_ID} cannot be reached for /x: no addresses$",
+            rf"^peer {PEER_ID} cannot be reached: no addresses$",
             id="peer",
         ),
         pytest.param(None, r"own libp2p daemon does not answer", id="daemon"),
@@ -311,3 +311,32 @@ def test_an_unreachable_peer_is_told_from_a_dead_daemon(
             await server.wait_closed()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        pytest.param(
+            f"failed to dial: failed to dial {PEER_ID}: all dials failed\n"
+            "  * [/ip4/127.0.0.1/tcp/9] dial tcp4 127.0.0.1:9: connect: connection refused\n"
+            "  * [/ip6/::1/udp/9/quic] timeout: no recent network activity",
+            "/ip4/127.0.0.1/tcp/9: connection refused; /ip6/::1/udp/9/quic: timeout: no recent network activity",
+            id="addresses",
+        ),
+        pytest.param(f"failed to dial {PEER_ID}: no good addresses", "no good addresses", id="none"),
+        pytest.param("failed to dial: dial to self attempted", "dial to self attempted", id="self"),
+        pytest.param("routing: not found", "its address is not known", id="unknown"),
+        pytest.param("", "the libp2p daemon gives no reason", id="empty"),
+    ],
+)
+def test_an_unreachable_peer_is_one_sentence(message: str, text: str) -> None:
+    error = dial_error(PEER_ID, message)
+    assert str(error) == f"peer {PEER_ID} cannot be reached: {text}"
+    assert not isinstance(error, BackoffError)
+
+
+def test_an_address_that_is_not_tried_again_yet_is_told_from_one_that_failed() -> None:
+    message = f"failed to dial: failed to dial {PEER_ID}: all dials failed\n  * [/ip4/127.0.0.1/tcp/9] dial backoff"
+    error = dial_error(PEER_ID, message)
+    assert isinstance(error, BackoffError)
+    assert str(error) == f"peer {PEER_ID} cannot be reached: /ip4/127.0.0.1/tcp/9: failed a moment ago"
