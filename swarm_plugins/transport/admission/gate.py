@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
+from swarm_plugins.transport.admission.origins import origin_of
 
 if TYPE_CHECKING:
     from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -110,7 +111,8 @@ class Gate:
         self._key = None if secret is None else Scrypt(salt=_DOMAIN, length=32, n=2**14, r=8, p=1).derive(secret)
         self._proven: OrderedDict[str, float] = OrderedDict()
         self._lock = threading.Lock()
-        self._answering: Counter[str] = Counter()
+        self._answering: dict[asyncio.Timeout, tuple[str, bytes]] = {}
+        """Of the proofs under way, the oldest first: until when, of which peer, at which address."""
 
     @property
     def is_secret(self) -> bool:
@@ -181,13 +183,15 @@ class Gate:
         """Answers a caller's proof; says nothing to one that fails."""
         peer = info.peer_id.to_base58()
         with contextlib.closing(writer):
-            if self._key is None or self._answering.total() >= _MAX_AT_ONCE or self._answering[peer] >= _MAX_OF_PEER:
+            if self._key is None or sum(other == peer for other, _ in self._answering.values()) >= _MAX_OF_PEER:
                 return
             if self._allowed is not None and peer not in self._allowed:
                 return
-            self._answering[peer] += 1
+            deadline = asyncio.timeout(_PROOF_TIMEOUT_S)
             try:
-                async with asyncio.timeout(_PROOF_TIMEOUT_S):
+                async with deadline:
+                    self._make_room()
+                    self._answering[deadline] = (peer, origin_of(info.addr.to_bytes()).host)
                     theirs = await reader.readexactly(_NONCE_BYTES)
                     ours = secrets.token_bytes(_NONCE_BYTES)
                     writer.write(ours)
@@ -201,7 +205,19 @@ class Gate:
             except (TimeoutError, OSError, asyncio.IncompleteReadError) as exc:
                 log.debug("peer %s did not prove the secret: %r", peer, exc)
             finally:
-                self._answering -= Counter([peer])
+                self._answering.pop(deadline, None)
+
+    def _make_room(self) -> None:
+        """Ends the oldest proof of the address that has most of them, if too many are under way.
+
+        Strangers cost nothing: if their proofs kept others out, nobody could enter.
+        """
+        if len(self._answering) < _MAX_AT_ONCE:
+            return
+        crowd = Counter(host for _, host in self._answering.values()).most_common(1)[0][0]
+        oldest = next(deadline for deadline, (_, host) in self._answering.items() if host == crowd)
+        del self._answering[oldest]
+        oldest.reschedule(asyncio.get_running_loop().time())
 
     async def _call(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         ours = secrets.token_bytes(_NONCE_BYTES)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.transport.admission import gate as gate_module
@@ -51,14 +52,14 @@ def test_a_secret_that_cannot_be_used_is_one_sentence(
 class Wire:
     """Joins two gates by streams in memory, and keeps what was said."""
 
-    def __init__(self, caller: str, answerer: Gate) -> None:
-        self.caller, self.answerer = caller, answerer
+    def __init__(self, caller: str, answerer: Gate, address: str = "/ip4/203.0.113.7/tcp/1") -> None:
+        self.caller, self.answerer, self.address = caller, answerer, address
         self.said: list[bytes] = []
         self.tasks: list[asyncio.Task[None]] = []
 
     async def open(self, peer: str, protocol: str) -> Any:
         here, there = asyncio.StreamReader(), asyncio.StreamReader()
-        info = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: self.caller))
+        info = SimpleNamespace(peer_id=SimpleNamespace(to_base58=lambda: self.caller), addr=Multiaddr(self.address))
         self.tasks.append(asyncio.create_task(self.answerer.answer(info, there, self._writer(here))))  # type: ignore[arg-type]
         return here, self._writer(there)
 
@@ -93,6 +94,27 @@ def test_both_sides_prove_the_secret_once() -> None:
         ours.forget("b")
         await ours.enter("b", 5.0)
         assert len(wire.said) == 8
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("address", ["/ip4/203.0.113.7/tcp/1", "/ip4/198.51.100.1/tcp/1"], ids=["same", "other"])
+def test_silent_strangers_keep_no_member_out(address: str) -> None:
+    async def body() -> None:
+        theirs = gate_of("b")
+        strangers = [Wire(f"s{number}", theirs) for number in range(100)]
+        for wire in strangers:
+            for _ in range(4):
+                await wire.open("b", "")
+            await asyncio.sleep(0)
+        wire = Wire("a", theirs, address)
+        await Gate("a", wire.open, secret=SECRET).enter("b", 5.0)
+        assert theirs.refusal("a") is None
+        waiting = [task for one in strangers for task in one.tasks if not task.done()]
+        assert len(waiting) == 256 - 1, "the oldest proofs of the crowd are given up"
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
 
     asyncio.run(body())
 
@@ -166,9 +188,9 @@ def test_a_stranger_cannot_keep_others_from_proving(monkeypatch: pytest.MonkeyPa
         for _ in range(300):
             await silent.open("b", "")
         await asyncio.sleep(0)
-        assert theirs._answering.total() == 4
+        assert len(theirs._answering) == 4
         await Gate("a", Wire("a", theirs).open, secret=SECRET).enter("b", 5.0)
         await asyncio.gather(*silent.tasks)
-        assert theirs._answering.total() == 0
+        assert not theirs._answering
 
     asyncio.run(body())
