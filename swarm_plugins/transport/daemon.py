@@ -35,7 +35,12 @@ _ATTEMPTS = 2
 _STOP_TIMEOUT_S = 5.0
 _IDENTITY_CHECK_PAUSES_S = (0.0, 0.2, 0.4, 0.8)
 _IDENTITY_CHECK_TIMEOUT_S = 15.0
-_IN_ITS_OWN_GROUP = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+MEMORY_GOAL = "256MiB"
+"""From here on the daemon, a Go program, frees at once what it does not need."""
+_START = (
+    f"import os, sys; os.environ.setdefault('GOMEMLIMIT', '{MEMORY_GOAL}'); "
+    "os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
 """Starts the daemon so that Ctrl-C, which reaches all processes of a terminal's group, leaves it to its parent."""
 # hivemind passes on the last line of the daemon's log: ``Daemon failed to start: 2026/11/21 07:59:06 failed to ...``.
 _LOG_PREFIX = re.compile(r"^Daemon failed to start: (?:\d{4}/\d\d/\d\d \d\d:\d\d:\d\d )?")
@@ -193,7 +198,7 @@ async def _create(arguments: dict[str, Any]) -> P2P:
         @staticmethod
         def _make_process_args(*arguments: Any, **options: Any) -> list[str]:
             command: list[str] = P2P._make_process_args(*arguments, **options)
-            return [sys.executable, "-I", "-S", "-c", _IN_ITS_OWN_GROUP, *command]
+            return [sys.executable, "-I", "-S", "-c", _START, *command]
 
     try:
         return await TrackedP2P.create(**arguments)

@@ -15,6 +15,7 @@ from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL, Gate, Strange
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon import Daemon, start_daemon
+from swarm_plugins.transport.daemon_memory import DaemonMemory
 from swarm_plugins.transport.dht import SwarmDHT
 from swarm_plugins.transport.guards import install_guards
 from swarm_plugins.transport.identity import Identity, IdentityFile
@@ -62,6 +63,7 @@ class SwarmNode:
         self._daemon: Daemon | None = None
         self._dht: SwarmDHT | StaticPeers | None = None
         self._relays: Relays | None = None
+        self._memory: DaemonMemory | None = None
         self._opened: weakref.WeakSet[FrameStream] = weakref.WeakSet()
 
     async def start(self) -> None:
@@ -81,6 +83,8 @@ class SwarmNode:
                 self._identity = IdentityFile.take(self._config.identity_path)
             self._daemon = await start_daemon(self._config, self._identity)
             self._identity.delete_if_temporary()  # the daemon has read it
+            self._memory = DaemonMemory(self._daemon, self._in_use)
+            self._memory.start()
             opening = functools.partial(open_stream, self._daemon.socket_path)
             self._gate = Gate(self._daemon.peer_id, opening, allowed=config.allowed_peers, secret=secret)
             if secret is not None and not config.client_mode:
@@ -156,9 +160,10 @@ class SwarmNode:
         await self._acceptor.close()
         for channel in list(self._opened):
             await channel.close()
-        relays, self._relays = self._relays, None
-        if relays is not None:
-            await relays.close()
+        for keeper in (self._relays, self._memory):
+            if keeper is not None:
+                await keeper.close()
+        self._relays = self._memory = None
         dht, self._dht = self._dht, None
         daemon, self._daemon = self._daemon, None
         identity, self._identity = self._identity, None
@@ -192,6 +197,11 @@ class SwarmNode:
     def is_alone(self) -> bool:
         """Whether none of the peers that this node knew answers any more."""
         return self._dht is not None and self._dht.is_alone
+
+    def _in_use(self) -> set[str]:
+        """Returns the peers with open streams, in either direction, and the relays."""
+        opened = {stream.remote_peer for stream in self._opened if not stream.is_closed}
+        return {*self._acceptor.served, *opened, *map(peer_id_in, self._config.relays)}
 
     @property
     def num_opened(self) -> int:

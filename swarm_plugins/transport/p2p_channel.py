@@ -157,6 +157,11 @@ class Acceptor:
         """Number of open streams of all peers."""
         return self._streams.used
 
+    @property
+    def served(self) -> set[str]:
+        """Peers with open streams."""
+        return {stream.remote_peer for stream in self._open}
+
     async def accept(
         self,
         rpc: str,
