@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from swarm_plugins.transport.admission.origins import Origin
+from swarm_plugins.transport.admission.addresses import Origin
 
 _MAX_CALLERS = 4096
 _CALL_BYTES = 64 << 10

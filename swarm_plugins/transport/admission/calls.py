@@ -22,7 +22,8 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.admission.origins import Origin, Origins
+from swarm_plugins.transport.admission.addresses import Origin
+from swarm_plugins.transport.admission.origins import Origins
 from swarm_plugins.transport.admission.serializer import pack_dictionary
 from swarm_plugins.transport.admission.storage import (
     MAX_KEYS_PER_OWNER,

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
-from swarm_plugins.transport.admission.origins import origin_of
+from swarm_plugins.transport.admission.addresses import origin_of
 
 if TYPE_CHECKING:
     from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo

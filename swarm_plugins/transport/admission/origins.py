@@ -9,42 +9,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import NamedTuple
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 
+from swarm_plugins.transport.admission.addresses import UNKNOWN, Origin, origin_of
+
 log = logging.getLogger(__name__)
 
-_IP4, _IP6 = 0x04, 0x29  # codes of multiaddr
 _ASK_EVERY_S = 0.1
 _KEEP_S = 60.0
 _ANSWER_S = 2.0
 
 Connections = Iterable[tuple[str, bytes]]
 """Peer ids and the binary multiaddrs at the other ends of their connections."""
-
-
-class Origin(NamedTuple):
-    """The part of an address that a stranger cannot change at will."""
-
-    host: bytes
-    """An IPv4 address, or 64 bits of an IPv6 address; empty: unknown."""
-    network: bytes
-    """24 or 48 bits of it."""
-
-
-UNKNOWN = Origin(b"", b"")
-
-
-def origin_of(address: bytes) -> Origin:
-    """Returns the origin in a binary multiaddr."""
-    if len(address) >= 5 and address[0] == _IP4:
-        return Origin(address[1:5], address[1:4])
-    if len(address) >= 17 and address[0] == _IP6:
-        return Origin(address[1:9], address[1:7])
-    return UNKNOWN
 
 
 class Origins:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 
-from swarm_plugins.transport.admission.origins import UNKNOWN, Origin
+from swarm_plugins.transport.admission.addresses import UNKNOWN, Origin
 from swarm_plugins.transport.admission.serializer import MAX_SUBKEYS
 
 MAX_KEYS = 4096

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from swarm_plugins.transport.admission import budgets
+from swarm_plugins.transport.admission.addresses import UNKNOWN, origin_of
 from swarm_plugins.transport.admission.budgets import CallBudget, CallBudgets
-from swarm_plugins.transport.admission.origins import UNKNOWN, Origins, origin_of
+from swarm_plugins.transport.admission.origins import Origins
 
 
 def test_a_peer_has_a_burst_of_calls_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

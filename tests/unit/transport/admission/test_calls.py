@@ -11,8 +11,8 @@ from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import PeerID
 
 from swarm_plugins.transport.admission import calls
+from swarm_plugins.transport.admission.addresses import Origin
 from swarm_plugins.transport.admission.calls import Admission, node_id_of
-from swarm_plugins.transport.admission.origins import Origin
 
 
 class Ways:

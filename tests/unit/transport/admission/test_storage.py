@@ -9,7 +9,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.utils import timed_storage
 
 from swarm_plugins.transport.admission import storage as storage_module
-from swarm_plugins.transport.admission.origins import Origin
+from swarm_plugins.transport.admission.addresses import Origin
 from swarm_plugins.transport.admission.storage import BoundedStorage
 from swarm_plugins.transport.guards import install_guards
 
