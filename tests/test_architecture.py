@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "models": frozenset({"moe", "checkpoint"}),
     "parallel": frozenset({"moe", "checkpoint"}),
     "distill": frozenset({"checkpoint"}),
-    "remote_experts": frozenset({"moe", "routing", "transport", "client", "checkpoint", "offload"}),
+    "remote_experts": frozenset({"moe", "routing", "transport", "client", "checkpoint", "offload", "verification"}),
     "study": frozenset({"models", "distill", "callbacks", "moe"}),
     "offload": frozenset({"moe", "checkpoint"}),
     "blocks": frozenset({"moe", "offload", "checkpoint"}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +10,8 @@ from typing import Literal
 from swarm_plugins.errors import ConfigError
 
 _CHOICES = {"codec": ("none", "float16", "int8"), "discovery": ("dht", "static"), "verify": ("auto", "on", "off")}
+_THIS_MACHINE = ("/ip4/127.", "/ip6/::1/")
+"""Addresses of a swarm that the user runs, as `LocalSwarm` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,11 @@ class SwarmConfig:
 
     verify_bytes: int = 1 << 30
     """Most bytes of blocks that are kept in memory for checks."""
+
+    def wants_checks(self, initial_peers: Sequence[str]) -> bool:
+        """Returns whether answers are checked in a swarm that is joined by some addresses; see ``verify``."""
+        is_trusted = self.allowed_peers is not None or all(one.startswith(_THIS_MACHINE) for one in initial_peers)
+        return self.verify == "on" or (self.verify == "auto" and not is_trusted)
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "request_timeout_s", "info_timeout_s", "refresh_s"):

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from swarm_plugins.remote_experts.holders import HolderRetries, HolderView
 from swarm_plugins.routing import Share
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
+
+if TYPE_CHECKING:
+    from swarm_plugins.remote_experts.checks import HolderChecks
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +76,21 @@ class Holders:
         peers: Sends the requests.
         view: Knows the holders.
         on_answer: Called with the holder and the number of rows of each answer that has been checked.
+        checks: Computes some answers again. None: all are believed.
     """
 
     def __init__(
-        self, peers: Peers, view: HolderView, on_answer: Callable[[str, int], None] = lambda peer, rows: None
+        self,
+        peers: Peers,
+        view: HolderView,
+        on_answer: Callable[[str, int], None] = lambda peer, rows: None,
+        checks: HolderChecks | None = None,
     ) -> None:
         self.peers = peers
         self.view = view
+        self.checks = checks
+        if checks is not None:
+            view.observer = checks
         self._on_answer = on_answer
 
     async def run(self, rows: ExpertRows) -> Tensor:
@@ -200,6 +211,8 @@ class Holders:
         answer = await self.peers.request(peer, "rpc_experts", request, ExpertsResponse)
         like = rows.hidden[:1, :1].expand(chunk.places.shape[0], rows.hidden.shape[1])
         check_tensor(answer.rows, like, peer, "the rows of its experts")
+        if self.checks is not None:
+            await self.checks.answered(self.peers, peer, self.view.known.infos.get(peer), request, answer.rows)
         self._on_answer(peer, answer.rows.shape[0])
         return answer.rows
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.checkpoint.files import Piece
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.cache.cache import make_cache
 from swarm_plugins.offload.config import OffloadConfig
 from swarm_plugins.offload.formats.experts import PlainFormat
@@ -23,8 +23,11 @@ from swarm_plugins.offload.model.loans import ExpertLoans
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.store.checkpoint_store import CheckpointStore
 from swarm_plugins.offload.store.quantized_store import open_quantized
-from swarm_plugins.offload.widths import Width
+from swarm_plugins.offload.widths import NF4, Width
 from swarm_plugins.remote_experts.slices import SlicedFormat
+
+HOLDER_BITS: dict[str, Width | None] = {"none": None, "int8": 8, "nf4": NF4}
+"""Widths of experts that are all in memory, by the quantization that their holder announces."""
 
 
 class _Layer(NamedTuple):
@@ -175,6 +178,33 @@ def load_held_experts(
         dtype=moe.dtype,
         device=device,
         hidden_size=hidden_size,
+    )
+
+
+def load_expert(
+    checkpoint: Checkpoint,
+    block: int,
+    expert: int,
+    *,
+    part: tuple[int, int] | None,
+    dtype: torch.dtype,
+    quantization: str,
+) -> HeldExperts:
+    """Loads a single expert, or a part of it, as a holder that announces this type and quantization has it.
+
+    Raises:
+        SwarmError: As for `load_held_experts`; ``UnsupportedError`` if the quantization is unknown.
+    """
+    if quantization not in HOLDER_BITS:
+        raise UnsupportedError(f"experts quantized as {quantization!r} cannot be computed here")
+    return load_held_experts(
+        checkpoint,
+        range(block, block + 1),
+        range(expert, expert + 1),
+        part=part,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        bits=HOLDER_BITS[quantization],
     )
 
 

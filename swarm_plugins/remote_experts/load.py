@@ -8,14 +8,18 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
 from swarm_plugins.offload.model.saving import refuse_saving
 from swarm_plugins.remote_experts.calls import Holders
+from swarm_plugins.remote_experts.checks import HolderChecks
 from swarm_plugins.remote_experts.experts import RemoteExperts
+from swarm_plugins.remote_experts.held import load_expert
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import IMPLEMENTATION, RemoteExpertsModule, turn_into_remote
+from swarm_plugins.verification.quarantine import user_quarantine
 
 
 def load_remote_experts(
@@ -70,7 +74,12 @@ def load_remote_experts(
         blocks=range(num_blocks),
         num_experts=moe.store.num_experts,
     )
-    experts = RemoteExperts(Holders(opened.peers, view), opened.loop, lifeline=opened)
+    checks = None
+    if opened.config.wants_checks(opened.initial_peers):
+        checks = HolderChecks(
+            lambda: Checkpoint.open(name_or_dir, revision=revision), load_expert, view.version, user_quarantine()
+        )
+    experts = RemoteExperts(Holders(opened.peers, view, checks=checks), opened.loop, lifeline=opened)
     model = moe.load_rest(place)
     for block, path in moe.paths.items():
         turn_into_remote(model.get_submodule(path), moe.outline.get_submodule(path), place, block, experts)

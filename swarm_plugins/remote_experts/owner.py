@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.discovery.network import Network
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.remote_experts.calls import Holders
+from swarm_plugins.remote_experts.checks import HolderChecks
 from swarm_plugins.remote_experts.experts import RemoteExperts
-from swarm_plugins.remote_experts.held import HeldExperts
+from swarm_plugins.remote_experts.held import HeldExperts, load_expert
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import turn_into_remote
 from swarm_plugins.transport.records import MAX_NEEDS
+from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -49,8 +52,10 @@ class RemoteShare:
         version: Of the model.
         num_blocks: Blocks of the whole model.
         blocks: Blocks of this server.
-        addresses: Addresses to join the swarm by; for messages.
-        model: The model's directory or id; for messages.
+        addresses: Addresses to join the swarm by, or this server's own. If any is of another machine, holders'
+            answers are checked.
+        model: The model's directory or id.
+        revision: Branch, tag or commit on the Hub.
         device: Where the blocks compute.
         own: Experts that this server has itself. None: none.
         on_answer: Called with the holder and the number of rows of each good answer.
@@ -64,6 +69,7 @@ class RemoteShare:
         blocks: range,
         addresses: tuple[str, ...],
         model: str,
+        revision: str | None,
         device: torch.device,
         own: HeldExperts | None,
         on_answer: Callable[[str, int], None] = lambda peer, rows: None,
@@ -88,7 +94,13 @@ class RemoteShare:
             # Clients wait and ask again themselves.
             may_pause=False,
         )
-        self.experts = RemoteExperts(Holders(peers, view, on_answer), _ServerLoop(asyncio.get_running_loop()), own)
+        checks = None
+        if _CONFIG.wants_checks(addresses):
+            checks = HolderChecks(
+                lambda: Checkpoint.open(model, revision=revision), load_expert, version, user_quarantine()
+            )
+        holders = Holders(peers, view, on_answer, checks)
+        self.experts = RemoteExperts(holders, _ServerLoop(asyncio.get_running_loop()), own)
 
     def attach(self, block: int, module: nn.Module, outline: nn.Module) -> None:
         """Makes the experts of a block run at holders."""
@@ -104,6 +116,8 @@ class RemoteShare:
     async def close(self) -> None:
         """Ends what waits for holders, and closes the streams to them. Idempotent."""
         self.experts.close()
+        if self.experts.holders.checks is not None:
+            await self.experts.holders.checks.close()
         await self.experts.holders.view.close()
         await self.experts.holders.peers.close()
 

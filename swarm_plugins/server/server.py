@@ -162,6 +162,7 @@ class SwarmServer:
                 blocks,
                 config.initial_peers or await self.addresses(),
                 config.model,
+                config.revision,
                 device,
                 self._held,
                 self._points.earned,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from swarm_plugins.verification.openings import Opening
 
 M = TypeVar("M", bound=Message)
-_NUDGES = (1, 2, 3, 4)
+NUDGES = (1, 2, 3, 4)
 """Seeds of the nudged runs: a near tie that rounding decides falls the other way in one of them."""
 _NUDGE = {torch.float32: 2.0**-20, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """How far an input is nudged: a rounding, of float32 sixteen."""
@@ -319,7 +319,7 @@ async def settled(
     if not any(verdict.is_wrong for verdict in verdicts):
         return verdicts
     await blocks.check_unchanged()
-    return compare([await run(nudge) for nudge in _NUDGES])
+    return compare([await run(nudge) for nudge in NUDGES])
 
 
 def nudged_hidden(hidden: Tensor, nudge: int) -> Tensor:

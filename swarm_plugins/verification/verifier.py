@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_THIS_MACHINE = ("/ip4/127.", "/ip6/::1/")
-"""Addresses of a swarm that the user runs, as `LocalSwarm` does."""
 _MAX_WAITING = 4
 """Checks in the background; a call that is to be checked beyond these waits for its check."""
 _MAX_SHADOWS = 8
@@ -335,9 +333,8 @@ class Verifier:
 
 def make_observer(servers: Servers, open_checkpoint: Callable[[], Checkpoint]) -> CallObserver:
     """Returns the observer that a client's settings ask for."""
-    config, peers = servers.view.config, servers.view.initial_peers
-    is_trusted = config.allowed_peers is not None or all(peer.startswith(_THIS_MACHINE) for peer in peers)
-    if config.verify == "off" or (config.verify == "auto" and is_trusted):
+    config = servers.view.config
+    if not config.wants_checks(servers.view.initial_peers):
         return NoObserver()
     blocks = LocalBlocks(open_checkpoint, limit_bytes=config.verify_bytes, version=servers.view.version)
     evidence = default_cache() / "evidence"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
+from swarm_plugins import load_remote_experts
 from swarm_plugins.backbone import AutoSwarmModelForCausalLM
 from swarm_plugins.cli import app
 from swarm_plugins.client import SwarmConfig, connect
@@ -25,9 +26,9 @@ IDS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
 @contextlib.contextmanager
-def liar(model: Path, address: str) -> Iterator[str]:
-    """Runs a lying server of the whole model, which clients prefer to two honest ones; yields its peer id."""
-    arguments = ["serve", str(model), "--blocks", "0:4", "--threads", "1", "--initial-peers", address]
+def liar(model: Path, address: str, *options: str) -> Iterator[str]:
+    """Runs a lying server of the whole model, which clients prefer to honest ones; yields its peer id."""
+    arguments = ["serve", str(model), "--blocks", "0:4", "--threads", "1", "--initial-peers", address, *options]
     process = subprocess.Popen(
         [sys.executable, "-m", "swarm_plugins.testing.lying_server", *arguments],
         stdout=subprocess.PIPE,
@@ -85,3 +86,28 @@ def _check_evidence(model: Path, peer: str, what: str) -> None:
     assert what in shown.output
     assert f"signed by {peer}: yes" in shown.output
     assert "WRONG" in shown.output
+
+
+@pytest.mark.swarm
+def test_a_lying_holder_of_experts_is_caught_over_real_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
+    model = save_tiny("mixtral", tmp_path / "mixtral")
+    expected = AutoModelForCausalLM.from_pretrained(model)(IDS).logits
+    with (
+        LocalSwarm(model, spans=[(0, 4)], experts=["0:4"]) as swarm,
+        liar(model, swarm.initial_peers[0], "--experts", "0:4") as peer,
+        connect(swarm.initial_peers, SwarmConfig(verify="on")) as connection,
+    ):
+        owner = load_remote_experts(model, connection=connection)
+        # A busy machine may make its connection look slower than the honest holder's.
+        for _ in range(20):
+            torch.testing.assert_close(owner(IDS).logits, expected, atol=1e-4, rtol=1e-4)
+            if user_quarantine().peers():
+                break
+        ((caught, why),) = user_quarantine().peers().items()
+        assert caught == peer
+        assert why.reason.startswith("wrong experts")
+        shown = CliRunner().invoke(app, ["status", "--initial-peers", swarm.initial_peers[0]])
+        assert "quarantined" in shown.output

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.offload.widths import NF4, Width
-from swarm_plugins.remote_experts.held import HeldExperts, load_held_experts
+from swarm_plugins.remote_experts.held import HOLDER_BITS, HeldExperts, load_held_experts
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import Speed
 
-_EXPERT_BITS: dict[str, Width | None] = {"none": None, "int8": 8, "nf4": NF4}
 _MEASURED_ROWS = 64
 _MEASURE_ROUNDS = 5
 
@@ -30,7 +28,7 @@ def load_held(checkpoint: Checkpoint, blocks: range, config: ServeConfig) -> Hel
         part=config.slice,
         dtype=None if config.dtype is None else getattr(torch, config.dtype),
         device=torch.device(config.device),
-        bits=_EXPERT_BITS[config.quantization],
+        bits=HOLDER_BITS[config.quantization],
         offload=config.offload,
     )
 

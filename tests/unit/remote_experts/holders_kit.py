@@ -15,7 +15,7 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.offload import OffloadConfig
 from swarm_plugins.offload.widths import Width
-from swarm_plugins.remote_experts.held import load_held_experts
+from swarm_plugins.remote_experts.held import HOLDER_BITS, load_held_experts
 from swarm_plugins.remote_experts.holders import HolderView
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.server.compute.scheduler import Scheduler
@@ -98,7 +98,9 @@ def serving(
             start=blocks.start,
             end=blocks.stop,
             dtype="float32",
-            quantization="none",
+            quantization=next(
+                (name for name, bits in HOLDER_BITS.items() if bits == what.bits), f"experts-int{what.bits}"
+            ),
             throughput=1e6,
             max_batch_tokens=(limits or ServiceLimits()).max_batch_tokens,
             experts=(what.experts.start, what.experts.stop),

@@ -38,8 +38,9 @@ def owned(
     loop = holders.connection.loop
 
     async def share_on_loop() -> RemoteShare:
+        model = str(holders.directory)
         return RemoteShare(
-            holders.transport, checkpoint.version, num_blocks, range(num_blocks), (), str(holders.directory), CPU, own
+            holders.transport, checkpoint.version, num_blocks, range(num_blocks), (), model, None, CPU, own
         )
 
     share = loop.run(share_on_loop())

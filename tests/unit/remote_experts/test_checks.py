@@ -1,0 +1,178 @@
+"""Holders that lie: caught by the owner, which computes an expert again on some rows; honest ones are not accused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from holders_kit import Held, Holders, prefer, serving, view_of
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarm_plugins import load_remote_experts
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.offload.widths import NF4
+from swarm_plugins.remote_experts.checks import HolderChecks
+from swarm_plugins.remote_experts.held import load_held_experts
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
+from swarm_plugins.verification.quarantine import user_quarantine
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+REPLICAS = {"a": Held(range(4)), "b": Held(range(4))}
+SLICES = {"a": Held(range(4), (0, 2)), "b": Held(range(4), (0, 2)), "c": Held(range(4), (1, 2))}
+CHECKED = SwarmConfig(verify="on", max_retries=3, request_timeout_s=60.0)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def mixtral(model_of: Callable[[str], Path]) -> Path:
+    return model_of("mixtral")
+
+
+def outcome(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Logits, and the gradient of the embeddings."""
+    embeds = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds).logits
+    logits.square().sum().backward()
+    assert embeds.grad is not None
+    return logits.detach(), embeds.grad
+
+
+def load(holders: Holders) -> PreTrainedModel:
+    return load_remote_experts(holders.directory, connection=holders.connection)
+
+
+def checks_of(model: PreTrainedModel) -> HolderChecks:
+    checks = view_of(model).observer
+    assert isinstance(checks, HolderChecks)
+    return checks
+
+
+def finish_checks(model: PreTrainedModel) -> None:
+    deadline = time.monotonic() + 60
+    while checks_of(model).is_busy:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def corrupt(holders: Holders, peer: str, what: Held, lies: Callable[[ExpertsRequest, Tensor], Tensor]) -> None:
+    """Makes a holder change its answers."""
+    held = load_held_experts(
+        Checkpoint.open(holders.directory), range(2), what.experts, part=what.part, device=torch.device("cpu")
+    )
+
+    def answer(request: ExpertsRequest) -> ExpertsResponse:
+        bounds = pairwise([0, *accumulate(request.counts)])
+        spans = {expert: slice(*bound) for expert, bound in zip(request.experts, bounds, strict=True)}
+        rows = held.run(request.block, request.hidden[request.rows.long()], spans, request.grad)
+        return ExpertsResponse(rows=lies(request, rows))
+
+    holders.answer_instead(peer, answer)
+
+
+@pytest.mark.parametrize("held", [REPLICAS, SLICES], ids=["replicas", "slices"])
+@pytest.mark.parametrize("is_gradient", [False, True], ids=["outputs", "gradients"])
+def test_a_liar_is_caught_before_its_answer_is_used(mixtral: Path, held: dict[str, Held], is_gradient: bool) -> None:
+    with serving(mixtral, {name: what for name, what in held.items() if name != "a"}) as holders:
+        expected = outcome(load(holders))
+    with serving(mixtral, held, config=CHECKED) as holders:
+
+        def lie(request: ExpertsRequest, rows: Tensor) -> Tensor:
+            return rows * 1.02 if (request.grad is not None) == is_gradient else rows
+
+        corrupt(holders, "a", held["a"], lie)
+        model = load(holders)
+        prefer(model, holders.connection, "a")
+        found = outcome(model)
+        assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+        ((peer, caught),) = user_quarantine().peers().items()
+        assert peer == "a"
+        assert caught.reason.startswith("wrong gradients of experts" if is_gradient else "wrong experts")
+        assert caught.evidence == ""
+        asked = len(holders.asked)
+        outcome(model)
+        assert "a" not in {name for name, _ in holders.asked[asked:]}
+
+
+def test_a_liar_that_was_honest_at_first_is_caught_in_the_background(mixtral: Path) -> None:
+    is_lying = False
+    with serving(mixtral, REPLICAS, config=CHECKED) as holders:
+        corrupt(holders, "a", REPLICAS["a"], lambda request, rows: rows * (1.02 if is_lying else 1.0))
+        model = load(holders)
+        for _ in range(4):
+            prefer(model, holders.connection, "a")
+            outcome(model)
+        assert checks_of(model).num_checked >= 8
+        assert not user_quarantine().peers()
+        is_lying, checks_of(model).rates.chance = True, lambda: 0.0
+        prefer(model, holders.connection, "a")
+        model(TOKENS)
+        finish_checks(model)
+        assert list(user_quarantine().peers()) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("held", "codec"),
+    [
+        pytest.param(REPLICAS, "none", id="plain"),
+        pytest.param(REPLICAS, "int8", id="packed"),
+        pytest.param(SLICES, "float16", id="slices"),
+        pytest.param({"a": Held(range(4), bits=8)}, "none", id="int8"),
+        pytest.param({"a": Held(range(4), bits=NF4)}, "none", id="nf4"),
+    ],
+)
+def test_honest_holders_pass(mixtral: Path, held: dict[str, Held], codec: str) -> None:
+    config = SwarmConfig(verify="on", codec=codec, request_timeout_s=60.0)  # type: ignore[arg-type]
+    with serving(mixtral, held, config=config) as holders:
+        model = load(holders)
+        checks_of(model).rates.chance = lambda: 0.0
+        for _ in range(3):
+            outcome(model)
+        finish_checks(model)
+        assert checks_of(model).num_checked >= 8
+    assert not user_quarantine().peers()
+
+
+def test_a_holder_that_came_back_in_another_type_is_not_accused(mixtral: Path) -> None:
+    with serving(mixtral, REPLICAS, config=CHECKED) as holders:
+        model = load(holders)
+        prefer(model, holders.connection, "a")
+        corrupt(holders, "a", REPLICAS["a"], lambda request, rows: rows.bfloat16().float())
+        known = view_of(model).known.infos["a"]
+
+        async def says(channel: Channel) -> None:
+            while await channel.receive(timeout_s=60.0) is not None:
+                await channel.send(msgspec.structs.replace(known, dtype="bfloat16"))
+
+        holders.handlers["a"]["rpc_info"] = says
+        outcome(model)
+    assert not user_quarantine().peers()
+
+
+def test_an_owner_whose_files_have_changed_accuses_nobody(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(mixtral, REPLICAS, config=CHECKED) as holders:
+        corrupt(holders, "a", REPLICAS["a"], lambda request, rows: rows * 1.02)
+        model = load(holders)
+        prefer(model, holders.connection, "a")
+
+        def gone() -> Checkpoint:
+            raise ConfigError("there is no such model")
+
+        monkeypatch.setattr(checks_of(model), "_open", gone)
+        outcome(model)
+        assert "cannot be checked: there is no such model" in caplog.text
+    assert not user_quarantine().peers()
