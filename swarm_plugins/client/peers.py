@@ -118,7 +118,7 @@ class Peers:
                 self.deadlines.missed(peer, work)
             if isinstance(exc, TimeoutError | ProtocolError):
                 raise
-            raise StreamLostError(f"server {peer} closed the stream before it answered: {exc}") from exc
+            raise StreamLostError(f"no answer came: {exc}") from exc
         checked = check_answer(answer, kind, peer)
         # Only finished work counts: a refusal is instant and tells nothing about the pace.
         seconds = time.perf_counter() - started

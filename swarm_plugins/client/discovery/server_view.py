@@ -272,4 +272,6 @@ class ServerView(ABC):
             secret_file=self.config.secret_file,
         )
         why = f" ({'; '.join(reasons)})" if reasons else ""
+        if self.config.discovery == "static":
+            why += "; add the new server's address to initial_peers, as discovery is static"
         return f"no living server holds {what} of {self.version}{why}; serve them with: {command}"

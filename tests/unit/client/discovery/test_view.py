@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,10 @@ def test_missing_blocks_end_with_the_command_for_this_model_and_swarm(run_in_swa
             await view.chain(range(3), Demand())
         with pytest.raises(MissingBlocksError, match=r"\(the last failure: all dials failed \* refused\); serve them"):
             await view.chain(range(3), Demand(), failure=TransportError("all dials failed\n  * refused"))
+        view.config = replace(view.config, discovery="static")
+        told = r"; add the new server's address to initial_peers, .*; serve them with: swarm .* --discovery static$"
+        with pytest.raises(MissingBlocksError, match=told):
+            await view.chain(range(3), Demand())
 
     run_in_swarm({"a": ((0, 1), unused)}, use, num_blocks=3)
 

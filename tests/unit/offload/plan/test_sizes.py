@@ -53,5 +53,7 @@ def test_layers_without_experts_are_left_out(tmp_path: Path) -> None:
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path, num_layers=1)
-    with pytest.raises(UnsupportedError, match=r"has no experts: only mixture-of-experts models can be offloaded"):
+    with pytest.raises(
+        UnsupportedError, match=r"has no experts: only mixture-of-experts models can be offloaded, load"
+    ):
         model_sizes(Checkpoint.open(tmp_path))
