@@ -66,7 +66,7 @@ class SwarmConfig:
     swarm is joined by addresses of this machine (``/ip4/127...``) alone."""
 
     verify_bytes: int = 1 << 30
-    """Most bytes of blocks that are kept in memory for checks."""
+    """Most bytes of blocks that are kept in memory for checks. Of experts at holders, one is in memory at a time."""
 
     def wants_checks(self, initial_peers: Sequence[str]) -> bool:
         """Returns whether answers are checked in a swarm that is joined by some addresses; see ``verify``."""
