@@ -11,6 +11,7 @@ as much as one of them.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
@@ -28,8 +29,8 @@ _PEERS_PER_GROUP = 3
 class Groups(Protocol):
     """Which peers share what they may hold."""
 
-    def met(self, peer: str, address: str) -> None:
-        """Notes the address that a peer calls from."""
+    def calling(self, peer: str, address: str) -> AbstractContextManager[None]:
+        """Notes the address that a peer calls from, at least while the ``with`` block runs."""
 
     def group(self, peer: str) -> str:
         """Returns the group of a peer; one that shares with no other is its own."""

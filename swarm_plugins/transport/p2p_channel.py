@@ -7,6 +7,7 @@ message, at two copies and a new task each, and trust an 8-byte length that the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -175,15 +176,17 @@ class Acceptor:
         self._tasks.add(task)
         try:
             peer = info.peer_id.to_base58()
-            if self._ledger.groups is not None:
-                self._ledger.groups.met(peer, str(info.addr))
             limits = self._limits if rpc == "rpc_adapter" else self._request_limits
-            stream = FrameStream(peer, limits, self._ledger, self._parting, is_served=True, turnstile=self._turnstile)
-            channel = await _take_over(stream, reader, writer)
-            try:
-                await self._serve(handler, channel)
-            finally:
-                await channel.close()
+            groups = self._ledger.groups
+            with contextlib.nullcontext() if groups is None else groups.calling(peer, str(info.addr)):
+                stream = FrameStream(
+                    peer, limits, self._ledger, self._parting, is_served=True, turnstile=self._turnstile
+                )
+                channel = await _take_over(stream, reader, writer)
+                try:
+                    await self._serve(handler, channel)
+                finally:
+                    await channel.close()
         except TransportError as exc:
             log.debug("a stream of peer %s ended: %s", info.peer_id, exc)
         except asyncio.CancelledError:

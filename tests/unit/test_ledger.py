@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 
 from swarm_plugins.errors import CapacityError, ConfigError
@@ -55,7 +57,7 @@ def test_the_first_of_a_kind_is_granted_while_any_is_free() -> None:
 class OfAddress:
     """Peers named ADDRESS/N share their address; "friend" is known."""
 
-    def met(self, peer: str, address: str) -> None:
+    def calling(self, peer: str, address: str) -> NoReturn:
         raise NotImplementedError
 
     def group(self, peer: str) -> str:

@@ -9,11 +9,14 @@ Work is counted in tokens times blocks, and counts half after a week.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import itertools
 import logging
 import math
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -57,6 +60,8 @@ class Points:
         self.path = path
         self._accounts: dict[str, _Account] = {}
         self._hosts: dict[str, str] = {}
+        self._calling: Counter[str] = Counter()
+        """Open streams of each peer."""
         self._has_changed = False
 
     def load(self) -> None:
@@ -108,7 +113,23 @@ class Points:
         if host:
             self._hosts[peer] = host
         while len(self._hosts) > _MAX_PEERS:
-            del self._hosts[next(iter(self._hosts))]
+            # Forgotten while it calls, a peer would be a group of its own: any number of them at one address.
+            oldest = next((one for one in self._hosts if one not in self._calling), None)
+            if oldest is None:
+                return
+            del self._hosts[oldest]
+
+    @contextlib.contextmanager
+    def calling(self, peer: str, address: str) -> Iterator[None]:
+        """Notes the address that a peer calls from, and keeps it while the ``with`` block runs."""
+        self.met(peer, address)
+        self._calling[peer] += 1
+        try:
+            yield
+        finally:
+            self._calling[peer] -= 1
+            if not self._calling[peer]:
+                del self._calling[peer]
 
     def earned(self, peer: str, work: int) -> None:
         """Notes work that a peer has done for this server."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,8 +162,10 @@ def test_a_peer_without_a_stream_gets_that_of_the_idlest(monkeypatch: pytest.Mon
 
 def test_identities_of_one_address_replace_their_own_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     class OneAddress:
-        def met(self, peer: str, address: str) -> None:
+        @contextmanager
+        def calling(self, peer: str, address: str) -> Iterator[None]:
             hosts[peer] = address
+            yield
 
         def group(self, peer: str) -> str:
             return hosts[peer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,6 +99,24 @@ def test_strangers_do_not_push_out_who_has_served(monkeypatch: pytest.MonkeyPatc
         points.met(f"stranger {number}", f"/ip4/203.0.113.{number}/tcp/1")
     assert points.weight("friend") > 1
     assert len(points._accounts) == len(points._hosts) == 10
+
+
+def test_peers_that_call_stay_in_the_group_of_their_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points_module, "_MAX_PEERS", 10)
+    points = Points()
+    sybils = [f"sybil {number}" for number in range(5)]
+    with contextlib.ExitStack() as streams:
+        for peer in sybils:
+            streams.enter_context(points.calling(peer, "/ip4/203.0.113.7/tcp/1"))
+        for number in range(100):
+            with points.calling(f"throwaway {number}", "/ip4/203.0.113.7/tcp/1"):
+                pass
+        # As groups of their own, each would get as much as an address.
+        assert {points.group(peer) for peer in sybils} == {"203.0.113.7"}
+        assert len(points._hosts) == 10
+    for number in range(100):
+        points.met(f"later {number}", "/ip4/203.0.113.7/tcp/1")
+    assert not points._hosts.keys() & set(sybils)
 
 
 @pytest.mark.parametrize(
