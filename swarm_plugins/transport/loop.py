@@ -23,17 +23,18 @@ _LEAVE_S = 2.0
 class _Waiting:
     """What threads wait for: when the loop ends, none of them waits any longer."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self._lock = threading.RLock()
         self._futures: set[Future[Any]] = set()
         self._is_over = False
 
-    def start(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> Future[T] | None:
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T] | None:
         """Starts a coroutine on the loop; returns None if the loop has ended."""
         with self._lock:
             if self._is_over:
                 return None
-            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             self._futures.add(future)
         future.add_done_callback(self._futures.discard)
         return future
@@ -58,14 +59,14 @@ class LoopThread:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._waiting = _Waiting()
+        self._waiting: _Waiting | None = None
 
     def start(self) -> None:
-        """Starts the thread. Idempotent."""
+        """Starts the thread, also after `close`. Idempotent."""
         if self._thread is not None:
             return
         loop = asyncio.new_event_loop()
-        self._loop = loop
+        self._loop, self._waiting = loop, _Waiting(loop)
         self._thread = threading.Thread(target=self._run, args=(loop, self._waiting), name=self._name, daemon=True)
         self._thread.start()
 
@@ -88,7 +89,7 @@ class LoopThread:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the loop."""
-        future = None if self._loop is None else self._waiting.start(coroutine, self._loop)
+        future = None if self._waiting is None else self._waiting.start(coroutine)
         if future is None:
             coroutine.close()
             raise TransportError("the connection to the swarm is closed; load the model again to open a new one")

@@ -18,14 +18,15 @@ async def answer() -> int:
     return 7
 
 
-def test_results_come_through_and_close_is_final() -> None:
+def test_results_come_through_until_it_is_closed() -> None:
     loop = LoopThread()
-    loop.start()
-    assert loop.run(answer()) == 7
-    loop.close()
-    loop.close()
-    with pytest.raises(TransportError, match="the connection to the swarm is closed; load the model again"):
-        loop.run(answer())
+    for _ in range(2):  # a connection may be opened again
+        loop.start()
+        assert loop.run(answer()) == 7
+        loop.close()
+        loop.close()
+        with pytest.raises(TransportError, match="the connection to the swarm is closed; load the model again"):
+            loop.run(answer())
 
 
 @pytest.mark.parametrize("leave_s", [pytest.param(60.0, id="cleans-up"), pytest.param(0.0, id="has-no-time-for-it")])
