@@ -24,6 +24,7 @@ from swarm_plugins.transport.codec import pack, unpack
 from swarm_plugins.transport.identity import new_identity
 from swarm_plugins.transport.messages import (
     AdapterUpload,
+    BackwardRequest,
     ForwardRequest,
     Message,
     SessionOpen,
@@ -186,9 +187,9 @@ def test_evidence_shows_nothing_if_any_field_has_been_changed(llama: Path, cache
 # A hostile client of an honest server.
 
 
-async def asked(swarm: InProcessSwarm, request: ForwardRequest) -> Message:
-    """Sends a forward as it is; returns the answer."""
-    channel = await swarm.transport.open(swarm.peers[0], "rpc_forward", timeout_s=60)
+async def asked(swarm: InProcessSwarm, request: Message, rpc: str) -> Message:
+    """Sends a request as it is; returns the answer."""
+    channel = await swarm.transport.open(swarm.peers[0], rpc, timeout_s=60)
     await channel.send(request)
     answer = await channel.receive(timeout_s=60)
     assert answer is not None
@@ -309,6 +310,36 @@ def test_what_a_codec_loses_accuses_nobody(llama: Path, cache: Path, outlier: in
         lie = Signer(service.identity, service.version, "float32", "none").sign_step(step, wrong, first_history(opened))
         assert is_wrong(accusation(swarm, opened, [step], lie[:1]), llama)
         forward = ForwardRequest(version=opened.version, start=0, end=2, hidden=hidden, reply_codec="int8", nonce=NONCE)
-        result = asyncio.run(asked(swarm, forward))
+        result = asyncio.run(asked(swarm, forward, "rpc_forward"))
         fields = {"peer": swarm.peers[0], "model": f"llama@{opened.version}", "reason": "", "at": 0.0, "adapters": ()}
         assert not is_wrong(Evidence(request=frame(forward), answer=frame(result), **fields), llama)
+
+
+@pytest.mark.parametrize(
+    "change", [{"reply_codec": "int8"}, {"grad_hidden": torch.ones(1, 40, 32, dtype=torch.bfloat16)}], ids=str
+)
+def test_a_backward_that_is_rounded_more_than_its_forward_accuses_nobody(
+    llama: Path, change: dict[str, object]
+) -> None:
+    # How far an honest answer may be off follows from the forward, which was not rounded.
+    with InProcessSwarm(llama, config=SwarmConfig(verify="on")) as swarm:
+        version = swarm.services[swarm.peers[0]].version
+        width = swarm.services[swarm.peers[0]].runner.spec.hidden_size
+        hidden = torch.randn(1, 40, width, generator=torch.Generator().manual_seed(0))
+        forward = ForwardRequest(version=version, start=0, end=2, hidden=hidden, nonce=NONCE)
+        backward = BackwardRequest(forward=forward, grad_hidden=torch.ones(1, 40, width), nonce=NONCE)
+        backward = msgspec.structs.replace(backward, **change)
+        first = asyncio.run(asked(swarm, forward, "rpc_forward"))
+        second = asyncio.run(asked(swarm, backward, "rpc_backward"))
+        evidence = Evidence(
+            peer=swarm.peers[0],
+            model=f"llama@{version}",
+            reason="",
+            at=0.0,
+            request=frame(forward),
+            answer=frame(first),
+            adapters=(),
+            backward=(frame(backward), frame(second)),
+        )
+        with pytest.raises(ProtocolError, match="has travelled in another type"):
+            asyncio.run(replay(evidence, blocks_of(llama)))
