@@ -114,13 +114,25 @@ def quiet_transformers() -> Iterator[None]:
     """Limits transformers to errors, without progress bars."""
     from transformers.utils import logging as hf_logging
 
-    level, had_bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    level = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
+    try:
+        with without_bars():
+            yield
+    finally:
+        hf_logging.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Suppresses transformers' progress bars, which do not ask whether standard error is a terminal."""
+    from transformers.utils import logging as hf_logging
+
+    had_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        hf_logging.set_verbosity(level)
         if had_bars:
             hf_logging.enable_progress_bar()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from swarm_plugins.checkpoint.source import Checkpoint
 from swarm_plugins.errors import CheckpointError, SwarmError, UnsupportedError
-from swarm_plugins.noise import quiet_transformers
+from swarm_plugins.noise import quiet_transformers, without_bars
 
 CONSTRUCTION = threading.RLock()
 """Held while transformers makes a model: it changes torch's default type for the whole process meanwhile. Two threads
@@ -61,7 +60,7 @@ def model_from_tensors(
         source = {"device_map": device, "revision": getattr(config, "_commit_hash", None) or "main"}
     try:
         # Its report says what errors here say, unless weights may be missing.
-        with CONSTRUCTION, nullcontext() if may_lack else quiet_transformers():
+        with CONSTRUCTION, without_bars() if may_lack else quiet_transformers():
             loaded: Any = _trimmed_class(model_class, trim).from_pretrained(
                 None if tensors is not None else name,
                 config=config,

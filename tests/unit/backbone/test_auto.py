@@ -46,7 +46,9 @@ def test_pefts_config_names_the_base_as_it_was_loaded(remote, directory: Path, t
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "60KB"], ids=["one-file", "shards"])
-def test_only_the_client_s_share_is_read(max_shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_client_s_share_is_read(
+    max_shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = save_tiny("mixtral", tmp_path, max_shard_size=max_shard_size)
     read_bytes: list[int] = []
     plain_read = LocalFiles.read
@@ -57,7 +59,9 @@ def test_only_the_client_s_share_is_read(max_shard_size: str, tmp_path: Path, mo
 
     with InProcessSwarm(directory) as swarm:
         monkeypatch.setattr(LocalFiles, "read", counted)
+        capsys.readouterr()
         model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        assert "Loading weights" not in capsys.readouterr().err, "bars are for terminals"
     client_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     assert sum(read_bytes) == client_bytes
     assert client_bytes < model.num_parameters() * 4 / 5
