@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -86,18 +87,18 @@ class HolderChecks(NoObserver):
     """Checks the answers of the holders that one owner asks; excludes those in quarantine.
 
     Args:
-        open_checkpoint: Opens the model's checkpoint.
-        load_expert: Loads one expert of it.
-        version: What it has to be.
+        model: The model's directory or id.
+        version: Its version, which holders have.
+        load_expert: Loads one expert of its checkpoint.
         quarantine: Where caught holders are listed.
         rates: Which answers are checked.
     """
 
     def __init__(
         self,
-        open_checkpoint: Callable[[], Checkpoint],
-        load_expert: LoadExpert,
+        model: str | Path,
         version: ModelVersion,
+        load_expert: LoadExpert,
         quarantine: Quarantine,
         *,
         rates: CheckRates | None = None,
@@ -105,7 +106,7 @@ class HolderChecks(NoObserver):
         self.rates = rates or CheckRates()
         self.num_checked = 0
         """Checks that came to a result."""
-        self._open = open_checkpoint
+        self._model = model
         self._load = load_expert
         self._version = version
         self._quarantine = quarantine
@@ -256,7 +257,9 @@ class HolderChecks(NoObserver):
 
     def _opened(self) -> Checkpoint:
         if self._checkpoint is None:
-            opened = self._open()
+            # A branch of the Hub may have moved on since.
+            revision = None if self._version.is_local else self._version.revision
+            opened = Checkpoint.open(self._model, revision=revision)
             if opened.version != self._version:
                 raise UnsupportedError(
                     f"{opened.name} has changed since the model was loaded: it is {opened.version} now, holders have "

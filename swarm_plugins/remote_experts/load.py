@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.moe_checkpoint import MoeCheckpoint
@@ -76,9 +75,7 @@ def load_remote_experts(
     )
     checks = None
     if opened.config.wants_checks(opened.initial_peers):
-        checks = HolderChecks(
-            lambda: Checkpoint.open(name_or_dir, revision=revision), load_expert, view.version, user_quarantine()
-        )
+        checks = HolderChecks(name_or_dir, view.version, load_expert, user_quarantine())
     experts = RemoteExperts(Holders(opened.peers, view, checks=checks), opened.loop, lifeline=opened)
     model = moe.load_rest(place)
     for block, path in moe.paths.items():

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.discovery.network import Network
@@ -55,7 +54,6 @@ class RemoteShare:
         addresses: Addresses to join the swarm by, or this server's own. If any is of another machine, holders'
             answers are checked.
         model: The model's directory or id.
-        revision: Branch, tag or commit on the Hub.
         device: Where the blocks compute.
         own: Experts that this server has itself. None: none.
         on_answer: Called with the holder and the number of rows of each good answer.
@@ -69,7 +67,6 @@ class RemoteShare:
         blocks: range,
         addresses: tuple[str, ...],
         model: str,
-        revision: str | None,
         device: torch.device,
         own: HeldExperts | None,
         on_answer: Callable[[str, int], None] = lambda peer, rows: None,
@@ -96,9 +93,7 @@ class RemoteShare:
         )
         checks = None
         if _CONFIG.wants_checks(addresses):
-            checks = HolderChecks(
-                lambda: Checkpoint.open(model, revision=revision), load_expert, version, user_quarantine()
-            )
+            checks = HolderChecks(model, version, load_expert, user_quarantine())
         holders = Holders(peers, view, on_answer, checks)
         self.experts = RemoteExperts(holders, _ServerLoop(asyncio.get_running_loop()), own)
 

@@ -162,7 +162,6 @@ class SwarmServer:
                 blocks,
                 config.initial_peers or await self.addresses(),
                 config.model,
-                config.revision,
                 device,
                 self._held,
                 self._points.earned,

@@ -24,6 +24,7 @@ from swarm_plugins.remote_experts.held import load_held_experts
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 from swarm_plugins.verification.quarantine import user_quarantine
+from swarm_plugins.versions import ModelVersion
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 REPLICAS = {"a": Held(range(4)), "b": Held(range(4))}
@@ -169,10 +170,28 @@ def test_an_owner_whose_files_have_changed_accuses_nobody(
         model = load(holders)
         prefer(model, holders.connection, "a")
 
-        def gone() -> Checkpoint:
+        def gone(*_: object, **__: object) -> Checkpoint:
             raise ConfigError("there is no such model")
 
-        monkeypatch.setattr(checks_of(model), "_open", gone)
+        monkeypatch.setattr(Checkpoint, "open", gone)
         outcome(model)
         assert "cannot be checked: there is no such model" in caplog.text
     assert not user_quarantine().peers()
+
+
+def test_a_model_on_the_hub_is_opened_at_the_commit_that_holders_have(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def found(name: str | Path, *, revision: str | None = None) -> Checkpoint:
+        asked.append(revision)
+        raise ConfigError("offline")
+
+    with serving(mixtral, REPLICAS, config=CHECKED) as holders:
+        model = load(holders)
+        checks = checks_of(model)
+        monkeypatch.setattr(checks, "_version", ModelVersion("a/b", "0" * 40))
+        monkeypatch.setattr(Checkpoint, "open", found)
+        outcome(model)
+    assert set(asked) == {"0" * 40}

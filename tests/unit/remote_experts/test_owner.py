@@ -39,9 +39,7 @@ def owned(
 
     async def share_on_loop() -> RemoteShare:
         model = str(holders.directory)
-        return RemoteShare(
-            holders.transport, checkpoint.version, num_blocks, range(num_blocks), (), model, None, CPU, own
-        )
+        return RemoteShare(holders.transport, checkpoint.version, num_blocks, range(num_blocks), (), model, CPU, own)
 
     share = loop.run(share_on_loop())
     with share.experts.rehearsing():
