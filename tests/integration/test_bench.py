@@ -92,5 +92,5 @@ def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
 )
 def test_bench_of_an_impossible_link_is_one_sentence(tiny: Path, wrong: list[str], sentence: str) -> None:
     result = bench("network", "--model", str(tiny), *wrong)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr.strip() == f"swarm bench network: {sentence}"
