@@ -167,14 +167,19 @@ class Quarantine:
         try:
             return self._read()
         except _DamagedError as exc:
-            aside = put_aside(self.path)
+            aside, now = put_aside(self.path), self._clock()
+            known = {peer: caught for peer, caught in self._saved.items() if now < caught.until}
             log.warning(
-                "the list of quarantined servers %s cannot be read (%s): kept as %s, and started anew",
+                "the list of quarantined servers %s cannot be read (%s): kept as %s, and started anew with the %d that "
+                "this process knows",
                 self.path,
                 exc,
                 aside.name,
+                len(known),
             )
-            return {}
+            if known:
+                self._write(_File(peers=known))
+            return known
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

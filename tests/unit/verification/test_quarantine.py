@@ -60,6 +60,20 @@ def test_two_processes_that_write_at_once_lose_nothing(tmp_path: Path, monkeypat
     assert len(Quarantine(tmp_path / "q.json").peers()) == 20
 
 
+@pytest.mark.parametrize("looks_first", [True, False])
+def test_a_file_that_is_damaged_meanwhile_frees_no_server(tmp_path: Path, looks_first: bool) -> None:
+    now = 1e9
+    path = tmp_path / "q.json"
+    running = Quarantine(path, clock=lambda: now)
+    running.add("liar", model="m", reason="wrong")
+    path.write_text("{")
+    now += 10
+    if looks_first:
+        assert "liar" in running
+    running.add("other", model="m", reason="wrong")
+    assert running.peers().keys() == Quarantine(path, clock=lambda: now).peers().keys() == {"liar", "other"}
+
+
 def test_a_damaged_file_is_put_aside_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "q.json"
     path.write_text("{")
