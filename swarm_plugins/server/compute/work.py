@@ -37,6 +37,10 @@ LITTLE = Load()
 """Of cache operations and the like."""
 
 
+_SHARE_OF_FIRST = 4
+"""A prefill whose turn it is gets this part of a pack, whatever decode steps wait."""
+
+
 class Work:
     """Work whose result is awaited on an event loop; ``peer`` is empty for the server itself."""
 
@@ -154,19 +158,26 @@ def choose_pack(waiting: Sequence[Step], max_tokens: int) -> list[tuple[Step, in
     """Returns the steps of the next packed forward, with the number of tokens per row to run.
 
     Short steps (decode) go first, in their order; prefills take the room they leave, cut to fit in ``max_tokens`` (rows
-    times length). The first step runs with at least one token per row, so that one wider than the pack makes progress.
+    times length). But a prefill whose turn it is gets a quarter of the pack: wide or many decode steps, which come
+    again and again, would otherwise keep it waiting for ever. The first step runs with at least one token per row, so
+    that one wider than the pack makes progress.
     """
-    chosen: list[tuple[Step, int]] = []
+    chosen: dict[int, int] = {}
     room = max_tokens
-    for step in sorted(waiting, key=lambda step: step.num_left > 1):
-        num_tokens = min(step.num_left, room // step.batch_size)
-        if num_tokens < 1:
-            if chosen:
-                continue
-            num_tokens = 1
-        chosen.append((step, num_tokens))
-        room = max(0, room - num_tokens * step.batch_size)
-    return chosen
+
+    def take(index: int, most: int) -> None:
+        nonlocal room
+        step, had = waiting[index], chosen.get(index, 0)
+        num_tokens = min(step.num_left - had, max(most // step.batch_size, not chosen))
+        if num_tokens > 0:
+            chosen[index] = had + num_tokens
+            room = max(0, room - num_tokens * step.batch_size)
+
+    if waiting and waiting[0].num_left > 1:
+        take(0, max_tokens // _SHARE_OF_FIRST)
+    for index in sorted(range(len(waiting)), key=lambda one: waiting[one].num_left > 1):
+        take(index, room)
+    return [(waiting[index], num_tokens) for index, num_tokens in chosen.items()]
 
 
 def log_outcome(future: asyncio.Future[Any]) -> None:
