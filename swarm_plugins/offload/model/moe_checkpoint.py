@@ -216,5 +216,5 @@ def _experts_paths(outline: PreTrainedModel, name: str) -> dict[int, str]:
         )
     raise UnsupportedError(
         f"{name} ({type(outline).__name__}) has no experts: only mixture-of-experts models can be offloaded, "
-        "load a dense one without"
+        "load or serve a dense one without offloading"
     )
