@@ -9,7 +9,12 @@ from typing import Literal
 
 from swarm_plugins.errors import ConfigError
 
-_CHOICES = {"codec": ("none", "float16", "int8"), "discovery": ("dht", "static"), "verify": ("auto", "on", "off")}
+_CHOICES = {
+    "codec": ("none", "float16", "int8"),
+    "discovery": ("dht", "static"),
+    "verify": ("auto", "on", "off"),
+    "push": ("auto", "on", "off"),
+}
 _THIS_MACHINE = ("/ip4/127.", "/ip6/::1/")
 """Addresses of a swarm that the user runs, as `LocalSwarm` does."""
 
@@ -39,6 +44,9 @@ class SwarmConfig:
 
     codec: Literal["none", "float16", "int8"] = "none"
     """How hidden states and their gradients are packed on the wire; ``none`` keeps every bit."""
+
+    push: Literal["auto", "on", "off"] = "auto"
+    """Whether servers hand the steps of a session on to each other. ``auto``: if they are some milliseconds away."""
 
     allowed_peers: tuple[str, ...] | None = None
     """Ids of the only servers to use. None: any server that announces the model's version."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -105,20 +105,45 @@ class Peers:
             StreamLostError: If the stream breaks or ends before the answer.
             SwarmError: If no answer comes in time, or it is a failure or malformed.
         """
-        peer = channel.remote_peer
         started = time.perf_counter()
-        try:
+        await self.post(channel, message, codec=codec)
+        return await self.collect(
+            channel, message, kind, work=work, units=units, blocks=blocks, timeout_s=timeout_s, started=started
+        )
+
+    async def post(self, channel: Channel, message: Message, *, codec: Codec = "none") -> None:
+        """Sends one message, whose answer `collect` returns; raises like `exchange`."""
+        with _as_lost_stream():
             await channel.send(message, codec=codec)
-            if timeout_s is None:
-                answer = await self._awaited(channel, self.deadlines.timeout_s(peer, work, units), num_bytes(message))
-            else:
-                answer = await channel.receive(timeout_s=timeout_s)
-        except TransportError as exc:
-            if isinstance(exc, TimeoutError):
-                self.deadlines.missed(peer, work)
-            if isinstance(exc, TimeoutError | ProtocolError):
-                raise
-            raise StreamLostError(f"no answer came: {exc}") from exc
+
+    async def collect(
+        self,
+        channel: Channel,
+        message: Message,
+        kind: type[M],
+        *,
+        work: str,
+        units: int,
+        blocks: int = 0,
+        timeout_s: float | None = None,
+        started: float | None = None,
+    ) -> M:
+        """Returns the answer to a message that was posted; arguments and errors as those of `exchange`.
+
+        ``started``, in seconds of ``time.perf_counter``, is when the peer could begin to work. None: now.
+        """
+        peer = channel.remote_peer
+        started = time.perf_counter() if started is None else started
+        try:
+            with _as_lost_stream():
+                if timeout_s is None:
+                    limit_s = self.deadlines.timeout_s(peer, work, units)
+                    answer = await self._awaited(channel, limit_s, num_bytes(message))
+                else:
+                    answer = await channel.receive(timeout_s=timeout_s)
+        except TimeoutError:
+            self.deadlines.missed(peer, work)
+            raise
         checked = check_answer(answer, kind, peer)
         # Only finished work counts: a refusal is instant and tells nothing about the pace.
         seconds = time.perf_counter() - started
@@ -260,6 +285,17 @@ class Peers:
         for channel in channels:
             with contextlib.suppress(SwarmError):
                 await channel.close()
+
+
+@contextlib.contextmanager
+def _as_lost_stream() -> Iterator[None]:
+    """Tells a stream that breaks from a peer that is late or sends nonsense."""
+    try:
+        yield
+    except TransportError as exc:
+        if isinstance(exc, TimeoutError | ProtocolError):
+            raise
+        raise StreamLostError(f"no answer came: {exc}") from exc
 
 
 def num_bytes(message: Message) -> int:

@@ -6,6 +6,7 @@ tokens that follow are the same as without the loss.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -15,17 +16,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
-from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, chain_outputs, join_outputs
+from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import SentSession, StepCall
-from swarm_plugins.client.paces import StepTimes
+from swarm_plugins.client.pushing import PushedStep, is_worth_it, may_push
 from swarm_plugins.client.retries import ChainRetries
+from swarm_plugins.client.span_session import SpanSession
 from swarm_plugins.client.splitting import tokens_per_message
-from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
+from swarm_plugins.errors import SwarmError, UnknownAdapterError
 from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.messages import (
-    Codec,
     Message,
     SessionOpen,
     SessionOpened,
@@ -35,88 +36,10 @@ from swarm_plugins.transport.messages import (
 
 if TYPE_CHECKING:
     from swarm_plugins.client.discovery.view import Servers
-    from swarm_plugins.client.peers import Peers
-    from swarm_plugins.transport.channel import Channel
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
-
-
-class _SpanSession:
-    """The session on one server, and what was sent to it."""
-
-    def __init__(self, peer: str, blocks: range, history: History) -> None:
-        self.peer = peer
-        self.blocks = blocks
-        self.history = history
-        self.channel: Channel | None = None
-        self.name = ""
-        self.room = (0, 0)
-        """Rows it was opened with, and how many tokens per row the server then promised to hold."""
-        self.times = StepTimes()
-        self.unsent_ops: list[CacheOp] = []
-        """Changes already in the history, but not on the server."""
-        self.sent: SentSession | None = None
-        """What the history has come from, as far as receipts may name it."""
-        self.is_due = False
-        """Whether it is time to look for a faster server."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the session ended after something was sent to it."""
-        return self.channel is None and bool(self.history.steps)
-
-    def apply(self, ops: Sequence[CacheOp]) -> None:
-        for op in ops:
-            self.history.apply(op)
-        if self.channel is not None:
-            self.unsent_ops.extend(ops)
-
-    def crop(self, length: int) -> None:
-        """Takes back what was sent after the first ``length`` tokens."""
-        if self.history.length > length:
-            self.apply([CacheOp(kind="crop", indices=(length,))])
-
-    def note_sent(self, request: SessionStep) -> None:
-        """Records a step that was answered; a change of the cache ends the record, as does a step without a receipt."""
-        if self.sent is not None and request.nonce and not request.ops:
-            self.sent.steps.append(request)
-        else:
-            self.sent = None
-
-    def check_room(self, rows: int, new_tokens: int) -> None:
-        """Raises CapacityError before a long input is sent in parts, if the server has promised less room."""
-        rows_then, limit = self.room
-        length = self.history.length + new_tokens
-        # The promise holds for this number of rows only.
-        if rows == rows_then and length > limit:
-            raise CapacityError(
-                f"server {self.peer} holds {limit} tokens per row at most in a session of {rows} rows, {length} "
-                "are needed: shorten the prompt, use fewer rows, or serve with more room"
-            )
-
-    async def ask(
-        self, peers: Peers, request: Message, kind: type[M], *, work: str, units: int, codec: Codec = "none"
-    ) -> M:
-        """Sends one message over the session's stream and returns the answer."""
-        if self.channel is None:
-            raise SessionLostError(f"the session on server {self.peer} is closed")
-        try:
-            blocks = len(self.blocks) if kind is SessionStepResponse else 0
-            return await peers.exchange(self.channel, request, kind, work=work, units=units, blocks=blocks, codec=codec)
-        except UnknownAdapterError:
-            raise  # the stream lives on
-        except BaseException:
-            # Also when interrupted: a late answer would be taken for the next one.
-            await self.close()
-            raise
-
-    async def close(self) -> None:
-        channel, self.channel = self.channel, None
-        if channel is not None:
-            with contextlib.suppress(SwarmError):
-                await channel.close()
 
 
 class ClientSession:
@@ -127,7 +50,7 @@ class ClientSession:
         self.blocks = blocks
         self.prefix = tuple(tensor.detach() for tensor in prefix)
         """Keys and values the cache starts with, K then V for each block."""
-        self._spans: list[_SpanSession] = []
+        self._spans: list[SpanSession] = []
 
     async def step(self, inputs: SpanInputs, ops: Sequence[CacheOp] = ()) -> SpanOutputs:
         """Applies queued cache changes, then runs new tokens through the chain.
@@ -160,6 +83,50 @@ class ClientSession:
             self.prefix = start.prefix
 
     async def _run(self, inputs: SpanInputs, cached: int, retries: ChainRetries) -> SpanOutputs:
+        pushed = PushedStep(self.servers.peers, self.servers.hops)
+        try:
+            await self._post(inputs, pushed)
+            return await self._collect(inputs, cached, retries, pushed)
+        finally:
+            await pushed.close()
+
+    async def _post(self, inputs: SpanInputs, pushed: PushedStep) -> None:
+        """Sends a step to all servers at once, if each can get its input from the one before."""
+        peers, spans = self.servers.peers, self._spans
+        if not self._pushes():
+            return
+        await asyncio.gather(*(self._open_ahead(current, inputs) for current in spans))
+        tokens = inputs.hidden.shape[1]
+        parts = [replace(inputs, blocks=current.blocks) for current in spans]
+        fits = all(tokens <= self._tokens_at_once(current, part) for current, part in zip(spans, parts, strict=True))
+        if not fits or not may_push(spans, self.servers.hops):
+            return
+        with contextlib.suppress(SwarmError):  # it will show at that server's turn
+            requests = []
+            for current, part in zip(spans, parts, strict=True):
+                requests.append(self._request(current, part))
+                await peers.upload(current.peer, requests[-1][1])
+            await pushed.post(spans, requests)
+
+    def _pushes(self) -> bool:
+        """Returns whether servers that can are to push."""
+        peers, spans = self.servers.peers, self._spans
+        if len(spans) < 2 or not all(self._takes_pushes(current) for current in spans):
+            return False
+        return peers.config.push == "on" or is_worth_it([peers.paces.round_trip_s(one.peer) for one in spans])
+
+    def _takes_pushes(self, current: SpanSession) -> bool:
+        info = self.servers.view.known.infos.get(current.peer)
+        return self.servers.peers.config.push != "off" and info is not None and info.pushes
+
+    async def _open_ahead(self, current: SpanSession, inputs: SpanInputs) -> None:
+        if current.channel is None and not current.is_lost:
+            try:
+                await self._open(current, batch_size=inputs.hidden.shape[0])
+            except SwarmError:
+                await current.close()  # it is opened again at its turn, and the error shows there
+
+    async def _collect(self, inputs: SpanInputs, cached: int, retries: ChainRetries, pushed: PushedStep) -> SpanOutputs:
         answers: list[SpanOutputs] = []
         while (position := len(answers)) < len(self._spans):
             current = self._spans[position]
@@ -168,7 +135,7 @@ class ClientSession:
                 continue
             hidden = answers[-1].hidden if answers else inputs.hidden
             try:
-                answers.append(await self._advance(current, replace(inputs, hidden=hidden)))
+                answers.append(await self._advance(current, replace(inputs, hidden=hidden), pushed))
                 retries.progressed()
             except SwarmError as exc:
                 await current.close()
@@ -184,13 +151,13 @@ class ClientSession:
 
     async def _plan(
         self, blocks: range, inputs: SpanInputs, history: History, retries: ChainRetries
-    ) -> list[_SpanSession]:
+    ) -> list[SpanSession]:
         """Plans sessions with room for a history and the new tokens; they start with the history's prefix."""
         batch, tokens = inputs.hidden.shape[:2]
         demand = Demand(tokens=batch * tokens, kv_tokens=batch * (history.length + tokens))
         return _parts(await retries.chain(blocks, demand), blocks, history)
 
-    async def _moved(self, lost: _SpanSession, inputs: SpanInputs, retries: ChainRetries) -> list[_SpanSession]:
+    async def _moved(self, lost: SpanSession, inputs: SpanInputs, retries: ChainRetries) -> list[SpanSession]:
         """Replays a lost server's history on others."""
         while True:
             parts = await self._plan(lost.blocks, inputs, lost.history, retries)
@@ -199,7 +166,7 @@ class ClientSession:
                 return parts
             retries.note(*failure)
 
-    async def _replay(self, parts: Sequence[_SpanSession], history: History) -> tuple[str, SwarmError] | None:
+    async def _replay(self, parts: Sequence[SpanSession], history: History) -> tuple[str, SwarmError] | None:
         """Sends a history to new sessions; if that fails, closes them and returns where and why."""
         running = parts[0]
         try:
@@ -240,26 +207,35 @@ class ClientSession:
             self._spans[position : position + 1] = parts
             await current.close()
 
-    async def _advance(self, current: _SpanSession, inputs: SpanInputs) -> SpanOutputs:
+    async def _advance(self, current: SpanSession, inputs: SpanInputs, pushed: PushedStep | None = None) -> SpanOutputs:
         """Runs new tokens on one span, in chunks small enough for the server."""
         inputs = replace(inputs, blocks=current.blocks)
         rows, tokens = inputs.hidden.shape[:2]
+        if pushed is not None and pushed.is_waiting(current):
+            try:
+                return await self._send(current, inputs, pushed)
+            except UnknownAdapterError:
+                pass  # the server has dropped it since: it is uploaded, and the step sent, again
         if current.channel is None:
             await self._open(current, batch_size=rows)
         if tokens == 1:
             return await self._send(current, inputs)
         current.check_room(rows, tokens)
-        info = self.servers.view.known.infos.get(current.peer)
-        limit = tokens_per_message(inputs)
-        if info is not None and info.max_batch_tokens > 0:
-            limit = min(limit, info.max_batch_tokens)
-        size = max(1, limit // rows)
+        size = self._tokens_at_once(current, inputs)
         starts = range(0, tokens, size)
         answers = [await self._send(current, inputs.take_tokens(start, start + size)) for start in starts]
         check_same_routers(answers, f"server {current.peer}")
         return join_outputs(answers, dim=1)
 
-    async def _open(self, current: _SpanSession, *, batch_size: int, fork_of: str | None = None) -> None:
+    def _tokens_at_once(self, current: SpanSession, inputs: SpanInputs) -> int:
+        """Returns how many tokens of each row go in one message."""
+        info = self.servers.view.known.infos.get(current.peer)
+        limit = tokens_per_message(inputs)
+        if info is not None and info.max_batch_tokens > 0:
+            limit = min(limit, info.max_batch_tokens)
+        return max(1, limit // inputs.hidden.shape[0])
+
+    async def _open(self, current: SpanSession, *, batch_size: int, fork_of: str | None = None) -> None:
         peers = self.servers.peers
         current.channel = await peers.open(current.peer, "rpc_session")
         current.unsent_ops = []
@@ -270,22 +246,23 @@ class ClientSession:
             batch_size=batch_size,
             fork_of=fork_of,
             prefix=() if fork_of else current.history.prefix,
+            pushes=self._takes_pushes(current),
         )
         # Copying takes time: the prefix, or all tokens of the session to fork.
         tokens = max(1, batch_size * current.history.length) if request.prefix or fork_of else 1
         opened = await current.ask(peers, request, SessionOpened, work="open session", units=tokens)
         current.name, current.room = opened.session, (batch_size, opened.max_tokens)
+        current.push_key, current.num_steps = opened.push_key, 0
         current.sent = None if fork_of else SentSession(request)
 
-    async def _send(self, current: _SpanSession, inputs: SpanInputs) -> SpanOutputs:
-        peers, history = self.servers.peers, current.history
-        started = time.perf_counter()
+    def _request(self, current: SpanSession, inputs: SpanInputs) -> tuple[SessionStep, tuple[LoadedAdapter, ...]]:
+        """Returns the message for new tokens, and the adapters that it names."""
         # Nothing trains between the tokens of a generation, but a prompt may follow a training step.
-        is_prompt = inputs.hidden.shape[1] > 1 or history.length == 0
+        is_prompt = inputs.hidden.shape[1] > 1 or current.history.length == 0
         part = self.servers.digests.part(inputs.adapters, current.blocks, verify=is_prompt)
         request = SessionStep(
             hidden=inputs.hidden.detach(),
-            cached_tokens=history.length,
+            cached_tokens=current.history.length,
             position_ids=inputs.position_ids,
             attention_mask=inputs.attention_mask,
             ops=tuple(current.unsent_ops),
@@ -293,28 +270,37 @@ class ClientSession:
             adapter_rows=part.rows,
             collect_hidden=inputs.collect_hidden,
             collect_router=inputs.collect_router,
-            reply_codec=peers.config.codec,
+            reply_codec=self.servers.peers.config.codec,
             nonce=self.servers.view.observer.nonce(),
         )
-        units, codec = inputs.num_tokens, peers.config.codec
-        response = await peers.with_adapters(
-            current.peer,
-            part.shipped,
-            lambda: current.ask(peers, request, SessionStepResponse, work="rpc_session", units=units, codec=codec),
-        )
+        return request, part.shipped
+
+    async def _send(self, current: SpanSession, inputs: SpanInputs, pushed: PushedStep | None = None) -> SpanOutputs:
+        """Sends new tokens to one server, unless it has been told of them, and returns its answer."""
+        peers, view = self.servers.peers, self.servers.view
+        started = time.perf_counter()
+        if pushed is None:
+            request, adapters = self._request(current, inputs)
+            units, codec = inputs.num_tokens, peers.config.codec
+            response = await peers.with_adapters(
+                current.peer,
+                adapters,
+                lambda: current.ask(peers, request, SessionStepResponse, work="rpc_session", units=units, codec=codec),
+            )
+        else:
+            request, adapters, response = await pushed.collect(current, inputs.hidden)
         check_outputs(response, inputs, current.peer)
         current.note_sent(request)
         current.unsent_ops = []
         current.is_due = inputs.hidden.shape[1] == 1 and current.times.add(time.perf_counter() - started)
-        history.append(inputs)
-        view = self.servers.view
+        current.history.append(inputs)
         await view.observer.step_done(
             StepCall(
                 peer=current.peer,
                 info=view.known.infos.get(current.peer),
-                history=history,
+                history=current.history,
                 sent=current.sent,
-                adapters=part.shipped,
+                adapters=adapters,
                 request=request,
                 response=response,
             )
@@ -326,7 +312,7 @@ class ClientSession:
         other = ClientSession(self.servers, blocks=self.blocks, prefix=self.prefix)
         try:
             for current in self._spans:
-                twin = _SpanSession(current.peer, current.blocks, current.history.copy())
+                twin = SpanSession(current.peer, current.blocks, current.history.copy())
                 other._spans.append(twin)
                 if current.channel is not None and current.history.length:
                     # If the copy fails, the twin replays its history at its first step.
@@ -348,10 +334,10 @@ class ClientSession:
             await current.close()
 
 
-def _parts(chain: Sequence[SpanChoice], blocks: range, history: History) -> list[_SpanSession]:
+def _parts(chain: Sequence[SpanChoice], blocks: range, history: History) -> list[SpanSession]:
     """Returns sessions to open for the parts of some blocks, with their parts of the history's prefix."""
     return [
-        _SpanSession(
+        SpanSession(
             peer, range(start, end), History(history.prefix[2 * (start - blocks.start) : 2 * (end - blocks.start)])
         )
         for peer, start, end in chain

@@ -37,6 +37,7 @@ from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.points import Points
+from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.messages import ServerInfo
 
@@ -238,6 +239,7 @@ class SwarmServer:
             total_kv_tokens=kv_tokens,
             max_session_tokens=min(limits.max_session_tokens, span.spec.max_positions, kv_tokens),
             needs=() if share is None else share.needs,
+            pushes=True,
         )
         service = self._service = Service(
             version=info.version,
@@ -257,6 +259,7 @@ class SwarmServer:
             sessions=SessionTable(limits.max_sessions_per_peer),
             ledger=self._ledger,
             identity=self._joined().identity,
+            pushes=Pushes(self._joined()),
         )
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))

@@ -21,6 +21,7 @@ from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.points import Points
+from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.messages import ServerInfo
@@ -60,6 +61,8 @@ class Service:
     draining: Draining = field(default_factory=Draining)
     identity: Identity | None = None
     """Signs receipts. None: there are none."""
+    pushes: Pushes = field(default_factory=Pushes)
+    """Hands outputs on to other servers."""
 
     @property
     def points(self) -> Points:

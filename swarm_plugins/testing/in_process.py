@@ -24,6 +24,7 @@ from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
+from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
@@ -145,6 +146,7 @@ class InProcessSwarm:
             decode_s=1.0 / speed,
             free_kv_tokens=1 << 20,
             mobility="loads-first",
+            pushes=True,
         )
         described = [info]
 
@@ -161,6 +163,7 @@ class InProcessSwarm:
             check_adapter=spans.check_adapter,
             activations=ActivationStore(_STORE_BYTES),
             adapters=AdapterStore(_STORE_BYTES),
+            pushes=Pushes(self.transport.seen_from(peer)),
         )
         self._movers[peer] = Mover(
             config=ServeConfig(model=str(self.directory), announce_every_s=0.05, drain_s=self.drain_s),

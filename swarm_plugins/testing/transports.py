@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
 from swarm_plugins.links.line import Line
 from swarm_plugins.links.pacing import Pacer
-from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Transport
+from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Opener, Transport
 from swarm_plugins.transport.messages import Codec, Failure, InfoRequest, Message, ServerInfo
 from swarm_plugins.transport.wire import decode, encode
 
@@ -142,9 +142,9 @@ class LocalTransport:
         self._handlers_by_peer = handlers_by_peer
         self._client = client
         self._killed: set[str] = set()
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[tuple[str | None, str], Line] = {}
         self._announced: dict[str, ServerInfo] = {}
-        self._live: dict[asyncio.Task[None], tuple[str, _LocalChannel]] = {}
+        self._live: dict[asyncio.Task[None], tuple[set[str], _LocalChannel]] = {}
 
     @property
     def num_live_channels(self) -> int:
@@ -153,12 +153,19 @@ class LocalTransport:
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel to a handler; see [`Transport`][swarm_plugins.transport.channel.Transport]."""
+        return await self._open(self._client, peer, rpc, timeout_s)
+
+    def seen_from(self, peer: str) -> Opener:
+        """Returns what one of the peers opens channels with."""
+        return _Peer(self, peer)
+
+    async def _open(self, caller: str, peer: str, rpc: str, timeout_s: float) -> Channel:
         if rpc not in RPC_NAMES:
             raise ConfigError(f"unknown rpc {rpc!r}; known: {', '.join(RPC_NAMES)}")
         handler = self._handlers_by_peer.get(peer, {}).get(rpc)
-        if handler is None or peer in self._killed:
+        if handler is None or self._killed & {caller, peer}:
             raise TransportError(f"peer {peer} cannot be reached, or does not serve {rpc}")
-        line = self.line(peer)
+        line = self.line(peer, None if caller == self._client else caller)
         try:
             await asyncio.wait_for(line.wait_until(lambda: line.is_sound), timeout_s)
         except TimeoutError as exc:
@@ -167,15 +174,15 @@ class LocalTransport:
             raise TransportError(f"peer {peer} cannot be reached")
         forth, back = _Pipe(lambda: line.there), _Pipe(lambda: line.back)
         near = _LocalChannel(peer, forth, back, line)
-        far = _LocalChannel(self._client, back, forth)
+        far = _LocalChannel(caller, back, forth)
         task = asyncio.create_task(_run(handler, far), name=f"local {rpc} of {peer}")
-        self._live[task] = (peer, near)
+        self._live[task] = ({caller, peer}, near)
         task.add_done_callback(lambda done: self._live.pop(done, None))
         return near
 
-    def line(self, peer: str) -> Line:
-        """Returns the way to a peer."""
-        return self._lines.setdefault(peer, Line())
+    def line(self, peer: str, caller: str | None = None) -> Line:
+        """Returns the way to a peer, from another one or (None) from the client."""
+        return self._lines.setdefault((caller, peer), Line())
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Asks every live peer for its ``rpc_info``; of one that cannot be reached, tells the last; see `Directory`."""
@@ -204,7 +211,7 @@ class LocalTransport:
     async def kill(self, peer: str) -> None:
         """Makes a peer vanish: its streams break, its handlers are cancelled, it cannot be reached."""
         self._killed.add(peer)
-        await self._end([task for task, (owner, _) in self._live.items() if owner == peer])
+        await self._end([task for task, (ends, _) in self._live.items() if peer in ends])
 
     def revive(self, peer: str) -> None:
         """Makes a killed peer reachable again."""
@@ -219,6 +226,17 @@ class LocalTransport:
             await self._live[task][1].finish(is_broken=True)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Peer:
+    """A peer's end of a local transport."""
+
+    def __init__(self, transport: LocalTransport, peer: str) -> None:
+        self._transport = transport
+        self._peer = peer
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        return await self._transport._open(self._peer, peer, rpc, timeout_s)
 
 
 async def _run(handler: Handler, channel: _LocalChannel) -> None:

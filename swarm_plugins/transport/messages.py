@@ -30,6 +30,7 @@ FailureKind = Literal[
     "unknown_adapter",  # upload it, then repeat
     "unknown_ticket",  # the kept graph is gone: send the inputs again
     "unknown_session",  # open a new session and replay
+    "not_pushed",  # no other server has sent the hidden states of this step: send them yourself
     "missing_experts",  # this server's blocks need experts that no living holder has
     "out_of_memory",  # a budget is full: try another server, or later
     "not_finite",  # NaN or infinity in the inputs: another server would refuse them too
@@ -124,6 +125,8 @@ class ServerInfo(_Message, kw_only=True):
     """Hidden states per second that its network carries, in and out, as the server measured; 0: unknown."""
     needs: tuple[tuple[int, int, int, int], ...] = ()
     """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
+    pushes: bool = False
+    """Whether it hands hidden states on to other servers, and takes them from those."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -222,6 +225,8 @@ class SessionOpen(_Message, kw_only=True):
     """Session of the same client whose cache is copied."""
     prefix: tuple[Tensor, ...] = ()
     """Keys and values the cache starts with, K then V for each block."""
+    pushes: bool = False
+    """Whether other servers are to send the hidden states of some steps; only to servers that announce it."""
 
 
 class SessionOpened(_Message, kw_only=True):
@@ -231,6 +236,34 @@ class SessionOpened(_Message, kw_only=True):
     """Id of the session, for forks."""
     max_tokens: int
     """Longest sequence the server will hold for the session."""
+    push_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """Secret by which the client allows other servers to push to the session; see `swarm_plugins.transport.pushing`."""
+
+
+class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a server sends the output of a step."""
+
+    peer: str
+    session: str
+    """Its session on that server."""
+    step: int
+    """As in [`SessionStep`][swarm_plugins.transport.messages.SessionStep], there."""
+    token: Annotated[bytes, msgspec.Meta(max_length=32)]
+    """Shows that the client allows it."""
+
+
+class PushedHidden(_Message, kw_only=True):
+    """Sends hidden states of one step from server to server, or from the client; it is not answered.
+
+    A refusal ends the stream.
+    """
+
+    session: str
+    step: int
+    token: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """Of `PushTo`; none from the session's client."""
+    hidden: Tensor
+    """``[B, S, D]``."""
 
 
 class SessionStep(_BlockRequest, kw_only=True):
@@ -239,11 +272,17 @@ class SessionStep(_BlockRequest, kw_only=True):
     cached_tokens: int
     """Length of the cache after ``ops`` and before this step, by the client's count."""
     ops: tuple[CacheOp, ...] = ()
+    is_pushed: bool = False
+    """Whether the hidden states come by ``rpc_push``. ``hidden`` is then ``[B, S, 0]``."""
+    push_to: PushTo | None = None
+    """Who else gets the output."""
 
 
 class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Answers a session step."""
 
+    not_pushed: str = ""
+    """Why the output was not sent to ``push_to``; empty if it was, or was not to be."""
     receipt: Receipt | None = None
 
 
@@ -352,6 +391,7 @@ Message = (
     | SessionOpened
     | SessionStep
     | SessionStepResponse
+    | PushedHidden
     | ExpertsRequest
     | ExpertsResponse
     | CommitRequest

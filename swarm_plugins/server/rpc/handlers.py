@@ -1,4 +1,4 @@
-"""The loop that all rpcs share: any number of requests on one stream, one after another; and the two smallest rpcs."""
+"""The loop that all rpcs share: any number of requests on one stream, one after another; and the smallest rpc."""
 
 from __future__ import annotations
 
@@ -134,9 +134,3 @@ def _present_info(service: Service | ExpertsService) -> ServerInfo:
     # One that waits for other peers' experts answers in the end, and names those that are missing.
     is_stuck = info.state == "online" and not info.needs and service.scheduler.is_stuck(span_s)
     return msgspec.structs.replace(info, state="stuck") if is_stuck else info
-
-
-async def push_handler(service: Service, channel: Channel) -> None:
-    """Refuses: this version of the server does not hand outputs on to other servers."""
-    error = BadRequestError("rpc_push is not served here: send the output to the next server yourself")
-    await send_failure(channel, "rpc_push", error)

@@ -28,6 +28,7 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import SessionOpen, SessionOpened, SessionStep, SessionStepResponse
+from swarm_plugins.transport.pushing import new_push_key, plain_step
 
 
 async def session_handler(service: Service, channel: Channel) -> None:
@@ -55,6 +56,7 @@ class _Stream:
             session, self._session = self._session, None
             if session is not None:
                 self._service.sessions.remove(session)
+                session.inbox.close()
                 self._service.sessions.release(self._peer)
                 # Behind everything of this session that is still in the queue.
                 self._service.scheduler.post(session.close)
@@ -92,9 +94,10 @@ class _Stream:
             except BaseException:
                 service.sessions.release(self._peer)
                 raise
-            self._session = Session(self._peer, blocks, cache, history=history)
+            push_key = new_push_key() if request.pushes and service.pushes.is_possible else b""
+            self._session = Session(self._peer, blocks, cache, push_key=push_key, history=history)
             service.sessions.add(self._session)
-        return SessionOpened(session=self._session.name, max_tokens=max_tokens)
+        return SessionOpened(session=self._session.name, max_tokens=max_tokens, push_key=push_key)
 
     def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
         """Returns the tokens of all rows that memory is taken for at once: none for an empty cache."""
@@ -134,16 +137,33 @@ class _Stream:
         return lambda: _fork(source, batch_size)
 
     async def _step(self, session: Session, request: SessionStep, charge: Charge) -> SessionStepResponse:
-        service = self._service
+        service, push_to = self._service, request.push_to
         check_held(service, session.blocks)
-        asked = _check_step(service, session, request)
-        # Busy from here on, so that its own lease does not end while it asks for room.
-        with session.stepping(), _room(service, self._peer, asked):
-            charge.claim(forward_bytes(service, request, len(session.blocks)))
-            outputs, history = await self._run(session, request)
+        # Busy from here on, so that its own lease does not end while it waits for its input, or asks for room.
+        with session.stepping():
+            request = await self._with_hidden(session, request, charge)
+            with _room(service, self._peer, _check_step(service, session, request)):
+                charge.claim(forward_bytes(service, request, len(session.blocks)))
+                outputs, history = await self._run(session, request)
         checked = checked_outputs(outputs, request.hidden.dtype)
-        answer = SessionStepResponse(**msgspec.structs.asdict(checked))
+        not_pushed = ""
+        if push_to is not None:
+            not_pushed = await service.pushes.send(push_to, checked.hidden, request.reply_codec)
+        answer = SessionStepResponse(**msgspec.structs.asdict(checked), not_pushed=not_pushed)
         return await signed_step(service, session, history, request, answer)
+
+    async def _with_hidden(self, session: Session, request: SessionStep, charge: Charge) -> SessionStep:
+        """Returns a step as if its client had sent all of it."""
+        timeout_s = self._service.limits.session_lease_s
+        hidden = await session.inbox.begin(is_pushed=request.is_pushed, timeout_s=timeout_s)
+        if hidden is None:
+            return plain_step(request, request.hidden)
+        if hidden.shape[:-1] != request.hidden.shape[:-1]:
+            raise BadRequestError(
+                f"hidden states of shape {list(hidden.shape)} were pushed for a step of {list(request.hidden.shape)}"
+            )
+        charge.claim(hidden.nbytes)
+        return plain_step(request, hidden)
 
     async def _run(self, session: Session, request: SessionStep) -> tuple[SpanOutputs, bytes]:
         """Runs a step; also returns the session's history before it."""

@@ -10,8 +10,9 @@ from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.rpc.adapter import adapter_handler
 from swarm_plugins.server.rpc.drain import Operator, drain_handler
 from swarm_plugins.server.rpc.experts import experts_handler
-from swarm_plugins.server.rpc.handlers import info_handler, push_handler
+from swarm_plugins.server.rpc.handlers import info_handler
 from swarm_plugins.server.rpc.openings import opening_handler
+from swarm_plugins.server.rpc.push import push_handler
 from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import ExpertsService, Service

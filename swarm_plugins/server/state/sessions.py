@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.blocks.runner import SessionCache
 from swarm_plugins.server.failures import BadRequestError, RequestError
+from swarm_plugins.server.state.inbox import Inbox
 
 MAX_OPS = 256
 """Most cache operations in one step; clients send a few, a message could hold ten thousands."""
@@ -30,6 +31,9 @@ class Session:
     """Whether a step is waiting or running."""
     used_at: float = field(default_factory=time.monotonic)
     """When the last step ended."""
+    push_key: bytes = b""
+    """By which its client lets other servers push; empty if it does not."""
+    inbox: Inbox = field(default_factory=Inbox)
     history: bytes = b""
     """Hash of all that the cache has come from, for receipts; empty since a step whose result is not signed."""
 
@@ -105,6 +109,11 @@ class SessionTable:
         if session is None or session.peer != peer or session.is_closed:
             raise RequestError("unknown_session", f"session {name[:64]!r} is not open here: open a new one and replay")
         return session
+
+    def pushed_to(self, name: str) -> Session | None:
+        """Returns the open session of this name, whoever owns it; the caller checks whether the sender may push."""
+        session = self._sessions.get(name)
+        return None if session is None or session.is_closed else session
 
     def num_outside(self, blocks: range) -> int:
         """Returns how many open sessions need other blocks than these."""

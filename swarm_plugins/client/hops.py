@@ -1,0 +1,38 @@
+"""Which servers reach which others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_REST_S = 60.0
+"""How long two servers are not asked to push after that was in vain; twice as long each time."""
+_MAX_REST_S = 3600.0
+
+
+class Hops:
+    """Which servers have failed to push to which others.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rests: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def is_open(self, sender: str, receiver: str) -> bool:
+        """Returns whether one server is worth asking to push to another."""
+        until, _ = self._rests.get((sender, receiver), (0.0, 0.0))
+        return self._clock() >= until
+
+    def failed(self, sender: str, receiver: str, why: str) -> None:
+        """Lets two servers be for a while."""
+        _, rest_s = self._rests.get((sender, receiver), (0.0, _REST_S / 2))
+        rest_s = min(2 * rest_s, _MAX_REST_S)
+        self._rests[sender, receiver] = self._clock() + rest_s, rest_s
+        text = "server %s does not reach server %s (%s): outputs go by this client for %g s"
+        log.info(text, sender, receiver, why, rest_s)

@@ -1,0 +1,48 @@
+"""``rpc_push``: hidden states from server to server; Petals' `S2S` route, made safe.
+
+A client tells every server of a chain what a step is, and each server hands its output to the next one, so that a
+token crosses the network once per server instead of twice. The client still gets every output: it checks them, and
+replays them when a server is lost.
+"""
+
+from __future__ import annotations
+
+from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.server.failures import BadRequestError, RequestError
+from swarm_plugins.server.rpc.checks import check_hidden
+from swarm_plugins.server.rpc.handlers import send_failure
+from swarm_plugins.server.service import Service
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import PushedHidden
+from swarm_plugins.transport.pushing import is_push_allowed
+
+
+async def push_handler(service: Service, channel: Channel) -> None:
+    """Takes hidden states for sessions, until the stream ends or something is refused."""
+    while True:
+        try:
+            pushed = await channel.receive(timeout_s=service.limits.idle_session_s)
+            if pushed is None:
+                return
+            if not isinstance(pushed, PushedHidden):
+                raise BadRequestError(f"rpc_push got a {type(pushed).__name__}, expected PushedHidden")
+            await _deliver(service, channel.remote_peer, pushed)
+            service.pushes.num_taken += 1
+        except RequestTimeoutError:
+            return
+        except (RequestError, ProtocolError, CapacityError) as error:
+            service.pushes.num_refused += 1
+            await send_failure(channel, "rpc_push", error)
+            return
+        except TransportError:
+            return
+
+
+async def _deliver(service: Service, sender: str, pushed: PushedHidden) -> None:
+    session = service.sessions.pushed_to(pushed.session)
+    is_own = session is not None and session.peer == sender
+    # The same words whether there is such a session or not: a stranger learns nothing.
+    if session is None or not (is_own or is_push_allowed(session.push_key, sender, pushed.step, pushed.token)):
+        raise RequestError("refused", f"this peer may not push step {pushed.step} of session {pushed.session[:64]!r}")
+    check_hidden(service, pushed.hidden)
+    await session.inbox.deliver(pushed.step, pushed.hidden, timeout_s=service.limits.session_lease_s)
