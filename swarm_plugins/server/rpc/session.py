@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
 
@@ -27,13 +27,13 @@ from swarm_plugins.server.rpc.proofs import opening_history, signed_step
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import SessionOpen, SessionOpened, SessionStep, SessionStepResponse
+from swarm_plugins.transport.messages import PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 from swarm_plugins.transport.pushing import new_push_key, plain_step
 
 
 async def session_handler(service: Service, channel: Channel) -> None:
     """Opens a session, answers its steps and closes it with the stream."""
-    with _Stream(service, channel.remote_peer).living() as stream:
+    async with _Stream(service, channel.remote_peer).living() as stream:
         kinds = (SessionOpen, SessionStep)
         idle_s = service.limits.idle_session_s
         await answer_requests(service, channel, "rpc_session", kinds, stream.answer, idle_s=idle_s)
@@ -46,9 +46,11 @@ class _Stream:
         self._service = service
         self._peer = peer
         self._session: Session | None = None
+        self._push_to: PushTo | None = None
+        """The last one that got an output."""
 
-    @contextlib.contextmanager
-    def living(self) -> Iterator[_Stream]:
+    @contextlib.asynccontextmanager
+    async def living(self) -> AsyncIterator[_Stream]:
         """Closes the session at the end, however the stream ends."""
         try:
             yield self
@@ -60,6 +62,8 @@ class _Stream:
                 self._service.sessions.release(self._peer)
                 # Behind everything of this session that is still in the queue.
                 self._service.scheduler.post(session.close)
+            if self._push_to is not None:
+                await self._service.pushes.forget(self._push_to)
 
     async def answer(self, request: SessionOpen | SessionStep, charge: Charge) -> Answer:
         """Answers one message."""
@@ -148,6 +152,9 @@ class _Stream:
         checked = checked_outputs(outputs, request.hidden.dtype)
         not_pushed = ""
         if push_to is not None:
+            if self._push_to is not None and self._push_to.session != push_to.session:
+                await service.pushes.forget(self._push_to)
+            self._push_to = push_to
             not_pushed = await service.pushes.send(push_to, checked.hidden, request.reply_codec)
         answer = SessionStepResponse(**msgspec.structs.asdict(checked), not_pushed=not_pushed)
         return await signed_step(service, session, history, request, answer)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import OrderedDict
 
 from torch import Tensor
 
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.errors import SwarmError, one_line
 from swarm_plugins.transport.channel import Channel, Opener
 from swarm_plugins.transport.messages import Codec, PushedHidden, PushTo
 
 _MAX_STREAMS = 256
 """To other servers, each for a session; those unused for longest are closed."""
 _CONNECT_S = 5.0
+_MOMENT_S = 0.02
 
 
 class Pushes:
@@ -26,6 +28,7 @@ class Pushes:
     def __init__(self, opener: Opener | None = None) -> None:
         self._opener = opener
         self._streams: OrderedDict[tuple[str, str], Channel] = OrderedDict()
+        self._sending: dict[tuple[str, str], asyncio.Task[str]] = {}
         self.num_taken = 0
         """Hidden states that others have pushed here."""
         self.num_refused = 0
@@ -37,29 +40,45 @@ class Pushes:
         return self._opener is not None
 
     async def send(self, to: PushTo, hidden: Tensor, codec: Codec) -> str:
-        """Sends the output of a step to the next server; returns why that failed, or an empty string."""
-        if self._opener is None:
-            return "this server reaches no others"
-        message = PushedHidden(session=to.session, step=to.step, token=to.token, hidden=hidden)
+        """Sends the output of a step to the next server; returns why that failed, or an empty string.
+
+        What takes longer than a moment goes on alone, and is believed to arrive: the client, who gets the same output
+        now, finds out by waiting for the next server.
+        """
         key = (to.peer, to.session)
+        if key in self._sending:
+            return "the output of the step before is still on its way"
+        message = PushedHidden(session=to.session, step=to.step, token=to.token, hidden=hidden)
+        task = self._sending[key] = asyncio.create_task(self._send(key, message, codec), name="push")
+        task.add_done_callback(lambda _: self._sending.pop(key, None))
+        done, _ = await asyncio.wait({task}, timeout=_MOMENT_S)
+        return task.result() if done else ""
+
+    async def _send(self, key: tuple[str, str], message: PushedHidden, codec: Codec) -> str:
         stream = self._streams.pop(key, None)
         try:
             if stream is None:
-                stream = await self._opener.open(to.peer, "rpc_push", timeout_s=_CONNECT_S)
+                if self._opener is None:
+                    return "this server reaches no others"
+                stream = await self._opener.open(key[0], "rpc_push", timeout_s=_CONNECT_S)
             await stream.send(message, codec=codec)
         except SwarmError as error:
             if stream is not None:
                 await _close(stream)
-            return str(error)
+            return one_line(error)
         self._streams[key] = stream
         while len(self._streams) > _MAX_STREAMS:
             await _close(self._streams.popitem(last=False)[1])
         return ""
 
-    async def forget(self, session: str) -> None:
-        """Closes the streams for a session of another server."""
-        for key in [key for key in self._streams if key[1] == session]:
-            await _close(self._streams.pop(key))
+    async def forget(self, to: PushTo) -> None:
+        """Ends what is on its way to a session, and closes the stream."""
+        key = (to.peer, to.session)
+        if key in self._sending:
+            self._sending[key].cancel()
+        stream = self._streams.pop(key, None)
+        if stream is not None:
+            await _close(stream)
 
 
 async def _close(stream: Channel) -> None:

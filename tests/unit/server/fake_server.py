@@ -16,7 +16,8 @@ from swarm_plugins.blocks.kv import BlockKV, in_pages
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.server.rpc.adapter import adapter_handler
-from swarm_plugins.server.rpc.handlers import info_handler, push_handler
+from swarm_plugins.server.rpc.handlers import info_handler
+from swarm_plugins.server.rpc.push import push_handler
 from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import Service

@@ -304,10 +304,3 @@ def test_info_says_what_is_served(service: Service) -> None:
         refused(await ask("rpc_info", FORWARD), "bad_request", "ForwardRequest, expected InfoRequest")
 
     play(service, scene)
-
-
-def test_push_is_not_served(service: Service) -> None:
-    async def scene(ask: Ask) -> None:
-        refused(await ask("rpc_push", FORWARD), "bad_request", "rpc_push is not served here")
-
-    play(service, scene)

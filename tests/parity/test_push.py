@@ -1,0 +1,153 @@
+"""Servers that hand steps on to each other: the same tokens, whoever is lost, and whichever way is cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client import pushing as client_pushing
+from swarm_plugins.links import Link
+from swarm_plugins.server.state.pushes import Pushes
+from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.transport.messages import Codec, PushTo, ServerInfo
+
+IDS = torch.arange(5, 13)[None].repeat(2, 1)
+NEW_TOKENS = 8
+SPANS = [(0, 1), (1, 2), (2, 4)]
+REPLICAS = [span for span in SPANS for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def want(model: Path) -> torch.Tensor:
+    return decode(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_pushing, "_PATIENCE_S", 0.2)
+
+
+def decode(model: PreTrainedModel) -> torch.Tensor:
+    output: torch.Tensor = model.generate(  # type: ignore[operator]
+        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    return output
+
+
+def swarm_of(model: Path, spans: list[tuple[int, int]] = SPANS, **settings: object) -> InProcessSwarm:
+    return InProcessSwarm(model, spans=spans, config=SwarmConfig(**{"push": "on", **settings}))  # type: ignore[arg-type]
+
+
+def remote(swarm: InProcessSwarm, model: Path) -> PreTrainedModel:
+    return AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection)
+
+
+def taken(swarm: InProcessSwarm) -> list[int]:
+    return [service.pushes.num_taken for service in swarm.services.values()]
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, codec: str) -> None:
+    with swarm_of(model, codec=codec) as swarm:
+        tokens = decode(remote(swarm, model))
+        if codec == "none":
+            assert tokens.equal(want)
+        # The prompt, and all new tokens but the last, which is not sent.
+        assert taken(swarm) == [0, NEW_TOKENS, NEW_TOKENS]
+        assert [service.pushes.num_refused for service in swarm.services.values()] == [0, 0, 0]
+        between = [swarm.transport.line(two, one) for one, two in zip(swarm.peers, swarm.peers[1:], strict=False)]
+        assert all(line.there.num_bytes > 0 for line in between)
+    with swarm_of(model, codec=codec, push="off") as swarm:
+        assert decode(remote(swarm, model)).equal(tokens), "the same as by the client"
+        assert taken(swarm) == [0, 0, 0]
+
+
+def test_it_is_used_by_itself_where_servers_are_far_away(model: Path, want: torch.Tensor) -> None:
+    with swarm_of(model, push="auto") as swarm:
+        far = remote(swarm, model)
+        for peer in swarm.peers:
+            swarm.transport.line(peer).link = Link(rtt_ms=20)
+        swarm.connection.loop.run(far_refresh(swarm))
+        assert decode(far).equal(want)
+        assert sum(taken(swarm)) > 0
+
+
+async def far_refresh(swarm: InProcessSwarm) -> None:
+    for peer in swarm.peers:
+        for _ in range(3):
+            await swarm.connection.peers.info(peer)
+
+
+def test_a_way_that_is_cut_between_two_servers_only(
+    model: Path, want: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with swarm_of(model) as swarm:
+        far = remote(swarm, model)
+        assert decode(far).equal(want)
+        before = taken(swarm)
+        line = swarm.transport.line(swarm.peers[2], swarm.peers[1])
+        line.loses_requests = True
+        assert decode(far).equal(want), "what is lost comes from the client, and nobody is banned"
+        assert taken(swarm)[1] - before[1] <= 1, "the pair is let be, and with it the chain"
+        assert taken(swarm)[2] - before[2] == 1, "by the client"
+    assert not [record.message for record in caplog.records if "failed" in record.message]
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("send_number", [1, 2, 5, 6])  # by the first server, by the second; the prompt, a token
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_server_that_is_lost_in_any_phase_costs_no_token(
+    model: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with swarm_of(model, REPLICAS) as swarm:
+        num_sent = 0
+
+        async def strike() -> None:
+            killing = asyncio.create_task(swarm.transport.kill(chain_of(swarm)[victim]))
+            await asyncio.sleep(0.01)  # cancelled here, if this is its own handler
+            await killing
+
+        async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec) -> str:
+            nonlocal num_sent
+            num_sent += 1
+            is_due = num_sent == send_number
+            if is_due and not is_sent:
+                await strike()
+            why = await sound_send(self, to, hidden, codec)
+            if is_due and is_sent:
+                await strike()
+            return why
+
+        sound_send = Pushes.send
+        monkeypatch.setattr(Pushes, "send", send)
+        assert decode(remote(swarm, model)).equal(want)
+        assert num_sent >= send_number
+
+
+def chain_of(swarm: InProcessSwarm) -> list[str]:
+    """Returns the servers that have sessions, in the order of their blocks."""
+    return [peer for peer in swarm.peers if len(swarm.services[peer].sessions)]
+
+
+def test_a_server_of_an_older_protocol_is_served_by_the_client(
+    model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with swarm_of(model) as swarm:
+        service = swarm.services[swarm.peers[1]]
+        info: Callable[[], ServerInfo] = service.info
+        service.info = lambda: msgspec.structs.replace(info(), pushes=False)
+        assert decode(remote(swarm, model)).equal(want)
+        assert taken(swarm) == [0, 0, 0]
