@@ -18,11 +18,16 @@ from swarm_plugins.client.span_session import SpanSession
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.transport.messages import PushedHidden, PushTo, SessionStep, SessionStepResponse
 from swarm_plugins.transport.pushing import plain_step, push_token
+from swarm_plugins.transport.receipts import tensor_hash
 
 _PATIENCE_S = 2.0
 """A server that has not answered so long after the one before it gets its input from here, too."""
 _WORTH_S = 0.003
 """Round trip to the farthest server from which pushing saves more time than its messages take."""
+
+
+class OtherInputError(SwarmError):
+    """A server has computed with hidden states that are not those its predecessor has told the client."""
 
 
 class _Sent(NamedTuple):
@@ -87,6 +92,7 @@ class PushedStep:
         The server gets its input, ``hidden``, from here if no other server sends it.
 
         Raises:
+            OtherInputError: If the server got something else; its session is closed.
             SwarmError: As for any step.
         """
         request, adapters, after = self._sent.pop(current)
@@ -95,6 +101,11 @@ class PushedStep:
             response = await self._peers.collect(
                 channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=len(current.blocks)
             )
+        if request.is_pushed and response.input_hash != tensor_hash(hidden):
+            # One of the two lies, or a way between them is broken. Its answer is right for what it got.
+            self._hops.failed(self._senders[current], current.peer, "it has got other hidden states")
+            await current.close()
+            raise OtherInputError(f"server {current.peer} has got other hidden states than this client")
         if after is not None and response.not_pushed:
             self._hops.failed(current.peer, after.peer, response.not_pushed)
         elif after is not None:

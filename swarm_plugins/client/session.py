@@ -20,7 +20,7 @@ from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutpu
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import SentSession, StepCall
-from swarm_plugins.client.pushing import PushedStep, is_worth_it, may_push
+from swarm_plugins.client.pushing import OtherInputError, PushedStep, is_worth_it, may_push
 from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.client.span_session import SpanSession
 from swarm_plugins.client.splitting import tokens_per_message
@@ -137,6 +137,8 @@ class ClientSession:
             try:
                 answers.append(await self._advance(current, replace(inputs, hidden=hidden), pushed))
                 retries.progressed()
+            except OtherInputError:
+                continue  # its session is replayed, by this client
             except SwarmError as exc:
                 await current.close()
                 # Some chunks of a long input may have gone through.

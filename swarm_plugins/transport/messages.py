@@ -283,6 +283,8 @@ class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forb
 
     not_pushed: str = ""
     """Why the output was not sent to ``push_to``; empty if it was, or was not to be."""
+    input_hash: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """Of hidden states that were pushed: the client compares it with what the server before has told it."""
     receipt: Receipt | None = None
 
 

@@ -16,8 +16,9 @@ from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client import pushing as client_pushing
 from swarm_plugins.links import Link
 from swarm_plugins.server.state.pushes import Pushes
-from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
 from swarm_plugins.transport.messages import Codec, PushTo, ServerInfo
+from swarm_plugins.verification import user_quarantine
 
 IDS = torch.arange(5, 13)[None].repeat(2, 1)
 NEW_TOKENS = 8
@@ -36,7 +37,8 @@ def want(model: Path) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(client_pushing, "_PATIENCE_S", 0.2)
 
 
@@ -151,3 +153,42 @@ def test_a_server_of_an_older_protocol_is_served_by_the_client(
         service.info = lambda: msgspec.structs.replace(info(), pushes=False)
         assert decode(remote(swarm, model)).equal(want)
         assert taken(swarm) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_pushed_steps_are_checked_like_others(model: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
+    liars = {1: Liar("scaled", factor=1.05)}
+    with swarm_of(model, SPANS, codec=codec, verify="on") as swarm:
+        honest = decode(remote(swarm, model))
+        assert sum(taken(swarm)) > 0
+        assert not [record.message for record in caplog.records if record.levelname == "WARNING"]
+    spans = [SPANS[0], SPANS[1], SPANS[1], SPANS[2]]
+    config = SwarmConfig(push="on", codec=codec, verify="on")  # type: ignore[arg-type]
+    with InProcessSwarm(model, spans=spans, liars=liars, config=config) as swarm:
+        assert decode(remote(swarm, model)).equal(honest)
+        assert list(user_quarantine().peers()) == [swarm.peers[1]]
+
+
+@pytest.mark.parametrize("verify", ["on", "off"])
+@pytest.mark.parametrize("number", [1, 6])  # the prompt by the first server, a token by the second
+def test_a_server_that_pushes_something_else_harms_no_other(
+    model: Path,
+    want: torch.Tensor,
+    verify: str,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    num_sent = 0
+
+    async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec) -> str:
+        nonlocal num_sent
+        num_sent += 1
+        return await sound_send(self, to, hidden * 1.05 if num_sent >= number else hidden, codec)
+
+    sound_send = Pushes.send
+    monkeypatch.setattr(Pushes, "send", send)
+    with swarm_of(model, verify=verify) as swarm:
+        assert decode(remote(swarm, model)).equal(want)
+        assert not user_quarantine().peers()
+        assert not [record.message for record in caplog.records if record.levelname == "WARNING"]

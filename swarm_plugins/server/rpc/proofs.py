@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+from torch import Tensor
+
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session
 from swarm_plugins.transport.messages import (
@@ -16,7 +18,7 @@ from swarm_plugins.transport.messages import (
     SessionStep,
     SessionStepResponse,
 )
-from swarm_plugins.transport.receipts import Asked, Signable, Signer, first_history
+from swarm_plugins.transport.receipts import Asked, Signable, Signer, first_history, tensor_hash
 
 T = TypeVar("T")
 _INLINE_BYTES = 256 << 10
@@ -53,6 +55,11 @@ async def opening_history(service: Service, request: SessionOpen) -> bytes:
         return b""
     num_bytes = sum(tensor.nbytes for tensor in request.prefix)
     return await _hashing(num_bytes, functools.partial(first_history, request))
+
+
+async def hidden_hash(hidden: Tensor) -> bytes:
+    """Returns the hash of hidden states that another server has sent."""
+    return await _hashing(hidden.nbytes, functools.partial(tensor_hash, hidden))
 
 
 def _signer(service: Service, request: Asked) -> Signer | None:

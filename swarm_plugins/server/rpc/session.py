@@ -23,7 +23,7 @@ from swarm_plugins.server.rpc.checks import (
 )
 from swarm_plugins.server.rpc.costs import forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
-from swarm_plugins.server.rpc.proofs import opening_history, signed_step
+from swarm_plugins.server.rpc.proofs import hidden_hash, opening_history, signed_step
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.channel import Channel
@@ -141,7 +141,7 @@ class _Stream:
         return lambda: _fork(source, batch_size)
 
     async def _step(self, session: Session, request: SessionStep, charge: Charge) -> SessionStepResponse:
-        service, push_to = self._service, request.push_to
+        service, is_pushed, push_to = self._service, request.is_pushed, request.push_to
         check_held(service, session.blocks)
         # Busy from here on, so that its own lease does not end while it waits for its input, or asks for room.
         with session.stepping():
@@ -156,7 +156,8 @@ class _Stream:
                 await service.pushes.forget(self._push_to)
             self._push_to = push_to
             not_pushed = await service.pushes.send(push_to, checked.hidden, request.reply_codec)
-        answer = SessionStepResponse(**msgspec.structs.asdict(checked), not_pushed=not_pushed)
+        input_hash = await hidden_hash(request.hidden) if is_pushed else b""
+        answer = SessionStepResponse(**msgspec.structs.asdict(checked), not_pushed=not_pushed, input_hash=input_hash)
         return await signed_step(service, session, history, request, answer)
 
     async def _with_hidden(self, session: Session, request: SessionStep, charge: Charge) -> SessionStep:

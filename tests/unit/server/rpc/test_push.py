@@ -1,0 +1,199 @@
+"""``rpc_push``: only by whom the client allows, only for the step it is for, only once; the rest is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from fake_server import WIDTH
+from session_kit import ADDED, OPEN, ask, limits_with, play, step_of
+
+from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.pushes import Pushes
+from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.messages import (
+    Failure,
+    Message,
+    PushedHidden,
+    PushTo,
+    SessionOpened,
+    SessionStepResponse,
+)
+from swarm_plugins.transport.pushing import push_token
+from swarm_plugins.transport.receipts import tensor_hash
+
+PUSHING = msgspec.structs.replace(OPEN, pushes=True)
+AWAITED = msgspec.structs.replace(step_of(1, 0), hidden=torch.zeros(1, 1, 0), is_pushed=True)
+
+
+@pytest.fixture(autouse=True)
+def _reaches_others(service: Service) -> None:
+    service.pushes = Pushes(LocalTransport({}))
+
+
+async def opened(channel: Channel) -> SessionOpened:
+    answer = await ask(channel, PUSHING)
+    assert isinstance(answer, SessionOpened)
+    assert len(answer.push_key) == 32
+    return answer
+
+
+def pushed(to: SessionOpened, sender: str, step: int = 0, *, value: float = 2.0, **changes: Any) -> PushedHidden:
+    message = PushedHidden(
+        session=to.session,
+        step=step,
+        token=push_token(to.push_key, sender, step),
+        hidden=torch.full((1, 1, WIDTH), value),
+    )
+    return msgspec.structs.replace(message, **changes)
+
+
+async def push(transport: LocalTransport, sender: str, message: Message) -> Channel:
+    channel = await transport.seen_from(sender).open("server", "rpc_push", timeout_s=5)
+    await channel.send(message)
+    return channel
+
+
+def test_a_step_takes_what_the_allowed_server_pushes(service: Service) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        to = await opened(channel)
+        before = await push(transport, "bob", pushed(to, "bob"))
+        first = await ask(channel, AWAITED)
+        assert isinstance(first, SessionStepResponse)
+        assert float(first.hidden[0, 0, 0]) == 2.0 + ADDED
+        assert first.input_hash == tensor_hash(torch.full((1, 1, WIDTH), 2.0))
+        # One of its own, then one that comes while the step waits.
+        await ask(channel, step_of(1, 1))
+        await channel.send(msgspec.structs.replace(AWAITED, cached_tokens=2))
+        await asyncio.sleep(0.05)
+        await before.send(pushed(to, "bob", 2, value=5.0))
+        third = await channel.receive(timeout_s=5)
+        assert isinstance(third, SessionStepResponse)
+        assert float(third.hidden[0, 0, 0]) == 5.0 + ADDED
+
+    play(service, scene)
+    assert (service.pushes.num_taken, service.pushes.num_refused) == (2, 0)
+
+
+def test_the_client_itself_may_push_without_a_token(service: Service) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        to = await opened(channel)
+        await push(transport, "alice", pushed(to, "alice", token=b""))
+        assert isinstance(await ask(channel, AWAITED), SessionStepResponse)
+
+    play(service, scene)
+
+
+@pytest.mark.parametrize(
+    ("sender", "changes", "kind", "words"),
+    [
+        pytest.param("eve", {}, "refused", "may not push step 0", id="token of another peer"),
+        pytest.param("bob", {"token": b""}, "refused", "may not push", id="no token"),
+        pytest.param("bob", {"token": bytes(32)}, "refused", "may not push", id="forged token"),
+        pytest.param("bob", {"step": 1}, "refused", "may not push step 1", id="token of another step"),
+        pytest.param("bob", {"session": "guess"}, "refused", "may not push", id="unknown session"),
+        pytest.param("bob", {"hidden": torch.zeros(1, 1, WIDTH + 1)}, "bad_request", "hidden has shape", id="width"),
+        pytest.param("bob", {"hidden": torch.full((1, 1, WIDTH), torch.nan)}, "not_finite", "NaN", id="not finite"),
+    ],
+)
+def test_who_may_not_push_is_refused(
+    service: Service, sender: str, changes: dict[str, Any], kind: str, words: str
+) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        to = await opened(channel)
+        stream = await push(transport, sender, msgspec.structs.replace(pushed(to, "bob"), **changes))
+        answer = await stream.receive(timeout_s=5)
+        assert isinstance(answer, Failure)
+        assert answer.kind == kind
+        assert words in answer.message
+        assert await stream.receive(timeout_s=5) is None, "the stream is over"
+        # The session is not.
+        await push(transport, "bob", pushed(to, "bob"))
+        assert isinstance(await ask(channel, AWAITED), SessionStepResponse)
+
+    play(service, scene)
+    assert service.pushes.num_refused == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "words"), [(0, "is at step 2"), (1, "is at step 2"), (10, "is at step 2")], ids=["over", "replay", "far"]
+)
+def test_steps_that_are_over_or_far_ahead_are_refused(service: Service, step: int, words: str) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        to = await opened(channel)
+        await ask(channel, step_of(1, 0))
+        await push(transport, "bob", pushed(to, "bob", 1))
+        await ask(channel, msgspec.structs.replace(AWAITED, cached_tokens=1))
+        answer = await (await push(transport, "bob", pushed(to, "bob", step))).receive(timeout_s=5)
+        assert isinstance(answer, Failure)
+        assert words in answer.message
+
+    play(service, scene)
+
+
+def test_a_step_is_pushed_once(service: Service) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        to = await opened(channel)
+        await push(transport, "bob", pushed(to, "bob", value=2.0))
+        await asyncio.sleep(0.05)
+        second = await push(transport, "bob", pushed(to, "bob", value=3.0))
+        assert isinstance(await second.receive(timeout_s=5), Failure)
+        answer = await ask(channel, AWAITED)
+        assert isinstance(answer, SessionStepResponse)
+        assert float(answer.hidden[0, 0, 0]) == 2.0 + ADDED
+
+    play(service, scene)
+
+
+def test_what_is_pushed_must_fit_the_step(service: Service) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        to = await opened(channel)
+        await push(transport, "bob", pushed(to, "bob", hidden=torch.zeros(1, 2, WIDTH)))
+        answer = await ask(channel, AWAITED)
+        assert isinstance(answer, Failure)
+        assert "were pushed for a step of [1, 1, 0]" in answer.message
+
+    play(service, scene)
+
+
+def test_neither_side_waits_for_ever(service: Service) -> None:
+    service.limits = limits_with(service, session_lease_s=0.1)
+
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        to = await opened(channel)
+        answer = await ask(channel, AWAITED)
+        assert isinstance(answer, Failure)
+        assert answer.kind == "not_pushed"
+        answer = await (await push(transport, "bob", pushed(to, "bob", 1))).receive(timeout_s=5)
+        assert isinstance(answer, Failure)
+        assert answer.kind == "not_pushed"
+
+    play(service, scene)
+
+
+def test_sessions_take_nothing_that_their_client_did_not_ask_for(service: Service) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        to = await ask(channel, OPEN)
+        assert isinstance(to, SessionOpened)
+        assert to.push_key == b""
+        answer = await (await push(transport, "bob", pushed(to, "bob"))).receive(timeout_s=5)
+        assert isinstance(answer, Failure)
+        assert answer.kind == "refused"
+
+    play(service, scene)
+
+
+def test_a_server_that_cannot_be_reached_costs_only_the_push(service: Service) -> None:
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        await opened(channel)
+        to = PushTo(peer="nobody", session="s", step=0, token=b"")
+        answer = await ask(channel, msgspec.structs.replace(step_of(1, 0), push_to=to))
+        assert isinstance(answer, SessionStepResponse)
+        assert "nobody cannot be reached" in answer.not_pushed
+        assert isinstance(await ask(channel, step_of(1, 1)), SessionStepResponse)
+
+    play(service, scene)
