@@ -16,8 +16,8 @@ from swarm_plugins.client.hops import Hops
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.span_session import SpanSession
 from swarm_plugins.errors import SwarmError
+from swarm_plugins.transport.admission.pushing import plain_step, push_token
 from swarm_plugins.transport.messages import PushedHidden, PushTo, SessionStep, SessionStepResponse
-from swarm_plugins.transport.pushing import plain_step, push_token
 from swarm_plugins.transport.receipts import tensor_hash
 
 _PATIENCE_S = 2.0
@@ -71,7 +71,9 @@ class PushedStep:
         for current, (request, adapters), after in zip(spans, requests, [*spans[1:], None], strict=True):
             posted = request
             if current is not spans[0]:
-                posted = msgspec.structs.replace(posted, hidden=request.hidden[:, :, :0], is_pushed=True)
+                posted = msgspec.structs.replace(
+                    posted, hidden=request.hidden[:, :, :0], pushed_bytes=request.hidden.nbytes
+                )
             if after is not None:
                 token = push_token(after.push_key, current.peer, after.num_steps)
                 to = PushTo(peer=after.peer, session=after.name, step=after.num_steps, token=token)
@@ -101,7 +103,7 @@ class PushedStep:
             response = await self._peers.collect(
                 channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=len(current.blocks)
             )
-        if request.is_pushed and response.input_hash != tensor_hash(hidden):
+        if request.pushed_bytes and response.input_hash != tensor_hash(hidden):
             # One of the two lies, or a way between them is broken. Its answer is right for what it got.
             self._hops.failed(self._senders[current], current.peer, "it has got other hidden states")
             await current.close()

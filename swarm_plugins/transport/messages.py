@@ -1,8 +1,8 @@
 """Messages between client and server: one typed record each.
 
-A message consists of metadata (msgpack, validated by msgspec, which neither recurses without bound nor builds anything
-but these records) and the raw bytes of its tensors, in the order in which the metadata names them. Received data is
-untrusted: sizes, shapes and dtypes are checked before a tensor is created.
+A message is metadata (msgpack, validated by msgspec, which builds nothing but these records) and the raw bytes of its
+tensors, in the order in which the metadata names them. Received data is untrusted: sizes, shapes and dtypes are checked
+before a tensor is created.
 
 Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``D`` hidden width.
 """
@@ -19,8 +19,8 @@ from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
 Codec = Literal["none", "float16", "int8"]
 """Packing of floating tensors on the wire: none, half precision, or blockwise 8-bit."""
 
-Nonce = Annotated[bytes, msgspec.Meta(max_length=32)]
-"""Random bytes of the client; if there are any, the answer has a receipt."""
+ShortBytes = Annotated[bytes, msgspec.Meta(max_length=32)]
+"""A hash, a token, a nonce."""
 
 FailureKind = Literal[
     "bad_request",  # the request is malformed or breaks a limit: do not repeat it
@@ -53,11 +53,10 @@ class Failure(_Message, kw_only=True):
 
 
 class InfoRequest(_Message, kw_only=True):
-    """Asks a server for its [`ServerInfo`][swarm_plugins.transport.messages.ServerInfo]."""
+    """Asks a server for its `ServerInfo`."""
 
 
 MAX_ECHO_BYTES = 1 << 18
-"""Largest payload of an echo."""
 
 
 class EchoRequest(_Message, kw_only=True):
@@ -126,7 +125,7 @@ class ServerInfo(_Message, kw_only=True):
     needs: tuple[tuple[int, int, int, int], ...] = ()
     """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
     pushes: bool = False
-    """Whether it hands hidden states on to other servers, and takes them from those."""
+    """Whether it sends hidden states to other servers, and takes theirs."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +140,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What it says it computed in."""
     quantization: str
     """How it says it keeps its weights."""
-    history: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    history: ShortBytes = b""
     """Of a step of a session: hash of the session's opening and of all requests before this one. Empty if the server
     does not vouch for them: an older server, or one that has failed at a step, or signed none for it."""
 
@@ -164,7 +163,8 @@ class _BlockRequest(_Message, kw_only=True):
     collect_router: bool = False
     """Also return the router logits of every mixture-of-experts block."""
     reply_codec: Codec = "none"
-    nonce: Nonce = b""
+    nonce: ShortBytes = b""
+    """Random bytes; if there are any, the answer has a receipt. So in all requests."""
 
 
 class ForwardRequest(_BlockRequest, kw_only=True):
@@ -201,7 +201,7 @@ class BackwardRequest(_Message, kw_only=True):
     needs_adapters: bool = False
     needs_prefix: bool = False
     reply_codec: Codec = "none"
-    nonce: Nonce = b""
+    nonce: ShortBytes = b""
 
 
 class BackwardResponse(_Message, kw_only=True):
@@ -226,7 +226,7 @@ class SessionOpen(_Message, kw_only=True):
     prefix: tuple[Tensor, ...] = ()
     """Keys and values the cache starts with, K then V for each block."""
     pushes: bool = False
-    """Whether other servers are to send the hidden states of some steps; only to servers that announce it."""
+    """Whether other servers will send some steps' hidden states."""
 
 
 class SessionOpened(_Message, kw_only=True):
@@ -236,32 +236,27 @@ class SessionOpened(_Message, kw_only=True):
     """Id of the session, for forks."""
     max_tokens: int
     """Longest sequence the server will hold for the session."""
-    push_key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    """Secret by which the client allows other servers to push to the session; see `swarm_plugins.transport.pushing`."""
+    push_key: ShortBytes = b""
+    """Secret by which the client allows other servers to push to the session."""
 
 
 class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a server sends the output of a step."""
+    """Where a server sends the output of a step: to a session on another one, and as its step of this number."""
 
     peer: str
     session: str
-    """Its session on that server."""
     step: int
-    """As in [`SessionStep`][swarm_plugins.transport.messages.SessionStep], there."""
-    token: Annotated[bytes, msgspec.Meta(max_length=32)]
+    token: ShortBytes
     """Shows that the client allows it."""
 
 
 class PushedHidden(_Message, kw_only=True):
-    """Sends hidden states of one step from server to server, or from the client; it is not answered.
-
-    A refusal ends the stream.
-    """
+    """Sends hidden states of one step from server to server; not answered, but a refusal ends the stream."""
 
     session: str
     step: int
-    token: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    """Of `PushTo`; none from the session's client."""
+    token: ShortBytes = b""
+    """Of `PushTo`; none if the session's client sends this."""
     hidden: Tensor
     """``[B, S, D]``."""
 
@@ -272,8 +267,8 @@ class SessionStep(_BlockRequest, kw_only=True):
     cached_tokens: int
     """Length of the cache after ``ops`` and before this step, by the client's count."""
     ops: tuple[CacheOp, ...] = ()
-    is_pushed: bool = False
-    """Whether the hidden states come by ``rpc_push``. ``hidden`` is then ``[B, S, 0]``."""
+    pushed_bytes: int = 0
+    """Size of the hidden states if they come by ``rpc_push``; ``hidden`` is then ``[B, S, 0]``."""
     push_to: PushTo | None = None
     """Who else gets the output."""
 
@@ -282,9 +277,9 @@ class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forb
     """Answers a session step."""
 
     not_pushed: str = ""
-    """Why the output was not sent to ``push_to``; empty if it was, or was not to be."""
-    input_hash: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-    """Of hidden states that were pushed: the client compares it with what the server before has told it."""
+    """Why the output was not sent to ``push_to``, if it was not."""
+    input_hash: ShortBytes = b""
+    """Of hidden states that were pushed."""
     receipt: Receipt | None = None
 
 
@@ -312,10 +307,9 @@ class ExpertsRequest(_Message, kw_only=True):
 
 
 class ExpertsResponse(_Message, kw_only=True):
-    """Answers an experts request: outputs without routing weights, or gradients."""
+    """Answers an experts request: outputs without routing weights, or gradients, ``[N, D]`` in the request's order."""
 
     rows: Tensor
-    """``[N, D]``, in the order of the request."""
 
 
 class CommitRequest(_Message, kw_only=True):
@@ -324,14 +318,14 @@ class CommitRequest(_Message, kw_only=True):
     forward: ForwardRequest
     grad: Tensor | None = None
     """``[B, S, D]``, gradient of the output: also hash the gradients of the states."""
-    nonce: Nonce = b""
+    nonce: ShortBytes = b""
     reply_codec: Codec = "none"
 
 
 class Commitment(_Message, kw_only=True):
     """Answers a commit request: binds the server to the states before the client names one."""
 
-    hashes: tuple[Annotated[bytes, msgspec.Meta(max_length=32)], ...]
+    hashes: tuple[ShortBytes, ...]
     """Of the outputs of all blocks but the last; then, if asked for, of their gradients."""
     receipt: Receipt | None = None
 
@@ -344,10 +338,9 @@ class OpenRequest(_Message, kw_only=True):
 
 
 class OpenedStates(_Message, kw_only=True):
-    """Answers an open request."""
+    """Answers an open request: ``[B, S, D]`` each, in the type that the server computes in."""
 
     states: tuple[Tensor, ...]
-    """``[B, S, D]`` each, in the type that the server computes in."""
 
 
 class AdapterUpload(LoadedAdapter, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -357,7 +350,7 @@ class AdapterUpload(LoadedAdapter, frozen=True, kw_only=True, tag=True, forbid_u
 
 
 class AdapterStored(_Message, kw_only=True):
-    """Confirms that the server has checked and stored an adapter."""
+    """Confirms that the server has stored an adapter."""
 
     digest: str
 
@@ -371,7 +364,7 @@ class DrainRequest(_Message, kw_only=True):
 
 
 class DrainAccepted(_Message, kw_only=True):
-    """Answers a [`DrainRequest`][swarm_plugins.transport.messages.DrainRequest]."""
+    """Answers a drain request."""
 
     sessions: int
     """Sessions that are open now."""

@@ -12,9 +12,9 @@ from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_hidden
 from swarm_plugins.server.rpc.handlers import send_failure
 from swarm_plugins.server.service import Service
+from swarm_plugins.transport.admission.pushing import is_push_allowed
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import PushedHidden
-from swarm_plugins.transport.pushing import is_push_allowed
 
 
 async def push_handler(service: Service, channel: Channel) -> None:

@@ -26,9 +26,9 @@ from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import hidden_hash, opening_history, signed_step
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
+from swarm_plugins.transport.admission.pushing import new_push_key, plain_step
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
-from swarm_plugins.transport.pushing import new_push_key, plain_step
 
 
 async def session_handler(service: Service, channel: Channel) -> None:
@@ -141,7 +141,7 @@ class _Stream:
         return lambda: _fork(source, batch_size)
 
     async def _step(self, session: Session, request: SessionStep, charge: Charge) -> SessionStepResponse:
-        service, is_pushed, push_to = self._service, request.is_pushed, request.push_to
+        service, is_pushed, push_to = self._service, request.pushed_bytes > 0, request.push_to
         check_held(service, session.blocks)
         # Busy from here on, so that its own lease does not end while it waits for its input, or asks for room.
         with session.stepping():
@@ -163,12 +163,13 @@ class _Stream:
     async def _with_hidden(self, session: Session, request: SessionStep, charge: Charge) -> SessionStep:
         """Returns a step as if its client had sent all of it."""
         timeout_s = self._service.limits.session_lease_s
-        hidden = await session.inbox.begin(is_pushed=request.is_pushed, timeout_s=timeout_s)
+        hidden = await session.inbox.begin(is_pushed=request.pushed_bytes > 0, timeout_s=timeout_s)
         if hidden is None:
             return plain_step(request, request.hidden)
-        if hidden.shape[:-1] != request.hidden.shape[:-1]:
+        if hidden.shape[:-1] != request.hidden.shape[:-1] or hidden.nbytes != request.pushed_bytes:
             raise BadRequestError(
-                f"hidden states of shape {list(hidden.shape)} were pushed for a step of {list(request.hidden.shape)}"
+                f"hidden states of shape {list(hidden.shape)} and {hidden.nbytes} bytes were pushed for a step of "
+                f"{list(request.hidden.shape)} and {request.pushed_bytes} bytes"
             )
         charge.claim(hidden.nbytes)
         return plain_step(request, hidden)

@@ -17,6 +17,7 @@ from swarm_plugins.transport.messages import (
     ForwardRequest,
     InfoRequest,
     Message,
+    PushedHidden,
     SessionOpen,
     SessionStep,
 )
@@ -40,6 +41,8 @@ class Allowances:
 
     def asked(self, message: Message) -> None:
         """Notes a message that is about to be sent."""
+        if isinstance(message, PushedHidden):
+            return  # only a refusal comes back
         tensors = _tensor_bytes(message)
         self._awaited.append(self._limits.max_message_bytes if tensors is None else tensors)
 
@@ -80,7 +83,7 @@ def _tensor_bytes(message: Message) -> int | None:
         case ForwardRequest(collect_router=False):
             found = message.hidden.nbytes * (max(1, message.end - message.start) if message.collect_hidden else 1)
         case SessionStep(collect_hidden=False, collect_router=False):
-            found = message.hidden.nbytes
+            found = message.pushed_bytes or message.hidden.nbytes
         case BackwardRequest(needs_adapters=False, needs_prefix=False):
             found = message.grad_hidden.nbytes
         case ExpertsRequest():

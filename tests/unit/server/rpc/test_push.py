@@ -14,6 +14,7 @@ from session_kit import ADDED, OPEN, ask, limits_with, play, step_of
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing.transports import LocalTransport
+from swarm_plugins.transport.admission.pushing import push_token
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     Failure,
@@ -23,11 +24,10 @@ from swarm_plugins.transport.messages import (
     SessionOpened,
     SessionStepResponse,
 )
-from swarm_plugins.transport.pushing import push_token
 from swarm_plugins.transport.receipts import tensor_hash
 
 PUSHING = msgspec.structs.replace(OPEN, pushes=True)
-AWAITED = msgspec.structs.replace(step_of(1, 0), hidden=torch.zeros(1, 1, 0), is_pushed=True)
+AWAITED = msgspec.structs.replace(step_of(1, 0), hidden=torch.zeros(1, 1, 0), pushed_bytes=4 * WIDTH)
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_what_is_pushed_must_fit_the_step(service: Service) -> None:
         await push(transport, "bob", pushed(to, "bob", hidden=torch.zeros(1, 2, WIDTH)))
         answer = await ask(channel, AWAITED)
         assert isinstance(answer, Failure)
-        assert "were pushed for a step of [1, 1, 0]" in answer.message
+        assert "were pushed for a step of [1, 1, 0] and" in answer.message
 
     play(service, scene)
 

@@ -35,4 +35,4 @@ def is_push_allowed(key: bytes, sender: str, step: int, token: bytes) -> bool:
 
 def plain_step(request: SessionStep, hidden: Tensor) -> SessionStep:
     """Returns a step without any pushing, with its hidden states: what a server computes, and what receipts are for."""
-    return msgspec.structs.replace(request, hidden=hidden, is_pushed=False, push_to=None)
+    return msgspec.structs.replace(request, hidden=hidden, pushed_bytes=0, push_to=None)
