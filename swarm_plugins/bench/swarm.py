@@ -14,12 +14,15 @@ from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.bench.arms import frozen
 from swarm_plugins.bench.figures import Figure
 from swarm_plugins.bench.measure import Arm, interleave
+from swarm_plugins.client import SwarmConfig
 
 
-def swarm_model(directory: Path, initial_peers: Sequence[str]) -> PreTrainedModel:
+def swarm_model(directory: Path, initial_peers: Sequence[str], config: SwarmConfig | None = None) -> PreTrainedModel:
     """Loads the client's share of the model; its blocks run on the swarm."""
     return frozen(
-        AutoSwarmModelForCausalLM.from_pretrained(directory, initial_peers=list(initial_peers), dtype=torch.float32)
+        AutoSwarmModelForCausalLM.from_pretrained(
+            directory, initial_peers=list(initial_peers), dtype=torch.float32, swarm=config
+        )
     )
 
 

@@ -37,7 +37,13 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         ),
         pytest.param(
             ["network", "--rtt", "4", "--servers", "2", "--prefix", "8", "--new-tokens", "4"],
-            ["a decoded token", "first token after 8", "forward + backward, 8 x 64 tokens", "sent for a token"],
+            [
+                *("a decoded token", "a decoded token, pushed"),
+                *("first token after 8", "first token after 8, pushed"),
+                *["network's part of it, pushed / star"] * 2,
+                "forward + backward, 8 x 64 tokens",
+                "sent for a token, by the client",
+            ],
             id="network",
         ),
         pytest.param(
