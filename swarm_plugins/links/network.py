@@ -39,8 +39,9 @@ class Traffic(msgspec.Struct, frozen=True):
 class Network:
     """Lines from clients to each server, and from each server to each other one.
 
-    A relay cannot tell who calls, so each caller has a port of its own. Servers that call a port which another one
-    announces share the line of clients; they do so only after a connection of their own has broken.
+    A relay cannot tell who calls, so each caller has a port of its own. Whoever learns of another's port may use it all
+    the same: a server whose connection has broken calls the port for clients, and a client may hear from a server of
+    the port by which that one calls others, and be as close to them as it is.
 
     Args:
         num_servers: Servers, at most `MAX_SERVERS` in a `Relay`.
