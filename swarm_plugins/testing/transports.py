@@ -219,11 +219,14 @@ class LocalTransport:
 
     async def close(self) -> None:
         """Breaks all channels and ends all handlers. Idempotent."""
-        await self._end(list(self._live))
+        # Handlers that end may be about to open channels to others.
+        while self._live:
+            await self._end(list(self._live))
 
     async def _end(self, tasks: Collection[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            await self._live[task][1].finish(is_broken=True)
+        # Noted first: one that ends meanwhile is no longer listed.
+        for task, channel in [(task, self._live[task][1]) for task in tasks]:
+            await channel.finish(is_broken=True)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
