@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -11,6 +12,8 @@ log = logging.getLogger(__name__)
 _REST_S = 60.0
 """How long two servers are not asked to push after that was in vain; twice as long each time."""
 _MAX_REST_S = 3600.0
+_MAX_PAIRS = 4096
+"""Pairs remembered: identities are free."""
 
 
 class Hops:
@@ -22,7 +25,7 @@ class Hops:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._rests: dict[tuple[str, str], tuple[float, float]] = {}
+        self._rests: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
 
     def is_open(self, sender: str, receiver: str) -> bool:
         """Returns whether one server is worth asking to push to another."""
@@ -34,5 +37,8 @@ class Hops:
         _, rest_s = self._rests.get((sender, receiver), (0.0, _REST_S / 2))
         rest_s = min(2 * rest_s, _MAX_REST_S)
         self._rests[sender, receiver] = self._clock() + rest_s, rest_s
+        self._rests.move_to_end((sender, receiver))
+        if len(self._rests) > _MAX_PAIRS:
+            self._rests.popitem(last=False)
         text = "server %s does not reach server %s (%s): outputs go by this client for %g s"
         log.info(text, sender, receiver, why, rest_s)

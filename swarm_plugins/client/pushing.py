@@ -15,7 +15,7 @@ from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.client.hops import Hops
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.span_session import SpanSession
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.errors import SwarmError, printable
 from swarm_plugins.transport.admission.pushing import plain_step, push_token
 from swarm_plugins.transport.messages import PushedHidden, PushTo, SessionStep, SessionStepResponse
 from swarm_plugins.transport.receipts import tensor_hash
@@ -109,7 +109,7 @@ class PushedStep:
             await current.close()
             raise OtherInputError(f"server {current.peer} has got other hidden states than this client")
         if after is not None and response.not_pushed:
-            self._hops.failed(current.peer, after.peer, response.not_pushed)
+            self._hops.failed(current.peer, after.peer, printable(response.not_pushed))
         elif after is not None:
             self._fed.add(after)
         return plain_step(request, hidden), adapters, response

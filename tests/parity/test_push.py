@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client import pushing as client_pushing
+from swarm_plugins.ledger import Charge
 from swarm_plugins.links import Link
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
@@ -122,13 +123,13 @@ def test_a_server_that_is_lost_in_any_phase_costs_no_token(
             await asyncio.sleep(0.01)  # cancelled here, if this is its own handler
             await killing
 
-        async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec) -> str:
+        async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec, charge: Charge) -> str:
             nonlocal num_sent
             num_sent += 1
             is_due = num_sent == send_number
             if is_due and not is_sent:
                 await strike()
-            why = await sound_send(self, to, hidden, codec)
+            why = await sound_send(self, to, hidden, codec, charge)
             if is_due and is_sent:
                 await strike()
             return why
@@ -181,10 +182,10 @@ def test_a_server_that_pushes_something_else_harms_no_other(
 ) -> None:
     num_sent = 0
 
-    async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec) -> str:
+    async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec, charge: Charge) -> str:
         nonlocal num_sent
         num_sent += 1
-        return await sound_send(self, to, hidden * 1.05 if num_sent >= number else hidden, codec)
+        return await sound_send(self, to, hidden * 1.05 if num_sent >= number else hidden, codec, charge)
 
     sound_send = Pushes.send
     monkeypatch.setattr(Pushes, "send", send)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import msgspec
+from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanOutputs
 from swarm_plugins.blocks.kv import in_pages
@@ -28,7 +29,7 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.admission.pushing import new_push_key, plain_step
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
+from swarm_plugins.transport.messages import Codec, PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 
 
 async def session_handler(service: Service, channel: Channel) -> None:
@@ -152,13 +153,18 @@ class _Stream:
         checked = checked_outputs(outputs, request.hidden.dtype)
         not_pushed = ""
         if push_to is not None:
-            if self._push_to is not None and self._push_to.session != push_to.session:
-                await service.pushes.forget(self._push_to)
-            self._push_to = push_to
-            not_pushed = await service.pushes.send(push_to, checked.hidden, request.reply_codec)
+            not_pushed = await self._push(push_to, checked.hidden, request.reply_codec)
         input_hash = await hidden_hash(request.hidden) if is_pushed else b""
         answer = SessionStepResponse(**msgspec.structs.asdict(checked), not_pushed=not_pushed, input_hash=input_hash)
         return await signed_step(service, session, history, request, answer)
+
+    async def _push(self, to: PushTo, hidden: Tensor, codec: Codec) -> str:
+        """Sends an output on; one session has one output at most on its way."""
+        pushes, before = self._service.pushes, self._push_to
+        if before is not None and (before.peer, before.session) != (to.peer, to.session):
+            await pushes.forget(before)
+        self._push_to = to
+        return await pushes.send(to, hidden, codec, self._service.ledger.charge(self._peer))
 
     async def _with_hidden(self, session: Session, request: SessionStep, charge: Charge) -> SessionStep:
         """Returns a step as if its client had sent all of it."""

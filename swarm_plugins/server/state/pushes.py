@@ -9,6 +9,7 @@ from collections import OrderedDict
 from torch import Tensor
 
 from swarm_plugins.errors import SwarmError, one_line
+from swarm_plugins.ledger import Charge
 from swarm_plugins.transport.channel import Channel, Opener
 from swarm_plugins.transport.messages import Codec, PushedHidden, PushTo
 
@@ -39,18 +40,27 @@ class Pushes:
         """Whether this server can reach others."""
         return self._opener is not None
 
-    async def send(self, to: PushTo, hidden: Tensor, codec: Codec) -> str:
+    async def send(self, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
         """Sends the output of a step to the next server; returns why that failed, or an empty string.
 
         What takes longer than a moment goes on alone, and is believed to arrive: the client, who gets the same output
-        now, finds out by waiting for the next server.
+        now, finds out by waiting for the next server. Until it has been sent it counts in ``charge``.
         """
         key = (to.peer, to.session)
         if key in self._sending:
             return "the output of the step before is still on its way"
+        try:
+            charge.claim(hidden.nbytes)
+        except SwarmError as error:
+            return one_line(error)
         message = PushedHidden(session=to.session, step=to.step, token=to.token, hidden=hidden)
         task = self._sending[key] = asyncio.create_task(self._send(key, message, codec), name="push")
-        task.add_done_callback(lambda _: self._sending.pop(key, None))
+
+        def end(_: object) -> None:
+            del self._sending[key]
+            charge.release()
+
+        task.add_done_callback(end)
         done, _ = await asyncio.wait({task}, timeout=_MOMENT_S)
         return task.result() if done else ""
 
@@ -62,9 +72,12 @@ class Pushes:
                     return "this server reaches no others"
                 stream = await self._opener.open(key[0], "rpc_push", timeout_s=_CONNECT_S)
             await stream.send(message, codec=codec)
-        except SwarmError as error:
+        except BaseException as error:
+            # Also when cancelled: half of a message may have been sent.
             if stream is not None:
                 await _close(stream)
+            if not isinstance(error, SwarmError):
+                raise
             return one_line(error)
         self._streams[key] = stream
         while len(self._streams) > _MAX_STREAMS:

@@ -197,3 +197,38 @@ def test_a_server_that_cannot_be_reached_costs_only_the_push(service: Service) -
         assert isinstance(await ask(channel, step_of(1, 1)), SessionStepResponse)
 
     play(service, scene)
+
+
+class NobodyAnswers:
+    """Opens streams for ever."""
+
+    def __init__(self) -> None:
+        self.num_opening = 0
+
+    async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
+        self.num_opening += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.num_opening -= 1
+        raise AssertionError
+
+
+def test_an_output_on_its_way_counts_and_a_session_has_one_at_most(service: Service) -> None:
+    nobody = NobodyAnswers()
+    service.pushes = Pushes(nobody)
+
+    async def scene(channel: Channel, transport: LocalTransport) -> None:
+        await opened(channel)
+        for step in range(3):
+            to = PushTo(peer=f"peer{step}", session="s", step=step, token=b"")
+            answer = await ask(channel, msgspec.structs.replace(step_of(1, step), push_to=to))
+            assert isinstance(answer, SessionStepResponse)
+            assert answer.not_pushed == ""
+            await asyncio.sleep(0.01)
+            assert nobody.num_opening == 1
+        assert service.ledger.used >= 4 * WIDTH
+
+    play(service, scene)
+    assert nobody.num_opening == 0
+    assert service.ledger.used == 0
