@@ -82,7 +82,7 @@ def bench_network(
     report.figures += [*tokens, *first, *step, _bytes_per_token(routes, sent)]
     report.notes += [
         f"{num_servers} servers; to the client {_described(link)}, to each other {_described(server_link)}",
-        "bound: the local model's time and that of the hidden states on the links; results are the local model's",
+        "bound: the local model's time plus that of hidden states on the links; results equal the local model's",
         f"training: {BATCH * TOKENS * 1e3 / step[0].swarm:.0f} tokens/s",
     ]
     return report

@@ -79,7 +79,7 @@ def network(
     rtt: Annotated[float, typer.Option(help="Round-trip time between client and servers, ms.", min=0)] = 100.0,
     mbit: Annotated[float, typer.Option(help="Rate of each connection, Mbit/s.")] = 100.0,
     server_rtt: Annotated[
-        float | None, typer.Option(help="Round-trip time between servers, ms. Default: that of --rtt.", min=0)
+        float | None, typer.Option(help="Round-trip time between servers, ms. Default: as --rtt.", min=0)
     ] = None,
     preset: Annotated[
         str | None, typer.Option(help="Instead of --rtt and --mbit: 1gbit-5ms, 100mbit-5ms or 100mbit-100ms.")

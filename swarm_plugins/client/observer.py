@@ -61,7 +61,7 @@ class BackwardCall(_Call):
 
 @dataclass(frozen=True)
 class SentSession:
-    """All messages that a session on one server was sent, none of which changed what was cached before."""
+    """All messages sent to a session on one server, if none of them changed what was already cached."""
 
     opened: SessionOpen
     steps: list[SessionStep] = field(default_factory=list)

@@ -128,7 +128,7 @@ class Peers:
         timeout_s: float | None = None,
         started: float | None = None,
     ) -> M:
-        """Returns the answer to a message that was posted; arguments and errors as those of `exchange`.
+        """Returns the answer to a posted message; arguments and errors are those of `exchange`.
 
         ``started``, in seconds of ``time.perf_counter``, is when the peer could begin to work. None: now.
         """

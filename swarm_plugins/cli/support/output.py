@@ -44,7 +44,7 @@ SERVE_WORDS = OFFLOAD_WORDS | {field: f"--{field.replace('_', '-')}" for field i
 def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) -> Iterator[None]:
     """Turns an error of the package or the system into one sentence and an exit code.
 
-    It is 2 for a wrong setting, like that of arguments that cannot be parsed, 1 for other errors, 130 for Ctrl-C.
+    It is 2 for a wrong setting or an argument that cannot be parsed, 1 for other errors, and 130 for Ctrl-C.
     ``words`` are the command's options by the config fields that messages name.
     """
     code = 1
