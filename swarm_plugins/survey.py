@@ -13,9 +13,9 @@ import msgspec
 from swarm_plugins.errors import ProtocolError, TransportError, one_line
 from swarm_plugins.routing import expert_gaps
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.reach.static import ask_info
+from swarm_plugins.transport.server_info import ServerInfo
 
 _MAX_AT_ONCE = 16
 

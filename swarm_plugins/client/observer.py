@@ -17,11 +17,11 @@ from swarm_plugins.transport.messages import (
     BackwardResponse,
     ForwardRequest,
     ForwardResponse,
-    ServerInfo,
     SessionOpen,
     SessionStep,
     SessionStepResponse,
 )
+from swarm_plugins.transport.server_info import ServerInfo
 
 
 class WrongAnswerError(RemoteError):

@@ -33,11 +33,10 @@ from swarm_plugins.transport.messages import (
     Codec,
     ExpertsRequest,
     ForwardRequest,
-    InfoRequest,
     Message,
-    ServerInfo,
     SessionStep,
 )
+from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")

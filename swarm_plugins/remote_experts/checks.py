@@ -23,7 +23,8 @@ from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.answers import SpanMovedError
 from swarm_plugins.client.observer import NoObserver, WrongAnswerError
 from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
-from swarm_plugins.transport.messages import ExpertsRequest, ServerInfo
+from swarm_plugins.transport.messages import ExpertsRequest
+from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification.local_blocks import Kind, UncheckableError
 from swarm_plugins.verification.quarantine import Quarantine
 from swarm_plugins.verification.rates import CheckRates

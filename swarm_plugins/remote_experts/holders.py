@@ -14,7 +14,7 @@ from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.retries import Retries
 from swarm_plugins.errors import MissingExpertsError, SwarmError
 from swarm_plugins.routing import Holder, Share, missing_experts, share_experts
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from swarm_plugins.server.failures import RequestError
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 _POLL_S = 0.05
 

@@ -37,7 +37,7 @@ from swarm_plugins.server.startup.placing import Swarm, mobility_of, snapshot_of
 from swarm_plugins.server.startup.preload import preload_adapter
 from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.transport.channel import Opener
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

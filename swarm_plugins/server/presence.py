@@ -11,8 +11,8 @@ from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.identity import Identity
-from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.node import SwarmNode
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.transport.channel import Opener
-from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.reach.static import ask_info
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.server.state.sessions import SessionTable
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.server.state.sessions import SessionTable
 from swarm_plugins.transport.identity import Identity
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...]], LoadedAdapter]
 """Checks digest, structure and tensors of an upload against the span before anything is kept."""

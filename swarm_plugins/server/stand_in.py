@@ -17,7 +17,7 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.transport.channel import Handler
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 _STORE_BYTES = 1 << 28
 

@@ -29,7 +29,7 @@ from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.identity import Identity, new_identity
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 _STORE_BYTES = 1 << 28
 

@@ -16,7 +16,8 @@ from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportErro
 from swarm_plugins.links.line import Line
 from swarm_plugins.links.pacing import Pacer
 from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Opener, Transport
-from swarm_plugins.transport.messages import Codec, Failure, InfoRequest, Message, ServerInfo
+from swarm_plugins.transport.messages import Codec, Failure, Message
+from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import decode, encode
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from swarm_plugins.errors import TransportError
-from swarm_plugins.transport.messages import Codec, Message, ServerInfo
+from swarm_plugins.transport.messages import Codec, Message
+from swarm_plugins.transport.server_info import ServerInfo
 
 RPC_NAMES = (
     "rpc_info",

@@ -21,10 +21,9 @@ from swarm_plugins.transport.admission.gate import Gate
 from swarm_plugins.transport.admission.serializer import TypedSerializer
 from swarm_plugins.transport.admission.storage import BoundedStorage
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.daemon import Daemon
+from swarm_plugins.transport.daemon.process import Daemon
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.loop import LoopThread
-from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.neighbors import Neighbors
 from swarm_plugins.transport.reach.addresses import peer_id_in
 from swarm_plugins.transport.records import (
@@ -44,6 +43,7 @@ from swarm_plugins.transport.records import (
     server_keys,
     sign_record,
 )
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
+from swarm_plugins.transport.server_info import BaseMessage, InfoRequest, ServerInfo
 
 Codec = Literal["none", "float16", "int8"]
 """Packing of floating tensors on the wire: none, half precision, or blockwise 8-bit."""
@@ -41,91 +42,27 @@ FailureKind = Literal[
 ]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, tagged by class name, unknown fields refused."""
-
-
-class Failure(_Message, kw_only=True):
+class Failure(BaseMessage, kw_only=True):
     """Answers a request that could not be served."""
 
     kind: FailureKind
     message: str
 
 
-class InfoRequest(_Message, kw_only=True):
-    """Asks a server for its `ServerInfo`."""
-
-
 MAX_ECHO_BYTES = 1 << 18
 
 
-class EchoRequest(_Message, kw_only=True):
+class EchoRequest(BaseMessage, kw_only=True):
     """Asks for the same bytes back, as the first message or between others of ``rpc_info``: measures the network."""
 
     payload: Tensor
     """``[bytes]``, uint8, at most ``MAX_ECHO_BYTES``."""
 
 
-class EchoResponse(_Message, kw_only=True):
+class EchoResponse(BaseMessage, kw_only=True):
     """Returns the bytes of an echo request."""
 
     payload: Tensor
-
-
-class ServerInfo(_Message, kw_only=True):
-    """A server's description of itself, in ``rpc_info`` and (signed) in the DHT."""
-
-    version: str
-    """Served model version."""
-    model: str
-    """Display name of the model."""
-    num_blocks: int
-    """Blocks of the whole model."""
-    start: int
-    """First block served."""
-    end: int
-    """One past the last block served."""
-    dtype: str
-    """Compute dtype, such as ``float32``."""
-    quantization: str
-    """``none``, ``int8`` or ``nf4``."""
-    state: Literal["joining", "online", "draining", "stuck"] = "online"
-    """``draining``: open sessions go on, new ones are refused, and the server ends soon. ``stuck``: its compute thread
-    does not get on with its work."""
-    throughput: float = 0.0
-    """Tokens per second through one block in a batched forward, as the server measured."""
-    decode_s: float = 0.0
-    """Seconds of a single-token step through one block, as the server measured."""
-    free_kv_tokens: int = 0
-    """Tokens, cached for the whole span, that still fit in the KV budget."""
-    total_kv_tokens: int = 0
-    """Tokens, cached for the whole span, that the KV budget holds."""
-    max_batch_tokens: int = 0
-    """Largest ``B * S`` of one request."""
-    max_session_tokens: int = 0
-    """Longest sequence of one session."""
-    load: float = 0.0
-    """Share of the last seconds the compute thread was busy, 0 to 1."""
-    adapters: tuple[str, ...] = ()
-    """Preloaded published adapters."""
-    software: str = ""
-    """Package version of the server."""
-    experts: tuple[int, int] | None = None
-    """``[first, end)``: only these experts of each block are served, and nothing else. None: whole blocks."""
-    slice: tuple[int, int] | None = None
-    """``(k, n)``: the k-th, from 0, of n equal parts of each expert's inner dimension. None: whole experts."""
-    mobility: Literal["pinned", "drops-first", "loads-first"] = "pinned"
-    """Whether the server may move: not; after dropping its span, as memory holds only one; or while it serves it."""
-    target: tuple[int, int] | None = None
-    """``[start, end)``: the span that it is moving to."""
-    leaving: tuple[int, int] | None = None
-    """``[start, end)``: the span that it has moved from, and still holds for the sessions open there."""
-    network_tokens_s: float = 0.0
-    """Hidden states per second that its network carries, in and out, as the server measured; 0: unknown."""
-    needs: tuple[tuple[int, int, int, int], ...] = ()
-    """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
-    pushes: bool = False
-    """Whether it sends hidden states to other servers, and takes theirs."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,7 +82,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     does not vouch for them: an older server, or one that has failed at a step, or signed none for it."""
 
 
-class _BlockRequest(_Message, kw_only=True):
+class _BlockRequest(BaseMessage, kw_only=True):
     """Runs blocks on hidden states."""
 
     hidden: Tensor
@@ -189,7 +126,7 @@ class ForwardResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_u
     receipt: Receipt | None = None
 
 
-class BackwardRequest(_Message, kw_only=True):
+class BackwardRequest(BaseMessage, kw_only=True):
     """Asks for the gradients of a forward request, given by ticket or as the request itself to run again."""
 
     ticket: str | None = None
@@ -204,7 +141,7 @@ class BackwardRequest(_Message, kw_only=True):
     nonce: ShortBytes = b""
 
 
-class BackwardResponse(_Message, kw_only=True):
+class BackwardResponse(BaseMessage, kw_only=True):
     """Gradients, in the order of the request's inputs."""
 
     grad_hidden: Tensor | None = None
@@ -214,7 +151,7 @@ class BackwardResponse(_Message, kw_only=True):
     receipt: Receipt | None = None
 
 
-class SessionOpen(_Message, kw_only=True):
+class SessionOpen(BaseMessage, kw_only=True):
     """Opens a session as the first message of an ``rpc_session`` stream; the session ends with the stream."""
 
     version: str
@@ -229,7 +166,7 @@ class SessionOpen(_Message, kw_only=True):
     """Whether other servers will send some steps' hidden states."""
 
 
-class SessionOpened(_Message, kw_only=True):
+class SessionOpened(BaseMessage, kw_only=True):
     """Confirms an opened session."""
 
     session: str
@@ -250,7 +187,7 @@ class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Shows that the client allows it."""
 
 
-class PushedHidden(_Message, kw_only=True):
+class PushedHidden(BaseMessage, kw_only=True):
     """Sends hidden states of one step from server to server; not answered, but a refusal ends the stream."""
 
     session: str
@@ -283,7 +220,7 @@ class SessionStepResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forb
     receipt: Receipt | None = None
 
 
-class ExpertsRequest(_Message, kw_only=True):
+class ExpertsRequest(BaseMessage, kw_only=True):
     """Runs tokens through some experts of a block, or asks for the gradient of that.
 
     ``T`` tokens, ``N`` rows: one for each choice of an expert by a token, sorted by expert.
@@ -306,13 +243,13 @@ class ExpertsRequest(_Message, kw_only=True):
     reply_codec: Codec = "none"
 
 
-class ExpertsResponse(_Message, kw_only=True):
+class ExpertsResponse(BaseMessage, kw_only=True):
     """Answers an experts request: outputs without routing weights, or gradients, ``[N, D]`` in the request's order."""
 
     rows: Tensor
 
 
-class CommitRequest(_Message, kw_only=True):
+class CommitRequest(BaseMessage, kw_only=True):
     """Asks for the hashes of the states between the blocks of a forward, which is run again."""
 
     forward: ForwardRequest
@@ -322,7 +259,7 @@ class CommitRequest(_Message, kw_only=True):
     reply_codec: Codec = "none"
 
 
-class Commitment(_Message, kw_only=True):
+class Commitment(BaseMessage, kw_only=True):
     """Answers a commit request: binds the server to the states before the client names one."""
 
     hashes: tuple[ShortBytes, ...]
@@ -330,14 +267,14 @@ class Commitment(_Message, kw_only=True):
     receipt: Receipt | None = None
 
 
-class OpenRequest(_Message, kw_only=True):
+class OpenRequest(BaseMessage, kw_only=True):
     """Asks for some of the states of the last commitment on the same stream."""
 
     states: tuple[int, ...]
     """Indices of hashes."""
 
 
-class OpenedStates(_Message, kw_only=True):
+class OpenedStates(BaseMessage, kw_only=True):
     """Answers an open request: ``[B, S, D]`` each, in the type that the server computes in."""
 
     states: tuple[Tensor, ...]
@@ -349,13 +286,13 @@ class AdapterUpload(LoadedAdapter, frozen=True, kw_only=True, tag=True, forbid_u
     digest: str
 
 
-class AdapterStored(_Message, kw_only=True):
+class AdapterStored(BaseMessage, kw_only=True):
     """Confirms that the server has stored an adapter."""
 
     digest: str
 
 
-class DrainRequest(_Message, kw_only=True):
+class DrainRequest(BaseMessage, kw_only=True):
     """Asks a server to drain and to end; signed with the server's own key."""
 
     issued_at: float
@@ -363,7 +300,7 @@ class DrainRequest(_Message, kw_only=True):
     signature: bytes
 
 
-class DrainAccepted(_Message, kw_only=True):
+class DrainAccepted(BaseMessage, kw_only=True):
     """Answers a drain request."""
 
     sessions: int

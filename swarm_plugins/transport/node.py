@@ -14,18 +14,18 @@ from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL, Gate, StrangerError, load_secret
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.daemon import Daemon, start_daemon
-from swarm_plugins.transport.daemon_memory import DaemonMemory
+from swarm_plugins.transport.daemon.memory import DaemonMemory
+from swarm_plugins.transport.daemon.process import Daemon, start_daemon
 from swarm_plugins.transport.dht import SwarmDHT
 from swarm_plugins.transport.guards import install_guards
 from swarm_plugins.transport.identity import Identity, IdentityFile
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
-from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel, open_stream, protocol_name
 from swarm_plugins.transport.reach.addresses import peer_id_in, with_port
 from swarm_plugins.transport.reach.relays import Relays
 from swarm_plugins.transport.reach.static import StaticPeers, ask_info
 from swarm_plugins.transport.records import ModelInfo
+from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.transport.stream import FrameStream, Parting
 
 log = logging.getLogger(__name__)

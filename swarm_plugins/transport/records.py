@@ -29,7 +29,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from swarm_plugins.errors import ConfigError, ProtocolError
 from swarm_plugins.transport.identity import Identity, is_signed_by, peer_id_of
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 MAX_RECORD_BYTES = 4096
 """Largest signed record."""

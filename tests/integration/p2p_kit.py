@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.server_info import ServerInfo
 
 INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
 

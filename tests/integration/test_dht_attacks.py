@@ -32,9 +32,9 @@ from swarm_plugins.cli import app
 from swarm_plugins.client import connect
 from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.transport.identity import Identity, peer_id_of
-from swarm_plugins.transport.messages import InfoRequest, ServerInfo
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key, sign_record
+from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
 pytestmark = pytest.mark.swarm
 

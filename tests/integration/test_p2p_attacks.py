@@ -23,10 +23,11 @@ from p2p_kit import INFO, client, echo, run, server
 from swarm_plugins.transport.admission import calls, storage
 from swarm_plugins.transport.identity import create_identity_file, load_identity
 from swarm_plugins.transport.limits import WireLimits
-from swarm_plugins.transport.messages import Failure, InfoRequest
+from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.p2p_channel import protocol_name
 from swarm_plugins.transport.records import ServerRecord, key_id, own_server_key, sign_record
+from swarm_plugins.transport.server_info import InfoRequest
 
 pytestmark = pytest.mark.swarm
 

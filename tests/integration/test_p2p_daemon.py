@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.daemon.sockets import SocketFolder, remove_abandoned
 from swarm_plugins.transport.node import SwarmNode
-from swarm_plugins.transport.sockets import SocketFolder, remove_abandoned
 
 pytestmark = pytest.mark.swarm
 

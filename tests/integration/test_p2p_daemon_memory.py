@@ -8,10 +8,10 @@ import contextlib
 import pytest
 from p2p_kit import client, run, server
 
-from swarm_plugins.transport import daemon_memory
-from swarm_plugins.transport.daemon_memory import resident_bytes
-from swarm_plugins.transport.messages import InfoRequest
+from swarm_plugins.transport.daemon import memory as daemon_memory
+from swarm_plugins.transport.daemon.memory import resident_bytes
 from swarm_plugins.transport.p2p_channel import open_stream
+from swarm_plugins.transport.server_info import InfoRequest
 
 pytestmark = pytest.mark.swarm
 

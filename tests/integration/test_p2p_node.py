@@ -21,8 +21,9 @@ from p2p_kit import INFO, client, echo, run, server
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import ForwardResponse, InfoRequest
+from swarm_plugins.transport.messages import ForwardResponse
 from swarm_plugins.transport.node import ModelInfo, NodeConfig, SwarmNode
+from swarm_plugins.transport.server_info import InfoRequest
 
 pytestmark = pytest.mark.swarm
 

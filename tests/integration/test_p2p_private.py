@@ -16,10 +16,11 @@ from swarm_plugins.errors import TransportError
 from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.identity import create_identity_file, load_identity
-from swarm_plugins.transport.messages import Failure, InfoRequest
+from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
 from swarm_plugins.transport.p2p_channel import protocol_name
 from swarm_plugins.transport.reach import relays
+from swarm_plugins.transport.server_info import InfoRequest
 
 pytestmark = pytest.mark.swarm
 

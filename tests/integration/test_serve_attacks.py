@@ -27,13 +27,12 @@ from swarm_plugins.transport.messages import (
     BackwardResponse,
     Failure,
     ForwardRequest,
-    InfoRequest,
     Message,
-    ServerInfo,
     SessionOpen,
     SessionStep,
 )
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import encode
 
 pytestmark = pytest.mark.swarm

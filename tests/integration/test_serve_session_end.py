@@ -13,15 +13,9 @@ import torch
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.testing.models import save_tiny, tiny_config
-from swarm_plugins.transport.messages import (
-    InfoRequest,
-    ServerInfo,
-    SessionOpen,
-    SessionOpened,
-    SessionStep,
-    SessionStepResponse,
-)
+from swarm_plugins.transport.messages import SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 from swarm_plugins.transport.node import NodeConfig, SwarmNode
+from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
 
 async def info_of(node: SwarmNode, peer: str) -> ServerInfo:

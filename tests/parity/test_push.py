@@ -18,7 +18,8 @@ from swarm_plugins.ledger import Charge
 from swarm_plugins.links import Link
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
-from swarm_plugins.transport.messages import Codec, PushTo, ServerInfo
+from swarm_plugins.transport.messages import Codec, PushTo
+from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification import user_quarantine
 
 IDS = torch.arange(5, 13)[None].repeat(2, 1)

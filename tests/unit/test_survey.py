@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from swarm_plugins.survey import ModelStatus, ServerStatus
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 
 def server(peer: str, start: int, end: int, *, is_reachable: bool = True, **fields: object) -> ServerStatus:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from swarm_plugins.client.discovery.missing import ranges, runs, serve_command
 from swarm_plugins.survey import ModelStatus, ServerStatus
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 _NUMBERS = ("load", "free KV tokens", "tokens/s a block")
 _NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")

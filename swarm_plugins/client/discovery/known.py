@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from swarm_plugins.routing import ServerEntry
-    from swarm_plugins.transport.messages import ServerInfo
+    from swarm_plugins.transport.server_info import ServerInfo
 
 _REMEMBERED_S = 600.0
 """A server is asked for this long after its last answer, also if the directory does not name it."""

@@ -12,7 +12,7 @@ from swarm_plugins.errors import TransportError
 if TYPE_CHECKING:
     from swarm_plugins.client.discovery.known import KnownServers
     from swarm_plugins.transport.channel import Directory
-    from swarm_plugins.transport.messages import ServerInfo
+    from swarm_plugins.transport.server_info import ServerInfo
     from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)

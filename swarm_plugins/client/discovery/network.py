@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from swarm_plugins.errors import SwarmError, TransportError
 from swarm_plugins.transport.channel import BackoffError, Channel, Directory, Transport
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, one_
 from swarm_plugins.routing import BanList, ServerEntry
 from swarm_plugins.routing.coverage import spread_sample
 from swarm_plugins.transport.channel import Directory
-from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import check_server_info
+from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.versions import ModelVersion
 
 if TYPE_CHECKING:

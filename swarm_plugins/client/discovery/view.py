@@ -15,7 +15,7 @@ from swarm_plugins.client.hops import Hops
 from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 if TYPE_CHECKING:
     from swarm_plugins.client.peers import Peers

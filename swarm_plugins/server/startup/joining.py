@@ -7,7 +7,7 @@ from pathlib import Path
 from swarm_plugins import __version__
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.weights import HostedWeights
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 
 def joining_info(config: ServeConfig, weights: HostedWeights, num_blocks: int, blocks: range) -> ServerInfo:

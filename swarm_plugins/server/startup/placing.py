@@ -15,7 +15,7 @@ from swarm_plugins.routing.turns import Snapshot
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.capacity import blocks_that_fit, free_device_bytes
 from swarm_plugins.transport.channel import Directory
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from swarm_plugins.server.hosted import storages
 from swarm_plugins.server.startup.capacity import Speed, measure
 from swarm_plugins.server.startup.network_rate import Network, network_rate
 from swarm_plugins.server.startup.placing import Rates
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.admission.budgets import CallBudget, CallBudgets
 from swarm_plugins.transport.admission.gate import REFUSED, Gate
 from swarm_plugins.transport.admission.origins import Origins, list_connections
-from swarm_plugins.transport.daemon import ignore_error
+from swarm_plugins.transport.daemon.process import ignore_error
 
 MAX_CALL_BYTES = 128 << 10
 """Largest call of the DHT; 16 records of 4 KiB take half of it."""

@@ -15,12 +15,12 @@ from swarm_plugins.transport.messages import (
     EchoRequest,
     ExpertsRequest,
     ForwardRequest,
-    InfoRequest,
     Message,
     PushedHidden,
     SessionOpen,
     SessionStep,
 )
+from swarm_plugins.transport.server_info import InfoRequest
 
 _PADDING_BYTES = 1 << 20
 """Of metadata and tensors."""

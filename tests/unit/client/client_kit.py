@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.versions import ModelVersion
 
 VERSION = ModelVersion("tiny", "a" * 40)

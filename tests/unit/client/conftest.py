@@ -14,7 +14,8 @@ from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
-from swarm_plugins.transport.messages import Message, ServerInfo
+from swarm_plugins.transport.messages import Message
+from swarm_plugins.transport.server_info import ServerInfo
 
 Answer = Callable[[Message], Message]
 

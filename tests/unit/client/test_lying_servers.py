@@ -17,7 +17,8 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import Message, ServerInfo
+from swarm_plugins.transport.messages import Message
+from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.versions import ModelVersion
 
 VERSION = ModelVersion("tiny", "a" * 40)

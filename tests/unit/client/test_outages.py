@@ -26,7 +26,8 @@ from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
-from swarm_plugins.transport.messages import Failure, ForwardRequest, ForwardResponse, Message, ServerInfo
+from swarm_plugins.transport.messages import Failure, ForwardRequest, ForwardResponse, Message
+from swarm_plugins.transport.server_info import ServerInfo
 
 
 class Machine:

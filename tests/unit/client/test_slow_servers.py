@@ -18,13 +18,13 @@ from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import (
     Failure,
-    InfoRequest,
     Message,
     SessionOpen,
     SessionOpened,
     SessionStep,
     SessionStepResponse,
 )
+from swarm_plugins.transport.server_info import InfoRequest
 
 
 class Server:

@@ -24,7 +24,8 @@ from swarm_plugins.server.rpc.table import service_handlers
 from swarm_plugins.server.service import ExpertsService
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
-from swarm_plugins.transport.messages import ExpertsRequest, Message, ServerInfo
+from swarm_plugins.transport.messages import ExpertsRequest, Message
+from swarm_plugins.transport.server_info import ServerInfo
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,8 @@ from transformers import PreTrainedModel
 from swarm_plugins import load_remote_experts
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.errors import MissingExpertsError, RemoteError
-from swarm_plugins.transport.messages import (
-    AdapterStored,
-    ExpertsRequest,
-    ExpertsResponse,
-    Failure,
-    Message,
-    ServerInfo,
-)
+from swarm_plugins.transport.messages import AdapterStored, ExpertsRequest, ExpertsResponse, Failure, Message
+from swarm_plugins.transport.server_info import ServerInfo
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 REPLICAS = {"a": Held(range(4)), "b": Held(range(4))}

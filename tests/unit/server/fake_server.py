@@ -22,7 +22,8 @@ from swarm_plugins.server.rpc.session import session_handler
 from swarm_plugins.server.rpc.training import backward_handler, forward_handler
 from swarm_plugins.server.service import Service
 from swarm_plugins.testing.transports import LocalTransport
-from swarm_plugins.transport.messages import Message, ServerInfo
+from swarm_plugins.transport.messages import Message
+from swarm_plugins.transport.server_info import ServerInfo
 
 VERSION = "tiny@local-0123456789abcdef"
 WIDTH = 4

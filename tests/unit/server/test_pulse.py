@@ -10,7 +10,7 @@ from swarm_plugins.server import pulse
 from swarm_plugins.server.pulse import Pulse
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 
 def info(start: int, end: int) -> ServerInfo:

@@ -24,7 +24,6 @@ from swarm_plugins.transport.messages import (
     Failure,
     ForwardRequest,
     ForwardResponse,
-    InfoRequest,
     Message,
     OpenedStates,
     OpenRequest,
@@ -32,6 +31,7 @@ from swarm_plugins.transport.messages import (
     SessionStepResponse,
 )
 from swarm_plugins.transport.receiving.allowances import Allowances
+from swarm_plugins.transport.server_info import InfoRequest
 from swarm_plugins.transport.wire import encode
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ import pytest
 
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.transport.config import NodeConfig
-from swarm_plugins.transport.daemon import _check_port_free, _translate
+from swarm_plugins.transport.daemon.process import _check_port_free, _translate
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.p2p_channel import protocol_name
 from swarm_plugins.transport.reach.addresses import peer_id_in, with_port

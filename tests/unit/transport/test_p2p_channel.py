@@ -21,8 +21,9 @@ from swarm_plugins.errors import TransportError
 from swarm_plugins.ledger import Groups, Ledger
 from swarm_plugins.transport.channel import BackoffError, Channel, Handler, dial_error
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
-from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, SessionStep
+from swarm_plugins.transport.messages import Failure, ForwardResponse, SessionStep
 from swarm_plugins.transport.p2p_channel import Acceptor, open_channel
+from swarm_plugins.transport.server_info import InfoRequest
 from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import encode
 

@@ -23,7 +23,6 @@ from swarm_plugins.transport.identity import (
     is_signed_by,
     load_identity,
 )
-from swarm_plugins.transport.messages import ServerInfo
 from swarm_plugins.transport.records import (
     GoneRecord,
     ModelInfo,
@@ -40,6 +39,7 @@ from swarm_plugins.transport.records import (
     server_keys,
     sign_record,
 )
+from swarm_plugins.transport.server_info import ServerInfo
 
 INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
 

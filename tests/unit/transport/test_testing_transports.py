@@ -12,7 +12,8 @@ import virtual_time
 from swarm_plugins.errors import ConfigError, ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.testing.transports import Faults, FaultyTransport, LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
-from swarm_plugins.transport.messages import Failure, ForwardResponse, InfoRequest, ServerInfo
+from swarm_plugins.transport.messages import Failure, ForwardResponse
+from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
 INFO = ServerInfo(version="v", model="m", num_blocks=2, start=0, end=2, dtype="float32", quantization="none")
 

@@ -21,12 +21,11 @@ from swarm_plugins.transport.messages import (
     Failure,
     ForwardRequest,
     ForwardResponse,
-    InfoRequest,
     Message,
-    ServerInfo,
     SessionOpen,
     SessionStep,
 )
+from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import END_FRAME, decode, encode, parse_header
 
 LIMITS = WireLimits(max_message_bytes=1 << 20, max_metadata_bytes=1 << 16, max_tensors=64)

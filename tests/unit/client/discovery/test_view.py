@@ -18,7 +18,8 @@ from swarm_plugins.errors import MissingBlocksError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.channel import Directory
 from swarm_plugins.transport.identity import new_identity
-from swarm_plugins.transport.messages import Failure, Message, ServerInfo
+from swarm_plugins.transport.messages import Failure, Message
+from swarm_plugins.transport.server_info import ServerInfo
 
 LOCAL, COMMIT = "local-" + "0" * 40, "a" * 40
 FIRST, SECOND = "/ip4/1.2.3.4/tcp/1/p2p/QmFirst", "/ip4/1.2.3.4/tcp/2/p2p/QmSecond"

@@ -17,10 +17,9 @@ from swarm_plugins.transport.messages import (
     Failure,
     ForwardRequest,
     ForwardResponse,
-    InfoRequest,
     Message,
-    ServerInfo,
 )
+from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
 FACTOR = 3.0 * 4 * 5 * 6  # block b multiplies by b + 1
 FORWARD = ForwardRequest(version=VERSION, start=2, end=6, hidden=torch.ones(2, 3, WIDTH))

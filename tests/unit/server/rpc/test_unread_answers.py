@@ -11,7 +11,8 @@ import virtual_time
 from swarm_plugins.ledger import Charge, Ledger
 from swarm_plugins.server.config import ServiceLimits
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
-from swarm_plugins.transport.messages import ExpertsResponse, Failure, InfoRequest, Message
+from swarm_plugins.transport.messages import ExpertsResponse, Failure, Message
+from swarm_plugins.transport.server_info import InfoRequest
 
 
 class StuckReader:

@@ -12,7 +12,7 @@ from fake_server import VERSION
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup import placing
 from swarm_plugins.server.startup.placing import Rates, choose_blocks
-from swarm_plugins.transport.messages import ServerInfo
+from swarm_plugins.transport.server_info import ServerInfo
 
 
 def info_of(start: int, end: int, rate: float) -> ServerInfo:

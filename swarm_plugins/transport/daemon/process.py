@@ -22,8 +22,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.daemon.sockets import SocketFolder
 from swarm_plugins.transport.identity import IdentityFile
-from swarm_plugins.transport.sockets import SocketFolder
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from hivemind.p2p import P2PDaemonError, PeerID
 
 from swarm_plugins.transport.admission.origins import list_connections
-from swarm_plugins.transport.daemon import Daemon
+from swarm_plugins.transport.daemon.process import Daemon
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The libp2p daemon: its process, its memory, its sockets."""

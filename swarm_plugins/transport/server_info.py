@@ -1,0 +1,71 @@
+"""What a server says of itself."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class BaseMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable, tagged by class name, unknown fields refused."""
+
+
+class InfoRequest(BaseMessage, frozen=True, kw_only=True):
+    """Asks a server for its `ServerInfo`."""
+
+
+class ServerInfo(BaseMessage, frozen=True, kw_only=True):
+    """A server's description of itself, in ``rpc_info`` and (signed) in the DHT."""
+
+    version: str
+    """Served model version."""
+    model: str
+    """Display name of the model."""
+    num_blocks: int
+    """Blocks of the whole model."""
+    start: int
+    """First block served."""
+    end: int
+    """One past the last block served."""
+    dtype: str
+    """Compute dtype, such as ``float32``."""
+    quantization: str
+    """``none``, ``int8`` or ``nf4``."""
+    state: Literal["joining", "online", "draining", "stuck"] = "online"
+    """``draining``: open sessions go on, new ones are refused, and the server ends soon. ``stuck``: its compute thread
+    does not get on with its work."""
+    throughput: float = 0.0
+    """Tokens per second through one block in a batched forward, as the server measured."""
+    decode_s: float = 0.0
+    """Seconds of a single-token step through one block, as the server measured."""
+    free_kv_tokens: int = 0
+    """Tokens, cached for the whole span, that still fit in the KV budget."""
+    total_kv_tokens: int = 0
+    """Tokens, cached for the whole span, that the KV budget holds."""
+    max_batch_tokens: int = 0
+    """Largest ``B * S`` of one request."""
+    max_session_tokens: int = 0
+    """Longest sequence of one session."""
+    load: float = 0.0
+    """Share of the last seconds the compute thread was busy, 0 to 1."""
+    adapters: tuple[str, ...] = ()
+    """Preloaded published adapters."""
+    software: str = ""
+    """Package version of the server."""
+    experts: tuple[int, int] | None = None
+    """``[first, end)``: only these experts of each block are served, and nothing else. None: whole blocks."""
+    slice: tuple[int, int] | None = None
+    """``(k, n)``: the k-th, from 0, of n equal parts of each expert's inner dimension. None: whole experts."""
+    mobility: Literal["pinned", "drops-first", "loads-first"] = "pinned"
+    """Whether the server may move: not; after dropping its span, as memory holds only one; or while it serves it."""
+    target: tuple[int, int] | None = None
+    """``[start, end)``: the span that it is moving to."""
+    leaving: tuple[int, int] | None = None
+    """``[start, end)``: the span that it has moved from, and still holds for the sessions open there."""
+    network_tokens_s: float = 0.0
+    """Hidden states per second that its network carries, in and out, as the server measured; 0: unknown."""
+    needs: tuple[tuple[int, int, int, int], ...] = ()
+    """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
+    pushes: bool = False
+    """Whether it sends hidden states to other servers, and takes theirs."""
