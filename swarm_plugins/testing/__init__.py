@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swarm_plugins.testing.compute import SimulatedCompute
     from swarm_plugins.testing.faulty_swarm import FaultySwarm
     from swarm_plugins.testing.in_process import InProcessSwarm
     from swarm_plugins.testing.liars import Liar
@@ -24,6 +25,7 @@ __all__ = [
     "Liar",
     "LocalTransport",
     "Nemesis",
+    "SimulatedCompute",
     "save_tiny",
     "tiny_config",
     "tiny_model",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "compute": ("SimulatedCompute",),
     "faulty_swarm": ("FaultySwarm",),
     "models": ("save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"),
     "in_process": ("InProcessSwarm",),

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
@@ -25,6 +26,7 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.server.state.pushes import Pushes
+from swarm_plugins.testing.compute import SimulatedCompute
 from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
@@ -43,6 +45,7 @@ class InProcessSwarm:
         dtype: Compute dtype of the servers. None: the checkpoint's.
         config: How the client behaves.
         liars: Servers that lie, by index.
+        compute: What the blocks of each server take. None: what they take here.
         drain_s: How long a server that moves waits for open sessions.
     """
 
@@ -54,6 +57,7 @@ class InProcessSwarm:
         dtype: torch.dtype | None = None,
         config: SwarmConfig | None = None,
         liars: Mapping[int, Liar] | None = None,
+        compute: Sequence[SimulatedCompute] | None = None,
         drain_s: float = 0.0,
     ) -> None:
         self.directory = directory
@@ -61,6 +65,7 @@ class InProcessSwarm:
         self.dtype = dtype
         self.config = config or SwarmConfig()
         self.liars = dict(liars or {})
+        self.compute = compute
         self.drain_s = drain_s
         self.peers: list[str] = []
         """Ids of the servers: ``peer0`` and so on; those of keys, if answers are verified."""
@@ -97,7 +102,7 @@ class InProcessSwarm:
         self, peer: str, directory: str | Path, blocks: range, identity: Identity | None, liar: Liar | None
     ) -> None:
         checkpoint = Checkpoint.open(directory)
-        span = load_span(checkpoint, blocks, dtype=self.dtype)
+        span = self._load(peer, checkpoint, blocks)
         if liar is not None:
             liar.corrupt(span)
         # Liars are preferred, however late their answers are on a busy machine: a lie never asked for shows nothing.
@@ -106,6 +111,10 @@ class InProcessSwarm:
         service.identity = identity
         self.services[peer] = service
         self._handlers[peer] = service_handlers(service)
+
+    def _load(self, peer: str, checkpoint: Checkpoint, blocks: range, pool: KVPool | None = None) -> Span:
+        span = load_span(checkpoint, blocks, dtype=self.dtype, pool=pool)
+        return span if self.compute is None else self.compute[self.peers.index(peer)].slow_down(span)
 
     def restart(self, peer: str, *, directory: str | Path | None = None) -> None:
         """Starts a killed server again, under its identity, without its sessions, graphs and adapters.
@@ -172,7 +181,7 @@ class InProcessSwarm:
             spans=spans,
             info=service.info,
             describe=describe,
-            load=lambda blocks: load_span(checkpoint, blocks, dtype=self.dtype, pool=spans.pool),
+            load=lambda blocks: self._load(peer, checkpoint, blocks, spans.pool),
         )
         return service
 
