@@ -165,9 +165,12 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, hidden: Tensor, scales: Tensor | None, *tensors: Tensor) -> Tensor:
         sorted_scales = job.sort(scales)
-        result, kept = _run(job, hidden, sorted_scales, _Weights(*tensors[:4]), keep=any(ctx.needs_input_grad))
+        weights = _Weights(*tensors[:4])
+        result, kept = _run(job, hidden, sorted_scales, weights, keep=any(ctx.needs_input_grad))
         ctx.job = job
-        ctx.save_for_backward(kept, hidden, sorted_scales, *tensors)
+        needs = _Weights(*ctx.needs_input_grad[3:7])
+        # Their other gradients follow from the first product alone.
+        ctx.save_for_backward(kept, hidden if needs.up else None, sorted_scales, *tensors)
         return result
 
     @staticmethod
@@ -187,8 +190,9 @@ class _Backward:
         self._trained: list[Tensor] = tensors[4:]
         self._grad = grad
         needs_hidden, needs_scales, *needs_weights = ctx.needs_input_grad[1:7]
-        job, width = self._job, self._hidden.shape[1]
-        self._row_grads = job.room(self._hidden, width, job.product_dtype) if needs_hidden else None
+        job = self._job
+        width = job.columns(self._weights.up).shape[1]
+        self._row_grads = job.room(grad, width, job.product_dtype) if needs_hidden else None
         self._scale_grads = torch.zeros_like(self._scales) if needs_scales else None
         self._weight_grads = _Weights(*map(self._room, self._weights, needs_weights))
         self._trained_grads = [torch.zeros_like(one) for one in self._trained]
