@@ -8,10 +8,13 @@ to activations and adapters.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from swarm_plugins.errors import ConfigError
@@ -127,8 +130,12 @@ def _int8_linear(linear: nn.Linear) -> Any:
 
     def forward(self: Any, hidden: Tensor) -> Tensor:
         # Its kernels take up to three dimensions; latent attention has four.
-        flat: Tensor = plain.forward(self, hidden.reshape(-1, hidden.shape[-1]))
-        return flat.reshape(*hidden.shape[:-1], flat.shape[-1])
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if torch.is_grad_enabled() and flat.requires_grad:
+            result: Tensor = _Int8Product.apply(flat, functools.partial(plain.forward, self), self.state)  # type: ignore[no-untyped-call]
+        else:
+            result = plain.forward(self, flat)
+        return result.reshape(*hidden.shape[:-1], result.shape[-1])
 
     weight = linear.weight.detach()
     made = type("Linear8bitLt", (plain,), {"forward": forward})(
@@ -140,6 +147,21 @@ def _int8_linear(linear: nn.Linear) -> Any:
     )
     made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
     return made
+
+
+class _Int8Product(torch.autograd.Function):
+    """A product with a frozen int8 weight; bitsandbytes' own would keep the inputs for the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, product: Callable[[Tensor], Tensor], state: Any) -> Tensor:
+        ctx.state = state
+        return product(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        codes, scales = ctx.state.CB, ctx.state.SCB
+        return grad @ codes.to(grad.dtype, copy=True).mul_(scales.unsqueeze(1).mul(1.0 / 127.0)), None, None
 
 
 def _int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:

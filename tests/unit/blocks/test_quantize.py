@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,6 +129,21 @@ def test_linear_layers_keep_outputs_and_gradients(kind: str, width: int, toleran
     (out * states(2, 3, 5, 48, seed=1)).sum().backward()
     (expected * states(2, 3, 5, 48, seed=1)).sum().backward()
     assert error(ours.grad, theirs.grad) < tolerance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_frozen_layers_are_not_kept_for_the_backward_pass(kind: str) -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+    quantize_block(block, kind, torch.float32)
+    leaf = torch.randn(5, 64, requires_grad=True)
+    inputs = leaf * 1.0
+    alive = weakref.ref(inputs)
+    result = block(inputs)
+    del inputs
+    assert alive() is None
+    result.sum().backward()
+    assert leaf.grad is not None
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
