@@ -97,8 +97,13 @@ def serve(
         float, typer.Option(help="Share of --kv-bytes that one client may take; less when others take theirs.")
     ] = 0.75,
     activation_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory for forward graphs kept for their backward.")
-    ] = "512MiB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for forward graphs kept for their backward.  [default: a quarter of what is free, 16GiB at "
+            "most]",
+        ),
+    ] = None,
     adapter_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for the adapters that clients upload.")
     ] = "512MiB",
@@ -183,7 +188,7 @@ def serve(
             quantization=quantization,
             offload=None if offload is None else parse_offload(offload),
             kv_bytes=parse_bytes(kv_bytes),
-            activation_bytes=parse_bytes(activation_bytes),
+            activation_bytes=None if activation_bytes is None else parse_bytes(activation_bytes),
             adapter_bytes=parse_bytes(adapter_bytes),
             request_bytes=None if request_bytes is None else parse_bytes(request_bytes),
             run_bytes=None if run_bytes is None else parse_bytes(run_bytes),

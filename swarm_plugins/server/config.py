@@ -17,6 +17,8 @@ DEFAULT_HOST_MADDRS = ("/ip4/127.0.0.1/tcp/0",)
 """Reachable from this machine only, by default."""
 MIN_REQUEST_BYTES = 16 << 20
 """Least budget for requests."""
+LEAST_ACTIVATION_BYTES = 512 << 20
+"""Least budget for graphs that a server chooses itself."""
 QUANTIZATIONS = ("none", "int8", "nf4")
 
 
@@ -138,8 +140,9 @@ class ServeConfig:
     kv_bytes: int = 1 << 30
     """Budget for the keys and values of all sessions."""
 
-    activation_bytes: int = 1 << 29
-    """Budget for forward graphs kept for the backward to come; 0 keeps none."""
+    activation_bytes: int | None = None
+    """Budget for forward graphs kept for the backward to come; 0 keeps none. None: a quarter of the memory that is
+    free after loading, without caches and adapters; at least 512 MiB, 16 GiB at most."""
 
     adapter_bytes: int = 1 << 29
     """Budget for the adapters that clients upload."""
@@ -226,6 +229,12 @@ class ServeConfig:
         return self.identity.with_name(f"{self.identity.name}.points")
 
     @property
+    def set_aside_bytes(self) -> int:
+        """Memory that caches and graphs may take, as far as it is known before loading."""
+        graphs = LEAST_ACTIVATION_BYTES if self.activation_bytes is None else self.activation_bytes
+        return self.kv_bytes + graphs
+
+    @property
     def is_holder(self) -> bool:
         """Whether only experts are served."""
         return self.experts is not None and not self.remote_experts
@@ -281,8 +290,9 @@ class ServeConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)!r}")
         for name in ("activation_bytes", "adapter_bytes", "drain_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name} must be 0 or more, got {value!r}")
         if self.announce_ttl_s < 2 * self.announce_every_s:
             raise ConfigError(
                 f"announce_ttl_s is {self.announce_ttl_s:g}, announce_every_s {self.announce_every_s:g}: it must be at "

@@ -22,6 +22,7 @@ from swarm_plugins.server.embedding import Embedding
 
 if TYPE_CHECKING:
     from swarm_plugins.server.server import SwarmServer
+from swarm_plugins.sizes import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -182,8 +183,12 @@ def _report(server: SwarmServer, addresses: tuple[str, ...], embedding: Embeddin
     joining += f" --secret-file {shlex.quote(str(config.secret_file))}" if config.secret_file else ""
     part = "" if info.slice is None else f", slice {info.slice[0]}/{info.slice[1]}"
     what = "" if info.experts is None else f"experts {info.experts[0]}:{info.experts[1]}{part} of "
+    memory = ", ".join(
+        f"--{name.replace('_', '-')} {format_bytes(size).replace(' ', '')}" for name, size in server.memory.items()
+    )
     sys.stdout.write(
         f"Serving {what}blocks {info.start}:{info.end} of {info.num_blocks} of {info.model}@{info.version}; "
         f"others join with: swarm serve {shlex.quote(config.model)}{revision} {peers}{joining}\n"
+        f"Memory for work: {memory}\n"
     )
     sys.stdout.flush()

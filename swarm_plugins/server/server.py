@@ -97,6 +97,18 @@ class SwarmServer:
         return msgspec.structs.replace(info, free_kv_tokens=free)
 
     @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that its work may take, by the setting that changes each."""
+        service, config = self._service, self.config
+        found = {} if service is None else {"request_bytes": service.ledger.limit}
+        if isinstance(service, Service):
+            found["kv_bytes"] = config.kv_bytes
+            found["activation_bytes"] = service.activations.budget_bytes
+            found["adapter_bytes"] = config.adapter_bytes
+            found["run_bytes"] = service.run_limits.run_bytes
+        return found
+
+    @property
     def peer_id(self) -> str:
         """Base58 id of this peer."""
         return self._joined().peer_id
@@ -254,7 +266,7 @@ class SwarmServer:
             ),
             kv_tokens=kv_tokens,
             weights=spans.weights,
-            activations=ActivationStore(config.activation_bytes),
+            activations=ActivationStore(config.activation_bytes or 0),
             adapters=AdapterStore(config.adapter_bytes),
             sessions=SessionTable(limits.max_sessions_per_peer),
             ledger=self._ledger,

@@ -29,14 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
-
-
 @pytest.mark.swarm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_prints_one_line_to_join_by_and_ends_cleanly(model: Path, number: signal.Signals, tmp_path: Path) -> None:
+def test_prints_how_to_join_and_its_memory_and_ends_cleanly(
+    model: Path, number: signal.Signals, tmp_path: Path
+) -> None:
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(
             [*SERVE, str(model), "--num-blocks", "3", "--threads", "1", "--drain-s", "200"],
@@ -46,7 +43,8 @@ def test_prints_one_line_to_join_by_and_ends_cleanly(model: Path, number: signal
             start_new_session=True,
         )
         try:
-            line = first_line(process)
+            assert process.stdout is not None
+            line, memory = process.stdout.readline(), process.stdout.readline()
             daemons = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(number)
             rest, _ = process.communicate(timeout=60)  # there are no sessions to wait for
@@ -58,6 +56,8 @@ def test_prints_one_line_to_join_by_and_ends_cleanly(model: Path, number: signal
         r"(--initial-peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+ ?)+\n",
         line,
     )
+    options = "--request-bytes", "--kv-bytes", "--activation-bytes", "--adapter-bytes", "--run-bytes"
+    assert re.fullmatch(f"Memory for work: {', '.join(rf'{one} [0-9.]+[MG]B' for one in options)}\n", memory)
     assert rest == ""
     assert process.returncode == 0
     assert psutil.wait_procs(daemons, 30)[1] == []

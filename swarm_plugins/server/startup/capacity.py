@@ -17,7 +17,7 @@ from swarm_plugins.blocks.runner import SpanRunner, StepInputs
 from swarm_plugins.checkpoint import Checkpoint, TensorInfo
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.cache.budget import free_host_bytes
-from swarm_plugins.server.config import MIN_REQUEST_BYTES, ServeConfig
+from swarm_plugins.server.config import LEAST_ACTIVATION_BYTES, MIN_REQUEST_BYTES, ServeConfig
 from swarm_plugins.server.service import MAX_REQUEST_BYTES, ExpertsService, Service
 from swarm_plugins.server.state.activations import GraphMeter
 
@@ -28,6 +28,7 @@ _MAX_ROUNDS = 5
 _FORWARD_TOKENS = 64
 _USABLE_SHARE = 0.9
 _SCARCE_BYTES = 64 << 20
+_MOST_ACTIVATION_BYTES = 16 << 30
 _QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.57}
 """Bytes per weight, scales included."""
 _EXPERTS = ".experts."
@@ -47,7 +48,7 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
     num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
     if available_bytes is None:
         available_bytes = free_device_bytes(torch.device(config.device))
-    room = available_bytes * _USABLE_SHARE - config.kv_bytes - config.activation_bytes
+    room = available_bytes * _USABLE_SHARE - config.set_aside_bytes
     if config.offload is not None:
         room -= config.offload.fast_bytes or 0
     block_bytes = sum(_hosted_bytes(info, config) for info in checkpoint.tensors.values()) / num_blocks
@@ -55,7 +56,7 @@ def blocks_that_fit(checkpoint: Checkpoint, config: ServeConfig, *, available_by
     if fitting < 1:
         raise ConfigError(
             f"not one block of {checkpoint.name} fits: a block takes about {block_bytes / 1e6:.0f} MB, "
-            f"{available_bytes / 1e6:.0f} MB are free and {(config.kv_bytes + config.activation_bytes) / 1e6:.0f} MB "
+            f"{available_bytes / 1e6:.0f} MB are free and {config.set_aside_bytes / 1e6:.0f} MB "
             "of these are set aside for caches and graphs; lower kv_bytes and activation_bytes, or quantize"
         )
     return min(fitting, num_blocks)
@@ -80,19 +81,34 @@ def free_device_bytes(device: torch.device) -> int:
     return free_host_bytes()
 
 
-def work_bytes(config: ServeConfig, *, host_bytes: int, device_bytes: int | None = None) -> tuple[int, int]:
-    """Returns the budgets for requests and for a run: as configured, or each a quarter of what loading has left.
+class Budgets(NamedTuple):
+    """Bytes that a server's work may take."""
+
+    graphs: int
+    """Forward graphs kept for their backward."""
+    requests: int
+    """Requests while they are received, worked on and answered."""
+    run: int
+    """One running forward or backward."""
+
+
+def work_bytes(config: ServeConfig, *, host_bytes: int, device_bytes: int | None = None) -> Budgets:
+    """Returns the budgets of a server that has loaded its weights: as configured, or each a quarter of what is left.
 
     Args:
         config: Settings.
         host_bytes: Free memory of this machine, for requests.
         device_bytes: Free memory of a device of its own, for caches, graphs and runs. None: the CPU computes.
     """
-    on_device = config.kv_bytes + config.activation_bytes
-    host_bytes -= config.adapter_bytes + (on_device if device_bytes is None else 0)
-    run_bytes = host_bytes if device_bytes is None else device_bytes - on_device
-    requests, run = (min(max(free // 4, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES) for free in (host_bytes, run_bytes))
-    return config.request_bytes or requests, config.run_bytes or run
+    host_bytes -= config.adapter_bytes
+    free = (host_bytes if device_bytes is None else device_bytes) - config.kv_bytes
+    graphs = config.activation_bytes
+    if graphs is None:
+        graphs = min(max(free // 4, LEAST_ACTIVATION_BYTES), _MOST_ACTIVATION_BYTES)
+    free -= graphs
+    on_host = free if device_bytes is None else host_bytes
+    requests, run = (min(max(left // 4, MIN_REQUEST_BYTES), MAX_REQUEST_BYTES) for left in (on_host, free))
+    return Budgets(graphs, config.request_bytes or requests, config.run_bytes or run)
 
 
 def checked_device(name: str) -> torch.device:
@@ -113,14 +129,16 @@ def checked_device(name: str) -> torch.device:
 
 
 def set_budgets(service: Service | ExpertsService, config: ServeConfig) -> int:
-    """Sets a loaded service's budgets for requests and runs; returns the largest batch of one request, in tokens.
+    """Sets a loaded service's budgets for its work; returns the largest batch of one request, in tokens.
 
     One client's share holds such a batch; clients cut theirs by it. A token counts four times: as it arrives, joined or
     converted, as output, packed.
     """
     device = torch.device(config.device)
     device_bytes = None if device.type == "cpu" else free_device_bytes(device)
-    service.ledger.limit, run_bytes = work_bytes(config, host_bytes=free_host_bytes(), device_bytes=device_bytes)
+    graph_bytes, service.ledger.limit, run_bytes = work_bytes(
+        config, host_bytes=free_host_bytes(), device_bytes=device_bytes
+    )
     if min(service.ledger.limit, run_bytes) < _SCARCE_BYTES:
         log.warning(
             "only %d MB are left for requests and %d MB for a forward or backward: large ones are refused; lower "
@@ -130,6 +148,7 @@ def set_budgets(service: Service | ExpertsService, config: ServeConfig) -> int:
         )
     hidden_size = service.spec.hidden_size if isinstance(service, Service) else service.held.hidden_size
     if isinstance(service, Service):
+        service.activations.budget_bytes = graph_bytes
         service.run_limits = replace(service.run_limits, run_bytes=run_bytes)
     token_bytes = 4 * hidden_size * torch.float32.itemsize
     tokens = max(1, min(config.limits.max_batch_tokens, service.ledger.most_of_peer // token_bytes))

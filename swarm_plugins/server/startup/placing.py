@@ -80,7 +80,7 @@ def mobility_of(config: ServeConfig, span_bytes: int) -> Mobility:
     """Returns how a server may move now: while it serves if memory holds as many bytes of blocks again."""
     if not may_move(config):
         return "pinned"
-    needed = span_bytes + config.activation_bytes + config.kv_bytes
+    needed = span_bytes + config.set_aside_bytes
     if config.offload is not None:
         needed += config.offload.fast_bytes or 0
     fits = needed <= _USABLE_SHARE * free_device_bytes(torch.device(config.device))

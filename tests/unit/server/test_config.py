@@ -122,12 +122,27 @@ def test_budgets_for_work_are_a_quarter_of_what_is_left(
 ) -> None:
     config = ServeConfig(model="m", kv_bytes=1 << 30, activation_bytes=1 << 29, adapter_bytes=1 << 29, **settings)
     found = work_bytes(config, host_bytes=int(free_gib * (1 << 30)))
-    assert found == tuple(size << 20 for size in expected_mib)
+    assert found == (1 << 29, *(size << 20 for size in expected_mib))
     # Caches, graphs and runs are on the device.
     if not settings:
-        requests, run = work_bytes(config, host_bytes=5 << 29, device_bytes=int(free_gib * (1 << 30)))
+        _, requests, run = work_bytes(config, host_bytes=5 << 29, device_bytes=int(free_gib * (1 << 30)))
         assert requests == 512 << 20
         assert run == min(4096 << 20, max(16 << 20, int((free_gib - 1.5) * (1 << 28))))
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "expected_gib"),
+    [pytest.param(101.5, 16, id="plenty"), pytest.param(21.5, 5, id="a-quarter"), pytest.param(1, 0.5, id="least")],
+)
+def test_graphs_get_a_quarter_of_what_is_free_first(free_gib: float, expected_gib: float) -> None:
+    config = ServeConfig(model="m", kv_bytes=1 << 30, adapter_bytes=1 << 29)
+    found = work_bytes(config, host_bytes=int(free_gib * (1 << 30)))
+    assert found.graphs == int(expected_gib * (1 << 30))
+    left = int((free_gib - 1.5 - expected_gib) * (1 << 30))
+    assert found.requests == found.run == min(4 << 30, max(16 << 20, left // 4))
+    # On a device, where adapters are not counted, but caches are; the requests lie elsewhere.
+    device = work_bytes(config, host_bytes=5 << 29, device_bytes=int((free_gib - 0.5) * (1 << 30)))
+    assert device == (found.graphs, 512 << 20, found.run)
 
 
 def test_budgets_too_small_for_any_request_are_refused() -> None:
