@@ -39,9 +39,9 @@ class Traffic(msgspec.Struct, frozen=True):
 class Network:
     """Lines from clients to each server, and from each server to each other one.
 
-    A relay cannot tell who calls, so each caller has a port of its own. Whoever learns of another's port may use it all
-    the same: a server whose connection has broken calls the port for clients, and a client may hear from a server of
-    the port by which that one calls others, and be as close to them as it is.
+    A relay cannot tell who calls, so each caller has a port of its own. But peers tell each other all ports that they
+    know, so only one kind is open at a time: those between servers while they join, then those for clients. A server
+    whose connection to another one has broken calls it as a client does.
 
     Args:
         num_servers: Servers, at most `MAX_SERVERS` in a `Relay`.
@@ -55,6 +55,8 @@ class Network:
         """The line from clients to each server."""
         self.for_servers = tuple(tuple(TcpLine(port, server_link) for port in own) for _ in own)
         """``for_servers[caller][called]``."""
+        for line in self.for_clients:
+            line.is_shut = True
 
     def _lines(self) -> Iterator[TcpLine]:
         yield from self.for_clients
@@ -68,6 +70,17 @@ class Network:
     async def close(self) -> None:
         """Ends all connections. Idempotent."""
         await asyncio.gather(*(line.close() for line in self._lines()))
+
+    def admit(self, server: int) -> None:
+        """Lets a server connect to the others, which clients cannot reach by its ports; `shut` ends that."""
+        self.for_clients[server].is_shut = True
+        for line in self.for_servers[server]:
+            line.is_shut = False
+
+    def shut(self) -> None:
+        """Keeps the connections between servers as they are, and lets clients connect to all of them."""
+        for line in self._lines():
+            line.is_shut = line not in self.for_clients
 
     def ports(self) -> Ports:
         """Returns the ports, once it listens."""

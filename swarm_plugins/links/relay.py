@@ -19,6 +19,13 @@ class _Setup(msgspec.Struct, frozen=True):
     server_link: Link
 
 
+class _Order(msgspec.Struct, frozen=True):
+    """Answered by the traffic."""
+
+    admit: int | None = None
+    shut: bool = False
+
+
 class Relay:
     """Runs a [`Network`][swarm_plugins.links.network.Network] in another process; its arguments are those of it."""
 
@@ -38,12 +45,23 @@ class Relay:
 
     def traffic(self) -> Traffic:
         """Returns what was carried so far."""
-        self._child.send(None)
+        return self._ask(_Order())
+
+    def admit(self, server: int) -> None:
+        """Lets a server connect to the others; see `Network`."""
+        self._ask(_Order(admit=server))
+
+    def shut(self) -> None:
+        """Lets clients connect, and servers no more; see `Network`."""
+        self._ask(_Order(shut=True))
+
+    def _ask(self, order: _Order) -> Traffic:
+        self._child.send(order)
         return self._child.receive(Traffic)
 
 
 def main() -> None:
-    """Runs the process: reads a setup, answers with the ports, then with the traffic at each further line."""
+    """Runs the process: reads a setup, answers with the ports, then follows orders."""
     # Other selectors round to milliseconds.
     loop = asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector()))
     with loop:
@@ -56,7 +74,12 @@ async def _relay() -> None:
     try:
         await network.start()
         answer(network.ports())
-        while await asyncio.to_thread(sys.stdin.buffer.readline):
+        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+            order = msgspec.json.decode(line, type=_Order)
+            if order.admit is not None:
+                network.admit(order.admit)
+            if order.shut:
+                network.shut()
             answer(network.traffic())
     finally:
         await network.close()

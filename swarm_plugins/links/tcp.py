@@ -39,6 +39,8 @@ class TcpLine(Line):
         super().__init__(link)
         self.port = 0
         self.target_port = target_port
+        self.is_shut = False
+        """New connections are ended at once; open ones go on."""
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -64,6 +66,8 @@ class TcpLine(Line):
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]
         try:
+            if self.is_shut:
+                return
             await self.wait_until(lambda: self.is_sound)
             far_reader, far_writer = await asyncio.open_connection(HOST, self.target_port)
             writers.append(far_writer)

@@ -158,6 +158,7 @@ class LocalSwarm:
                 if index == 0 or self._ports is not None:
                     self._wait_for([server], "joined", deadline)
             self._wait_for(self._servers, "ready", deadline)
+            self._shut_links()
         except BaseException:
             self.close()
             raise
@@ -209,10 +210,12 @@ class LocalSwarm:
         old = self._servers[index]
         old.kill()
         ports = [address.partition("/p2p/")[0] for address in old.addresses]
+        self._admit(index)
         same = {} if "host_maddrs" in self._options else {"host_maddrs": ports}
         new = self._servers[index] = self._spawn(index, {**same, **options}, model=model, module=module)
         new.tell_peers(self._ways_to_others(index))
         self._wait_for([new], "ready", time.monotonic() + self._start_timeout_s)
+        self._shut_links()
 
     def traffic(self) -> Traffic:
         """Returns the bytes carried so far by the links.
@@ -226,6 +229,14 @@ class LocalSwarm:
 
     def _open_links(self) -> Ports | None:
         return None if self._relay is None else self._relay.start()
+
+    def _admit(self, index: int) -> None:
+        if self._relay is not None:
+            self._relay.admit(index)
+
+    def _shut_links(self) -> None:
+        if self._relay is not None:
+            self._relay.shut()
 
     def _close_links(self) -> None:
         self._ports = None

@@ -49,6 +49,12 @@ class FaultySwarm(LocalSwarm):
         loop.run(self.network.start())
         return self.network.ports()
 
+    def _admit(self, index: int) -> None:
+        self.network.admit(index)
+
+    def _shut_links(self) -> None:
+        self.network.shut()
+
     def _close_links(self) -> None:
         loop, self._loop = self._loop, None
         if loop is not None:

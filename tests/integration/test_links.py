@@ -9,37 +9,50 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm
-from swarm_plugins.client import SwarmConfig, connect
+from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.links import Link
+from swarm_plugins.links.network import Traffic
 from swarm_plugins.testing import save_tiny
 
-IDS = torch.arange(5, 13)[None]
+IDS = torch.arange(5, 13)[None].repeat(8, 1)
+NEW_TOKENS = 4
 
 
 @pytest.mark.swarm
 def test_clients_and_servers_have_links_of_their_own(tmp_path: Path) -> None:
     directory = save_tiny("llama", tmp_path / "llama")
     local = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    want = local.generate(IDS, max_new_tokens=4, do_sample=False)
-    link, server_link = Link(rtt_ms=4, mbit=100), Link(rtt_ms=1)
-    with (
-        LocalSwarm(directory, spans=[(0, 2), (2, 4)], link=link, server_link=server_link) as swarm,
-        connect(swarm.initial_peers, SwarmConfig()) as connection,
-    ):
-        assert swarm.traffic().between > 0, "the second server has joined by the first"
-        before = swarm.traffic()
+    want = local.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False)
+    # The last token is chosen, and not sent.
+    hop_bytes = IDS.shape[0] * (want.shape[1] - 1) * local.config.hidden_size * 4
+    link, server_link = Link(rtt_ms=20, mbit=100), Link(rtt_ms=1)
+
+    def used(swarm: LocalSwarm, connection: SwarmConnection) -> Traffic:
+        """Returns the bytes by which a client gets its tokens."""
         model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection)
-        assert model.generate(IDS, max_new_tokens=4, do_sample=False).equal(want)
-        used = swarm.traffic()
-        # Two spans; the last token is chosen, and not sent.
-        hidden_bytes = 2 * (want.shape[1] - 1) * local.config.hidden_size * 4
-        assert used.to_servers - before.to_servers > hidden_bytes
-        assert used.from_servers - before.from_servers > hidden_bytes
-        # Still reached by the same port, and by the others.
-        swarm.restart(1)
-        assert model.generate(IDS, max_new_tokens=4, do_sample=False).equal(want)
-        assert swarm.traffic().between > used.between
+        before = swarm.traffic()
+        assert model.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False).equal(want)
+        after = swarm.traffic()
+        return Traffic(*(getattr(after, name) - getattr(before, name) for name in Traffic.__struct_fields__))
+
+    with LocalSwarm(directory, spans=[(0, 2), (2, 4)], link=link, server_link=server_link) as swarm:
+        assert swarm.traffic().between > 0, "the second server has joined by the first"
+        # It knows by which port, nearer than theirs, it has called the other one, and tells clients.
+        knowing = swarm.servers[1].addresses
+        with connect(knowing, SwarmConfig(push="off")) as connection:
+            sent = used(swarm, connection)
+            assert min(sent.to_servers, sent.from_servers) > 2 * hop_bytes
+            assert sent.between < hop_bytes
+            before = swarm.traffic()
+            swarm.restart(1)
+            assert swarm.traffic().between > before.between, "it has joined by the other one again"
+            sent = used(swarm, connection)
+            assert min(sent.to_servers, sent.from_servers) > 2 * hop_bytes
+        with connect(knowing, SwarmConfig(push="on")) as connection:
+            sent = used(swarm, connection)
+            assert sent.between > hop_bytes
+            assert hop_bytes < sent.to_servers < 2 * hop_bytes
 
 
 def test_links_of_too_many_servers_and_traffic_without_links_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -75,5 +76,29 @@ def test_a_connection_ends_with_its_target() -> None:
         writer.close()
         await line.close()
         await line.close()
+
+    asyncio.run(asyncio.wait_for(body(), SOON_S))
+
+
+def test_a_shut_line_takes_no_new_connection_and_keeps_the_others() -> None:
+    async def body() -> None:
+        line = TcpLine(free_port())
+        async with echo_behind(line) as (reader, writer):
+            writer.write(b"open")
+            assert await reader.readexactly(4) == b"open"
+            line.is_shut = True
+            late_reader, late_writer = await asyncio.open_connection("127.0.0.1", line.port)
+            late_writer.write(b"late")
+            with contextlib.suppress(ConnectionResetError):
+                assert await late_reader.read() == b""
+            late_writer.close()
+            writer.write(b"still open")
+            assert await reader.readexactly(10) == b"still open"
+            assert line.there.num_bytes == line.back.num_bytes == 14
+            line.is_shut = False
+            new_reader, new_writer = await asyncio.open_connection("127.0.0.1", line.port)
+            new_writer.write(b"new")
+            assert await new_reader.readexactly(3) == b"new"
+            new_writer.close()
 
     asyncio.run(asyncio.wait_for(body(), SOON_S))
