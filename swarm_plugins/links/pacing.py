@@ -27,6 +27,8 @@ class Pacer:
         self._last_at = 0.0
         self.num_bytes = 0
         """Bytes sent so far."""
+        self.num_sent = 0
+        """Messages sent so far; of a TCP connection, pieces of any size."""
 
     def arrival(self, now: float, num_bytes: int) -> float:
         """Returns when the last of some bytes arrives.
@@ -37,6 +39,7 @@ class Pacer:
         """
         way = self._way
         self.num_bytes += num_bytes
+        self.num_sent += num_bytes > 0
         self._free_at = max(now, self._free_at) + (num_bytes * 8e-6 / way.mbit if way.mbit else 0.0)
         late_s = (way.delay_ms + way.jitter_ms * self._dice.random()) * 1e-3
         packets = -(-num_bytes // _PACKET_BYTES)

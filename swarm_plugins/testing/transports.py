@@ -11,10 +11,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm_plugins.errors import ConfigError, RequestTimeoutError, TransportError, one_line
 from swarm_plugins.links.line import Line
 from swarm_plugins.links.pacing import Pacer
+from swarm_plugins.testing.trips import Trips
 from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Opener, Transport
 from swarm_plugins.transport.messages import Codec, Failure, Message
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
@@ -23,6 +25,15 @@ from swarm_plugins.transport.wire import decode, encode
 log = logging.getLogger(__name__)
 
 _PIPE_FRAMES = 8
+_ASIDE = "rpc_info"
+"""Asked now and then, by nothing that goes on."""
+
+
+class _Frame(NamedTuple):
+    arrival: float
+    content: bytes
+    trips: int
+    """Length of the longest chain of messages that ends with this one; 0: not counted."""
 
 
 class _Pipe:
@@ -34,32 +45,32 @@ class _Pipe:
 
     def __init__(self, pacer: Callable[[], Pacer]) -> None:
         self._pacer = pacer
-        self._frames: deque[tuple[float, bytes]] = deque()
+        self._frames: deque[_Frame] = deque()
         self._changed = asyncio.Condition()
         self._is_ended = False
         self._ends_at = 0.0
         self._is_broken = False
 
-    async def put(self, frame: bytes) -> None:
+    async def put(self, content: bytes, trips: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._frames) < _PIPE_FRAMES or self._is_ended)
             if self._is_ended:
                 raise TransportError("the stream is broken")
-            self._frames.append((self._arrival(len(frame)), frame))
+            self._frames.append(_Frame(self._arrival(len(content)), content, trips))
             self._changed.notify_all()
 
-    async def get(self) -> bytes | None:
+    async def get(self) -> _Frame | None:
         """Returns the next frame once it has arrived; None at the end. If cancelled, it is left."""
         async with self._changed:
             await self._changed.wait_for(lambda: bool(self._frames) or self._is_ended)
             if self._is_broken:
                 raise TransportError("the stream is broken")
-            arrival = self._frames[0][0] if self._frames else self._ends_at
+            arrival = self._frames[0].arrival if self._frames else self._ends_at
         await asyncio.sleep(arrival - asyncio.get_running_loop().time())
         async with self._changed:
             if self._is_broken:
                 raise TransportError("the stream is broken")
-            frame = self._frames.popleft()[1] if self._frames else None
+            frame = self._frames.popleft() if self._frames else None
             self._changed.notify_all()
             return frame
 
@@ -77,19 +88,24 @@ class _Pipe:
 class _LocalChannel:
     """One end of two pipes."""
 
-    def __init__(self, remote_peer: str, outgoing: _Pipe, incoming: _Pipe, line: Line | None = None) -> None:
-        self._line = line or Line()
+    def __init__(
+        self, peer: str, remote_peer: str, outgoing: _Pipe, incoming: _Pipe, trips: Trips | None, line: Line
+    ) -> None:
+        self._peer = peer
+        self._line = line
+        self._trips = trips
         self.remote_peer = remote_peer
         self._outgoing = outgoing
         self._incoming = incoming
-        self._held: deque[bytes | None] = deque()
+        self._held: deque[_Frame | None] = deque()
         """What has arrived, but may not be read yet."""
         self.is_closed = False
 
     async def send(self, message: Message, *, codec: Codec = "none") -> None:
         self._check_open()
         if not self._line.loses_requests:
-            await self._outgoing.put(b"".join(encode(message, codec=codec)))
+            trips = self._trips.departs(self._peer) if self._trips else 0
+            await self._outgoing.put(b"".join(encode(message, codec=codec)), trips)
 
     async def receive(self, *, timeout_s: float) -> Message | None:
         self._check_open()
@@ -97,9 +113,13 @@ class _LocalChannel:
             frame = await asyncio.wait_for(self._arrived(), timeout_s)
         except TimeoutError as exc:
             raise RequestTimeoutError(f"no message from {self.remote_peer} within {timeout_s:g} s") from exc
-        return None if frame is None else decode(frame)
+        if frame is None:
+            return None
+        if self._trips:
+            self._trips.arrives(self._peer, frame.trips)
+        return decode(frame.content)
 
-    async def _arrived(self) -> bytes | None:
+    async def _arrived(self) -> _Frame | None:
         line = self._line
         while True:
             if not self._held:
@@ -141,10 +161,13 @@ class LocalTransport:
         client: str = "local-client",
     ) -> None:
         self._handlers_by_peer = handlers_by_peer
-        self._client = client
+        self.client = client
+        """The client's peer id."""
         self._killed: set[str] = set()
         self._lines: dict[tuple[str | None, str], Line] = {}
         self._announced: dict[str, ServerInfo] = {}
+        self.trips = Trips()
+        """Messages one after the other, except those of ``rpc_info``."""
         self._live: dict[asyncio.Task[None], tuple[set[str], _LocalChannel]] = {}
 
     @property
@@ -154,7 +177,7 @@ class LocalTransport:
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel to a handler; see [`Transport`][swarm_plugins.transport.channel.Transport]."""
-        return await self._open(self._client, peer, rpc, timeout_s)
+        return await self._open(self.client, peer, rpc, timeout_s)
 
     def seen_from(self, peer: str) -> Opener:
         """Returns what one of the peers opens channels with."""
@@ -166,7 +189,7 @@ class LocalTransport:
         handler = self._handlers_by_peer.get(peer, {}).get(rpc)
         if handler is None or self._killed & {caller, peer}:
             raise TransportError(f"peer {peer} cannot be reached, or does not serve {rpc}")
-        line = self.line(peer, None if caller == self._client else caller)
+        line = self.line(peer, None if caller == self.client else caller)
         try:
             await asyncio.wait_for(line.wait_until(lambda: line.is_sound), timeout_s)
         except TimeoutError as exc:
@@ -174,8 +197,9 @@ class LocalTransport:
         if peer in self._killed:
             raise TransportError(f"peer {peer} cannot be reached")
         forth, back = _Pipe(lambda: line.there), _Pipe(lambda: line.back)
-        near = _LocalChannel(peer, forth, back, line)
-        far = _LocalChannel(caller, back, forth)
+        trips = None if rpc == _ASIDE else self.trips
+        near = _LocalChannel(caller, peer, forth, back, trips, line)
+        far = _LocalChannel(peer, caller, back, forth, trips, Line())
         task = asyncio.create_task(_run(handler, far), name=f"local {rpc} of {peer}")
         self._live[task] = ({caller, peer}, near)
         task.add_done_callback(lambda done: self._live.pop(done, None))

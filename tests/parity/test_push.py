@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig
@@ -44,9 +45,14 @@ def _impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(client_pushing, "_PATIENCE_S", 0.2)
 
 
-def decode(model: PreTrainedModel) -> torch.Tensor:
+def decode(model: PreTrainedModel, **options: object) -> torch.Tensor:
     output: torch.Tensor = model.generate(  # type: ignore[operator]
-        IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        **options,
     )
     return output
 
@@ -77,6 +83,33 @@ def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, co
     with swarm_of(model, codec=codec, push="off") as swarm:
         assert decode(remote(swarm, model)).equal(tokens), "the same as by the client"
         assert taken(swarm) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("spans", [[*SPANS[:2], (2, 3), (3, 4)], SPANS, [(0, 2), (2, 4)]], ids=len)
+@pytest.mark.parametrize("push", ["on", "off"])
+def test_a_token_crosses_the_network_once_more_than_there_are_servers_and_by_the_client_twice_for_each(
+    model: Path, want: torch.Tensor, spans: list[tuple[int, int]], push: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_pushing, "_PATIENCE_S", 60.0)
+    with swarm_of(model, spans, push=push) as swarm:
+        trips, me = swarm.transport.trips, swarm.transport.client
+        at_tokens: list[int] = []
+
+        def count(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            at_tokens.append(trips.length(me))
+            return scores
+
+        assert decode(remote(swarm, model), logits_processor=LogitsProcessorList([count])).equal(want)  # type: ignore[list-item]
+        one_after_the_other = {two - one for one, two in itertools.pairwise(at_tokens)}
+        assert one_after_the_other == {len(spans) + 1 if push == "on" else 2 * len(spans)}
+        # The first server does not wait for its input from elsewhere, and the client waits for the last one's output.
+        for before, after in itertools.pairwise(swarm.peers):
+            line = swarm.transport.line(after, before)
+            assert line.there.num_sent == (NEW_TOKENS if push == "on" else 0)
+            assert line.back.num_sent == 0
+        assert all(swarm.transport.line(peer).back.num_sent > NEW_TOKENS for peer in swarm.peers), (
+            "each one's, for checks"
+        )
 
 
 def test_it_is_used_by_itself_where_servers_are_far_away(model: Path, want: torch.Tensor) -> None:

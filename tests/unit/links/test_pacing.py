@@ -22,7 +22,7 @@ def test_bytes_leave_one_after_the_other() -> None:
     # It waits for those before it.
     assert pacer.arrival(1.5, 500_000) == pytest.approx(2.55)
     assert pacer.arrival(9.0, 0) == pytest.approx(9.05)
-    assert pacer.num_bytes == 1_500_000
+    assert (pacer.num_bytes, pacer.num_sent) == (1_500_000, 2)
 
 
 def test_without_a_link_bytes_arrive_at_once() -> None:
