@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
-from swarm_plugins.client.history import History
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from swarm_plugins.client.connection import RemoteBlocks
-    from swarm_plugins.client.session import ClientSession
+    from swarm_plugins.client.sessions.session import ClientSession
 
 
 class RemoteCacheState:

@@ -22,7 +22,7 @@ from swarm_plugins.client.discovery.network import LastingNetwork, Network
 from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.observer import CallObserver
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.session import ClientSession
+from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.client.splitting import cut_rows, tokens_per_message
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.client.history import History
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import RemoteError
 from swarm_plugins.transport.messages import (
     BackwardRequest,

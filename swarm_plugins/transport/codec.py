@@ -6,6 +6,7 @@ blockwise decoders of other packages trust lengths inside the payload.)
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import TYPE_CHECKING
 
@@ -122,3 +123,11 @@ def _from_int8(payload: Tensor, dtype: torch.dtype, num_elements: int) -> Tensor
     if whole < num_elements:
         values[whole:].mul_(scales[-1])
     return values.to(dtype)
+
+
+def tensor_hash(tensor: Tensor) -> bytes:
+    """Returns the SHA-256 of a tensor's type, shape and bytes."""
+    plain = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{plain.dtype}{list(plain.shape)}".encode())
+    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
+    return digest.digest()

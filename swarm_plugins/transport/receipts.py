@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 import msgspec
-import torch
-from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.identity import Identity, is_signed_by, peer_id_of
@@ -52,14 +50,6 @@ def message_hash(message: Message, codec: Codec) -> bytes:
     digest = hashlib.sha256()
     for part in encode(message, codec=codec):
         digest.update(part)
-    return digest.digest()
-
-
-def tensor_hash(tensor: Tensor) -> bytes:
-    """Returns the SHA-256 of a tensor's type, shape and bytes."""
-    plain = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{plain.dtype}{list(plain.shape)}".encode())
-    digest.update(plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"")
     return digest.digest()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs
-from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import SentSession, StepCall
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.messages import SessionStepResponse
 from swarm_plugins.transport.receipts import check_step_receipt, first_history

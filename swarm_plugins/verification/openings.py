@@ -16,7 +16,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.codec import has_non_finite
+from swarm_plugins.transport.codec import has_non_finite, tensor_hash
 from swarm_plugins.transport.messages import (
     Commitment,
     CommitRequest,
@@ -24,7 +24,7 @@ from swarm_plugins.transport.messages import (
     OpenedStates,
     OpenRequest,
 )
-from swarm_plugins.transport.receipts import check_receipt, tensor_hash
+from swarm_plugins.transport.receipts import check_receipt
 
 if TYPE_CHECKING:
     from swarm_plugins.client.peers import Peers

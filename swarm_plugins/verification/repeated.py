@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs
-from swarm_plugins.client.history import History
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.transport.messages import ForwardRequest, SessionOpen, SessionStep
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, UncheckableError
 

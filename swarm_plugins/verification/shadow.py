@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs
-from swarm_plugins.client.history import History
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import SwarmError, one_line
 from swarm_plugins.transport.messages import Codec, SessionStep
 from swarm_plugins.verification.local_blocks import Kind, LocalBlocks, SessionCaches, UncheckableError

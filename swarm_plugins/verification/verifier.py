@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.client.history import History
 from swarm_plugins.client.observer import (
     BackwardCall,
     CallObserver,
@@ -28,6 +27,7 @@ from swarm_plugins.client.observer import (
     StepCall,
     WrongAnswerError,
 )
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.receipts import check_receipt
 from swarm_plugins.verification.evidence import Evidence, Witnessed, evidence_of, evidence_of_session, save_evidence

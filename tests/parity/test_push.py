@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client import pushing as client_pushing
+from swarm_plugins.client.sessions import pushing as client_pushing
 from swarm_plugins.ledger import Charge
 from swarm_plugins.links import Link
 from swarm_plugins.server.state.pushes import Pushes

@@ -11,7 +11,7 @@ from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.hedging import HedgeBudget
-from swarm_plugins.client.hops import Hops
+from swarm_plugins.client.sessions.hops import Hops
 from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
@@ -59,12 +59,12 @@ class SwarmView(ServerView):
         return chain
 
     def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
-        usable = self._believed(without)
+        usable = self.believed(without)
         roomy = [entry for entry in usable if not self.is_small(entry.peer)]
         chain = plan(roomy, blocks, demand, seed=self.seed)
         return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand, seed=self.seed)
 
-    def _believed(self, without: Collection[str]) -> list[ServerEntry]:
+    def believed(self, without: Collection[str] = frozenset()) -> list[ServerEntry]:
         """Returns the usable servers, with what was seen of their speed instead of what they announce."""
         loads = {peer: info.load for peer, info in self.known.infos.items()}
         return self.peers.paces.corrected(self.usable(without), loads)
@@ -73,14 +73,14 @@ class SwarmView(ServerView):
         self, blocks: range, demand: Demand, history: Demand, *, without: Collection[str]
     ) -> Alternative | None:
         """Returns the best chain of other servers with room; see `expected`."""
-        believed = [entry for entry in self._believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
+        believed = [entry for entry in self.believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
         return expected(believed, blocks, demand, history, seed=self.seed)
 
     def replica(self, blocks: range, demand: Demand, *, without: Collection[str]) -> str | None:
         """Returns the best of the other servers that hold all of some blocks; None if there is none in order."""
         others = [
             entry
-            for entry in self._believed(without)
+            for entry in self.believed(without)
             if entry.start <= blocks.start and entry.end >= blocks.stop and not self.bans.is_banned(entry.peer)
         ]
         chain = plan(others, blocks, demand, seed=self.seed)

@@ -25,8 +25,8 @@ from swarm_plugins.server.state.cutting import cut_batch
 from swarm_plugins.server.state.gradients import Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
 from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.codec import tensor_hash
 from swarm_plugins.transport.messages import Commitment, CommitRequest, OpenedStates, OpenRequest
-from swarm_plugins.transport.receipts import tensor_hash
 
 _IDLE_S = 30.0
 """A client that has seen the hashes names its states within this time."""

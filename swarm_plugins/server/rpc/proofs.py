@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session
+from swarm_plugins.transport.codec import tensor_hash
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     CommitRequest,
@@ -18,7 +19,7 @@ from swarm_plugins.transport.messages import (
     SessionStep,
     SessionStepResponse,
 )
-from swarm_plugins.transport.receipts import Asked, Signable, Signer, first_history, tensor_hash
+from swarm_plugins.transport.receipts import Asked, Signable, Signer, first_history
 
 T = TypeVar("T")
 _INLINE_BYTES = 256 << 10

@@ -17,6 +17,10 @@ _MAX_STREAMS = 256
 """To other servers, each for a session; those unused for longest are closed."""
 _CONNECT_S = 5.0
 _MOMENT_S = 0.02
+_MAX_WAITING = 16
+"""Outputs of a session on their way to the next server: chunks of a prompt, which that one computes meanwhile."""
+_PATIENCE_S = 2.0
+"""How long an output waits for room behind others."""
 
 
 class Pushes:
@@ -29,7 +33,7 @@ class Pushes:
     def __init__(self, opener: Opener | None = None) -> None:
         self._opener = opener
         self._streams: OrderedDict[tuple[str, str], Channel] = OrderedDict()
-        self._sending: dict[tuple[str, str], asyncio.Task[str]] = {}
+        self._sending: dict[tuple[str, str], list[asyncio.Task[str]]] = {}
         self.num_taken = 0
         """Hidden states that others have pushed here."""
         self.num_refused = 0
@@ -47,24 +51,36 @@ class Pushes:
         now, finds out by waiting for the next server. Until it has been sent it counts in ``charge``.
         """
         key = (to.peer, to.session)
-        if key in self._sending:
-            return "the output of the step before is still on its way"
+        waiting = self._sending.get(key, [])
+        if len(waiting) >= _MAX_WAITING:
+            await asyncio.wait(waiting[:1], timeout=_PATIENCE_S)
+        if len(waiting) >= _MAX_WAITING:
+            return f"{len(waiting)} outputs of this session are still on their way"
         try:
             charge.claim(hidden.nbytes)
         except SwarmError as error:
             return one_line(error)
         message = PushedHidden(session=to.session, step=to.step, token=to.token, hidden=hidden)
-        task = self._sending[key] = asyncio.create_task(self._send(key, message, codec), name="push")
+        before = waiting[-1] if waiting else None
+        task = asyncio.create_task(self._send(key, message, codec, before), name="push")
+        waiting.append(task)
+        self._sending[key] = waiting
 
         def end(_: object) -> None:
-            del self._sending[key]
+            waiting.remove(task)
+            if not waiting:
+                self._sending.pop(key, None)
             charge.release()
 
         task.add_done_callback(end)
         done, _ = await asyncio.wait({task}, timeout=_MOMENT_S)
         return task.result() if done else ""
 
-    async def _send(self, key: tuple[str, str], message: PushedHidden, codec: Codec) -> str:
+    async def _send(
+        self, key: tuple[str, str], message: PushedHidden, codec: Codec, before: asyncio.Task[str] | None
+    ) -> str:
+        if before is not None:
+            await asyncio.wait({before})
         stream = self._streams.pop(key, None)
         try:
             if stream is None:
@@ -87,8 +103,8 @@ class Pushes:
     async def forget(self, to: PushTo) -> None:
         """Ends what is on its way to a session, and closes the stream."""
         key = (to.peer, to.session)
-        if key in self._sending:
-            self._sending[key].cancel()
+        for task in self._sending.get(key, ()):
+            task.cancel()
         stream = self._streams.pop(key, None)
         if stream is not None:
             await _close(stream)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import AdapterUse, CacheOp, LoadedAdapter, SpanInputs
-from swarm_plugins.client.history import History
+from swarm_plugins.client.sessions.history import History
 
 BATCH = 3
 

@@ -14,7 +14,7 @@ from swarm_plugins.client.answers import RefusedError
 from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.session import ClientSession
+from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,

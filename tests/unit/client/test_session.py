@@ -16,7 +16,7 @@ from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs
 from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
-from swarm_plugins.client.session import ClientSession
+from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.errors import CapacityError, MissingBlocksError
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (

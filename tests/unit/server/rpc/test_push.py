@@ -16,6 +16,7 @@ from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.admission.pushing import push_token
 from swarm_plugins.transport.channel import Channel
+from swarm_plugins.transport.codec import tensor_hash
 from swarm_plugins.transport.messages import (
     Failure,
     Message,
@@ -24,7 +25,6 @@ from swarm_plugins.transport.messages import (
     SessionOpened,
     SessionStepResponse,
 )
-from swarm_plugins.transport.receipts import tensor_hash
 
 PUSHING = msgspec.structs.replace(OPEN, pushes=True)
 AWAITED = msgspec.structs.replace(step_of(1, 0), hidden=torch.zeros(1, 1, 0), pushed_bytes=4 * WIDTH)

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from swarm_plugins.block_io import CacheOp
-from swarm_plugins.client.history import History
-from swarm_plugins.client.observer import SentSession
 from swarm_plugins.client.paces import StepTimes
+from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
 from swarm_plugins.transport.messages import Codec, Message, SessionStep, SessionStepResponse
 
 if TYPE_CHECKING:
+    from swarm_plugins.client.observer import SentSession
     from swarm_plugins.client.peers import Peers
     from swarm_plugins.transport.channel import Channel
 
@@ -90,14 +90,16 @@ class SpanSession:
     @contextlib.asynccontextmanager
     async def streaming(self) -> AsyncIterator[Channel]:
         """Lends the session's stream, and closes it if that fails: a late answer would be taken for the next one."""
-        if self.channel is None:
+        channel = self.channel
+        if channel is None:
             raise SessionLostError(f"the session on server {self.peer} is closed")
         try:
-            yield self.channel
+            yield channel
         except UnknownAdapterError:
             raise  # the stream lives on
         except BaseException:
-            await self.close()
+            if self.channel is channel:  # not if the session was opened again meanwhile
+                await self.close()
             raise
 
     async def close(self) -> None:

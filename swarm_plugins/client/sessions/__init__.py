@@ -1,0 +1,1 @@
+"""Sessions of generation: chains of caches on servers, pushed steps, chunks of prompts."""

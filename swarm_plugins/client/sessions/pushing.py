@@ -1,0 +1,203 @@
+"""Steps that servers hand on to each other, so that a token crosses the network once per server and not twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.client.sessions.hops import Hops
+from swarm_plugins.client.sessions.span_session import SpanSession
+from swarm_plugins.errors import SwarmError, UnknownAdapterError, printable
+from swarm_plugins.transport.admission.pushing import plain_step, push_token
+from swarm_plugins.transport.codec import tensor_hash
+from swarm_plugins.transport.messages import PushedHidden, PushTo, SessionStep, SessionStepResponse
+
+if TYPE_CHECKING:
+    from swarm_plugins.client.peers import Peers
+
+_PATIENCE_S = 2.0
+"""A server that has not answered so long after the one before it gets its input from here, too."""
+_WORTH_S = 0.003
+"""Round trip to the farthest server from which pushing saves more time than its messages take."""
+_MAX_AHEAD = 8
+"""Steps that a server has been told of, and has not answered; servers keep pushed inputs of so many."""
+
+Named = tuple[SessionStep, tuple[LoadedAdapter, ...]]
+"""A request and the adapters that it names."""
+
+
+class PostedInVainError(SwarmError):
+    """A step must be sent again, by this client, and nobody is to blame."""
+
+
+class _Sent(NamedTuple):
+    """A request whose answer was not collected."""
+
+    step: int
+    """Of the session."""
+    request: SessionStep
+    adapters: tuple[LoadedAdapter, ...]
+    is_last: bool
+
+
+class PushedSteps:
+    """Steps that a chain of servers is told of ahead of their inputs: one, or the chunks of a prompt.
+
+    Args:
+        spans: The open sessions, in order.
+        peers: Sends.
+        hops: Remembers what failed.
+    """
+
+    def __init__(self, spans: Sequence[SpanSession], peers: Peers, hops: Hops) -> None:
+        self._peers = peers
+        self._hops = hops
+        self._before = dict(zip(spans[1:], spans, strict=False))
+        self._after = dict(itertools.pairwise(spans))
+        # Each session counts its steps by itself.
+        self._leads = {one: two.num_steps - one.num_steps for one, two in itertools.pairwise(spans)}
+        self._sent: dict[SpanSession, asyncio.Queue[_Sent | None]] = {one: asyncio.Queue(_MAX_AHEAD) for one in spans}
+        """What each server was told, in order; after None, nothing more. A server that was given up is not in here."""
+        self._fed: set[tuple[SpanSession, int]] = set()
+        """Servers and steps whose input is believed to be there."""
+
+    async def post(self, current: SpanSession, named: Named, *, is_last: bool) -> bool:
+        """Tells a server of its next step; only the first server gets its input by that.
+
+        Waits while the server has too many steps to answer. Returns whether it may be told of another one: not if it
+        cannot be reached, or was given up.
+        """
+        queue = self._sent.get(current)
+        if queue is None:
+            return False
+        request, adapters = named
+        if current in self._before:
+            request = msgspec.structs.replace(
+                request, hidden=request.hidden[:, :, :0], pushed_bytes=request.hidden.nbytes
+            )
+        step, after = current.num_steps, self._after.get(current)
+        if after is not None and after in self._sent:
+            number = step + self._leads[current]
+            token = push_token(after.push_key, current.peer, number)
+            to = PushTo(peer=after.peer, session=after.name, step=number, token=token)
+            request = msgspec.structs.replace(request, push_to=to)
+        try:
+            await self._peers.upload(current.peer, adapters)
+            async with current.streaming() as channel:
+                current.num_steps += 1
+                await self._peers.post(channel, request, codec=self._peers.config.codec)
+        except SwarmError:
+            await queue.put(None)  # its session is lost, and that shows at its turn
+            return False
+        await queue.put(_Sent(step, request, adapters, is_last))
+        return not is_last
+
+    async def collect(
+        self, current: SpanSession, hidden: Tensor
+    ) -> tuple[SessionStep, tuple[LoadedAdapter, ...], SessionStepResponse] | None:
+        """Returns a server's answer, with its request as if it had come from here; None if it was not told of that.
+
+        The server gets its input, ``hidden``, from here if no other server sends it. After an error it is given up.
+
+        Raises:
+            PostedInVainError: If the server got something else, or has dropped an adapter since it was uploaded. Its
+                session is closed, unless this was the only step.
+            SwarmError: As for any step.
+        """
+        queue = self._sent.get(current)
+        sent = None if queue is None else await queue.get()
+        if sent is None:
+            self.give_up(current)
+            return None
+        try:
+            response = await self._answer(current, sent, hidden)
+        except BaseException as exc:
+            self.give_up(current)
+            if not sent.is_last:
+                await current.close()  # further steps are on their way to it
+            if isinstance(exc, UnknownAdapterError):
+                raise PostedInVainError(str(exc)) from exc
+            raise
+        after = self._after.get(current)
+        if after is not None and sent.request.push_to is not None:
+            if response.not_pushed:
+                self._hops.failed(current.peer, after.peer, printable(response.not_pushed))
+            else:
+                self._fed.add((after, sent.request.push_to.step))
+        return plain_step(sent.request, hidden), sent.adapters, response
+
+    def give_up(self, current: SpanSession) -> None:
+        """Tells a server of no more steps. Idempotent."""
+        self._sent.pop(current, None)
+
+    async def _answer(self, current: SpanSession, sent: _Sent, hidden: Tensor) -> SessionStepResponse:
+        request, tokens = sent.request, hidden.shape[0] * hidden.shape[1]
+        async with current.streaming() as channel, self._feeding(current, sent.step, hidden):
+            response = await self._peers.collect(
+                channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=len(current.blocks)
+            )
+        if request.pushed_bytes and response.input_hash != tensor_hash(hidden):
+            # One of the two lies, or a way between them is broken. Its answer is right for what it got.
+            self._hops.failed(self._before[current].peer, current.peer, "it has got other hidden states")
+            await current.close()
+            raise PostedInVainError(f"server {current.peer} has got other hidden states than this client")
+        return response
+
+    @contextlib.asynccontextmanager
+    async def _feeding(self, current: SpanSession, step: int, hidden: Tensor) -> AsyncIterator[None]:
+        """Sends a server its input: at once if nobody else will, or if it is late."""
+
+        async def feed_late() -> None:
+            if (current, step) in self._fed:
+                await asyncio.sleep(_PATIENCE_S)
+                self._hops.failed(self._before[current].peer, current.peer, "its input has not arrived in time")
+            await self._feed(current, step, hidden)
+
+        if current not in self._before:
+            yield
+            return
+        feeding = asyncio.create_task(feed_late())
+        try:
+            yield
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+    async def _feed(self, current: SpanSession, step: int, hidden: Tensor) -> None:
+        message = PushedHidden(session=current.name, step=step, hidden=hidden)
+        with contextlib.suppress(SwarmError):
+            channel = await self._peers.open(current.peer, "rpc_push")
+            try:
+                await self._peers.post(channel, message, codec=self._peers.config.codec)
+            finally:
+                await channel.close()
+
+    async def close(self) -> None:
+        """Ends the sessions whose answers were not collected."""
+        for current, queue in self._sent.items():
+            if not queue.empty():
+                await current.close()
+        self._sent.clear()
+
+
+def may_push(spans: Sequence[SpanSession], hops: Hops) -> bool:
+    """Returns whether each server can get its input from the one before."""
+    if len(spans) < 2 or any(current.channel is None for current in spans):
+        return False
+    pairs = itertools.pairwise(spans)
+    return all(two.push_key and hops.is_open(one.peer, two.peer) for one, two in pairs)
+
+
+def is_worth_it(round_trips_s: Sequence[float | None]) -> bool:
+    """Returns whether servers at these distances should push: it saves time that messages need, not that of computing.
+
+    The way from one server to another is at most as long as that from one to the client and on to the other.
+    """
+    return max((known for known in round_trips_s if known is not None), default=0.0) >= _WORTH_S

@@ -1,0 +1,113 @@
+"""One generation stream over a chain: a session on every server, queued cache changes, replay on failure.
+
+The client keeps what it has sent to each span. When a server is lost, another one gets the same inputs again, so the
+tokens that follow are the same as without the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
+from swarm_plugins.client.retries import ChainRetries
+from swarm_plugins.client.sessions.history import History
+from swarm_plugins.client.sessions.pipe import Pipe
+from swarm_plugins.client.sessions.span_session import SpanSession
+from swarm_plugins.client.sessions.span_steps import SpanSteps
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.routing import Demand
+
+if TYPE_CHECKING:
+    from swarm_plugins.client.discovery.view import Servers
+
+
+class ClientSession:
+    """A KV cache that lives on the servers of one chain; raises like `ChainCall`."""
+
+    def __init__(self, servers: Servers, *, blocks: range, prefix: Sequence[Tensor] = ()) -> None:
+        self.servers = servers
+        self.blocks = blocks
+        self.prefix = tuple(tensor.detach() for tensor in prefix)
+        """Keys and values the cache starts with, K then V for each block."""
+        self._spans: list[SpanSession] = []
+        self._steps = SpanSteps(servers)
+
+    async def step(self, inputs: SpanInputs, ops: Sequence[CacheOp] = ()) -> SpanOutputs:
+        """Applies queued cache changes, then runs new tokens through the chain.
+
+        If it raises, the changes stay in the cache and the new tokens do not: the step can be tried again.
+        """
+        self._apply(ops)
+        retries = ChainRetries(self.servers.view)
+        if not self._spans:
+            rows, tokens = inputs.hidden.shape[:2]
+            start = History(self.prefix)
+            demand = Demand(tokens=rows * tokens, kv_tokens=rows * (start.length + tokens))
+            self._spans = await self._steps.plan(self.blocks, demand, start, retries)
+        cached = self._spans[0].history.length
+        pipe = Pipe(self.servers, self._spans, inputs, cached, retries)
+        try:
+            outputs = await pipe.run()
+        except BaseException:
+            # Also when interrupted: the first spans may already have the new tokens.
+            for current in pipe.spans:
+                current.crop(cached)
+            raise
+        finally:
+            self._spans = pipe.spans
+        retries.succeeded()
+        await self._leave_slow(inputs.hidden.shape[0])
+        return outputs
+
+    def _apply(self, ops: Sequence[CacheOp]) -> None:
+        for current in self._spans:
+            current.apply(ops)
+        if not self._spans:
+            # Nothing has run yet, or the first step failed: there is only a prefix to change.
+            start = History(self.prefix)
+            for op in ops:
+                start.apply(op)
+            self.prefix = start.prefix
+
+    async def _leave_slow(self, rows: int) -> None:
+        """Moves the session on a server that has become slow to clearly faster ones, if there are any."""
+        view = self.servers.view
+        due = [current for current in self._spans if current.is_due]
+        if due and view.is_stale:
+            # No token waits for servers to say what they serve now: the next comparison knows.
+            view.refresh_in_background()
+            return
+        for current in due:
+            parts = await self._steps.faster(current, rows)
+            if parts is not None:
+                position = self._spans.index(current)
+                self._spans[position : position + 1] = parts
+
+    async def fork(self) -> ClientSession:
+        """Returns an independent session with the same cache; servers copy theirs."""
+        other = ClientSession(self.servers, blocks=self.blocks, prefix=self.prefix)
+        try:
+            for current in self._spans:
+                twin = SpanSession(current.peer, current.blocks, current.history.copy())
+                other._spans.append(twin)
+                if current.channel is not None and current.history.length:
+                    # If the copy fails, the twin replays its history at its first step.
+                    try:
+                        await self._steps.open(twin, batch_size=current.history.batch_size, fork_of=current.name)
+                        twin.unsent_ops = list(current.unsent_ops)
+                    except SwarmError:
+                        await twin.close()
+        except BaseException:
+            # Interrupted: nothing will ever close the copies made so far.
+            await other.close()
+            raise
+        return other
+
+    async def close(self) -> None:
+        """Closes the sessions on all servers. Idempotent."""
+        spans, self._spans = self._spans, []
+        for current in spans:
+            await current.close()
