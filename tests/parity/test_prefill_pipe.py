@@ -1,0 +1,244 @@
+"""Prompts in chunks that several servers work on at once: the same tokens, whoever is lost while they are under way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.blocks.runner import StepInputs
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client.sessions import pipe
+from swarm_plugins.client.sessions import pushing as client_pushing
+from swarm_plugins.client.sessions.pipe import num_chunks
+from swarm_plugins.ledger import Charge
+from swarm_plugins.server.compute.scheduler import Scheduler
+from swarm_plugins.server.state.pushes import Pushes
+from swarm_plugins.testing import InProcessSwarm, save_tiny
+from swarm_plugins.transport.messages import Codec, PushTo
+from swarm_plugins.transport.server_info import ServerInfo
+
+PROMPT = 25  # not a multiple of the chunks
+NUM_CHUNKS = 4
+IDS = (torch.arange(2 * PROMPT) % 90 + 5).reshape(2, PROMPT)
+NEW_TOKENS = 3
+SPANS = [(0, 1), (1, 2), (2, 4)]
+REPLICAS = [span for span in SPANS for _ in range(2)]
+PUSHES = pytest.mark.parametrize("push", ["on", "off"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def want(model: Path) -> torch.Tensor:
+    return decode(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+
+
+@pytest.fixture(autouse=True)
+def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_pushing, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(pipe, "_LEAST_TOKENS", 1)
+    monkeypatch.setattr(pipe, "num_chunks", lambda *_: NUM_CHUNKS)
+
+
+def decode(model: PreTrainedModel, **settings: object) -> torch.Tensor:
+    output: torch.Tensor = model.generate(  # type: ignore[operator]
+        IDS,
+        attention_mask=torch.ones_like(IDS),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        **settings,
+    )
+    return output
+
+
+def swarm_of(model: Path, spans: list[tuple[int, int]] = SPANS, **settings: object) -> InProcessSwarm:
+    return InProcessSwarm(model, spans=spans, config=SwarmConfig(**settings))  # type: ignore[arg-type]
+
+
+def with_lora(model: PreTrainedModel) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+def remote(swarm: InProcessSwarm, model: Path) -> PreTrainedModel:
+    return AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """First block and tokens of each step that a server has begun."""
+    found: list[tuple[int, int]] = []
+    sound = Scheduler.step
+
+    async def step(self: Scheduler, inputs: StepInputs, **settings: object) -> object:
+        found.append((inputs.blocks.start, inputs.hidden.shape[1]))
+        return await sound(self, inputs, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    return found
+
+
+@PUSHES
+def test_the_chunks_of_a_prompt_give_the_same_tokens(
+    model: Path, want: torch.Tensor, push: str, steps: list[tuple[int, int]]
+) -> None:
+    with swarm_of(model, push=push) as swarm:
+        assert decode(remote(swarm, model)).equal(want)
+        taken = [service.pushes.num_taken for service in swarm.services.values()]
+        refused = [service.pushes.num_refused for service in swarm.services.values()]
+    for start, _ in SPANS:
+        assert [tokens for first, tokens in steps if first == start] == [7, 7, 7, 4, 1, 1]
+    num_pushed = NUM_CHUNKS + NEW_TOKENS - 1 if push == "on" else 0
+    assert (taken, refused) == ([0, num_pushed, num_pushed], [0, 0, 0])
+
+
+@PUSHES
+def test_all_servers_work_at_once(model: Path, want: torch.Tensor, push: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun = threading.Event()
+    sound = Scheduler.step
+
+    async def step(self: Scheduler, inputs: StepInputs, **settings: object) -> object:
+        length = inputs.cache.length
+        if inputs.blocks.start == SPANS[-1][0]:
+            has_begun.set()
+        elif inputs.blocks.start == 0 and length > 0 and inputs.hidden.shape[1] > 1:
+            # The first server's second chunk ends once the last server has begun with the first chunk.
+            assert await asyncio.to_thread(has_begun.wait, 30)
+        return await sound(self, inputs, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    with swarm_of(model, push=push) as swarm:
+        assert decode(remote(swarm, model)).equal(want)
+        assert has_begun.is_set()
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("send_number", [1, 2, 4, 7])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_server_that_is_lost_between_chunks_costs_no_token(
+    model: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with swarm_of(model, REPLICAS, push="on") as swarm:
+        num_sent = 0
+
+        async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec, charge: Charge) -> str:
+            nonlocal num_sent
+            num_sent += 1
+            is_due = num_sent == send_number
+            if is_due and not is_sent:
+                await strike(swarm, victim)
+            why = await sound_send(self, to, hidden, codec, charge)
+            if is_due and is_sent:
+                await strike(swarm, victim)
+            return why
+
+        sound_send = Pushes.send
+        monkeypatch.setattr(Pushes, "send", send)
+        assert decode(remote(swarm, model)).equal(want)
+        assert num_sent >= send_number
+
+
+@pytest.mark.parametrize("step_number", [1, 3, 5, 8])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_server_that_is_lost_without_pushes_costs_no_token(
+    model: Path, want: torch.Tensor, step_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_steps = 0
+    sound = Scheduler.step
+    with swarm_of(model, REPLICAS, push="off") as swarm:
+
+        async def step(self: Scheduler, inputs: StepInputs, **settings: object) -> object:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == step_number:
+                await strike(swarm, victim)
+            return await sound(self, inputs, **settings)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Scheduler, "step", step)
+        assert decode(remote(swarm, model)).equal(want)
+        assert num_steps >= step_number
+
+
+async def strike(swarm: InProcessSwarm, victim: int) -> None:
+    chain = [peer for peer in swarm.peers if len(swarm.services[peer].sessions)]
+    killing = asyncio.create_task(swarm.transport.kill(chain[min(victim, len(chain) - 1)]))
+    await asyncio.sleep(0.01)  # cancelled here, if this is its own handler
+    await killing
+
+
+def test_outputs_that_do_not_arrive_come_from_the_client(model: Path, want: torch.Tensor) -> None:
+    with swarm_of(model, push="on") as swarm:
+        swarm.transport.line(swarm.peers[1], swarm.peers[0]).loses_requests = True
+        assert decode(remote(swarm, model)).equal(want)
+        assert swarm.services[swarm.peers[1]].pushes.num_taken >= NUM_CHUNKS, "by the client"
+
+
+@PUSHES
+def test_an_adapter_that_a_server_drops_between_chunks_is_uploaded_again(
+    model: Path, push: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = with_lora(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+    want = decode(local)
+    num_steps = 0
+    sound = Scheduler.step
+    with swarm_of(model, push=push) as swarm:
+        far = with_lora(remote(swarm, model))
+
+        async def step(self: Scheduler, inputs: StepInputs, **settings: object) -> object:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 4:
+                for service in swarm.services.values():
+                    service.adapters._held.clear()
+            return await sound(self, inputs, **settings)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Scheduler, "step", step)
+        assert decode(far).equal(want)
+
+
+@PUSHES
+def test_a_prompt_too_long_for_one_message_of_a_server(model: Path, want: torch.Tensor, push: str) -> None:
+    with swarm_of(model, push=push, min_batch_tokens=1) as swarm:
+        service = swarm.services[swarm.peers[1]]
+        info: Callable[[], ServerInfo] = service.info
+        service.info = lambda: msgspec.structs.replace(info(), max_batch_tokens=6)  # of two rows: three of each
+        assert decode(remote(swarm, model)).equal(want)
+        chunks = -(-PROMPT // 3)
+        assert service.pushes.num_taken == (chunks + NEW_TOKENS - 1 if push == "on" else 0)
+
+
+@PUSHES
+def test_states_and_routers_of_all_chunks_are_joined(tmp_path: Path, push: str) -> None:
+    mixtral = save_tiny("mixtral", tmp_path / "model")
+    settings = {"output_hidden_states": True, "output_router_logits": True, "use_cache": True}
+    with torch.no_grad():
+        local = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)(IDS, **settings)
+        with InProcessSwarm(mixtral, spans=[(0, 2), (2, 4)], config=SwarmConfig(push=push)) as swarm:  # type: ignore[arg-type]
+            found = remote(swarm, mixtral)(IDS, **settings)
+    assert len(found.hidden_states) == len(local.hidden_states)
+    for name in ("hidden_states", "router_logits"):
+        for got, due in zip(found[name], local[name], strict=True):
+            torch.testing.assert_close(got, due)
+
+
+def test_how_many_chunks_pay() -> None:
+    # 3 spans, 1,024 tokens of 1 ms, 8 ms for a chunk whatever its size: sqrt(2 * 1.024 / 0.008).
+    assert num_chunks(3, 1024, 0.008, 0.001) == 16
+    assert num_chunks(3, 16, 0.03, 0.001) == 1
+    assert num_chunks(1, 1024, 0.008, 0.001) == 1
+    times = {count: (count + 2) * (0.02 + 0.5 / count) for count in range(1, 65)}
+    assert num_chunks(3, 500, 0.02, 0.001) == min(times, key=times.__getitem__)
