@@ -187,6 +187,11 @@ class SpanOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_un
         """Returns the outputs with every tensor changed."""
         return self.with_tensors([change(tensor) for tensor in self.tensors])
 
+    def take_rows(self: Outputs, rows: slice) -> Outputs:
+        """Returns the outputs of some rows of the batch."""
+        logits = [one.unflatten(0, self.hidden.shape[:2])[rows].flatten(0, 1) for one in self.router_logits]
+        return self.with_tensors([*(one[rows] for one in (self.hidden, *self.hidden_states)), *logits])
+
 
 def join_outputs(parts: Sequence[SpanOutputs], dim: int) -> SpanOutputs:
     """Joins the outputs of an input that was cut along its rows (``dim`` 0) or its new tokens (1)."""

@@ -21,7 +21,7 @@ from swarm_plugins.errors import (
     printable,
 )
 from swarm_plugins.transport.codec import has_non_finite
-from swarm_plugins.transport.messages import Failure, Message
+from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, Failure, Message
 
 M = TypeVar("M", bound=Message)
 
@@ -36,6 +36,10 @@ class RefusedError(RemoteError):
 
 class TicketLostError(RemoteError):
     """The server no longer keeps the graph of a forward request: send the inputs again."""
+
+
+class OverloadedError(RemoteError):
+    """Too many requests wait there: the same one is carried out later."""
 
 
 class SpanMovedError(RemoteError):
@@ -56,6 +60,7 @@ _ERRORS: dict[str, type[SwarmError]] = {
     "unknown_session": SessionLostError,
     "missing_experts": ServerLacksExpertsError,
     "out_of_memory": CapacityError,
+    "overloaded": OverloadedError,
 }
 
 
@@ -133,6 +138,22 @@ def check_same_routers(parts: Sequence[SpanOutputs], who: str) -> None:
                 f"{who} returned router logits of (block, experts) {found[0][:8]} for one part of an input and "
                 f"{other[:8]} for another: they must be the same"
             )
+
+
+def check_gradients(
+    answer: BackwardResponse, request: BackwardRequest, inputs: SpanInputs, adapters: Sequence[Tensor], peer: str
+) -> None:
+    """Raises ProtocolError unless every requested gradient is present, finite, and like what it belongs to."""
+    if request.needs_hidden:
+        check_tensor(answer.grad_hidden, inputs.hidden, peer, "the gradient of the hidden states")
+    for name, got, want in (
+        ("adapter", answer.grad_adapters, adapters if request.needs_adapters else ()),
+        ("prefix", answer.grad_prefix, inputs.prefix if request.needs_prefix else ()),
+    ):
+        if len(got) != len(want):
+            raise ProtocolError(f"server {peer} returned {len(got)} {name} gradients, expected {len(want)}")
+        for value, reference in zip(got, want, strict=True):
+            check_tensor(value, reference, peer, f"an {name} gradient")
 
 
 def _check_finite(tensor: Tensor, peer: str, what: str) -> None:

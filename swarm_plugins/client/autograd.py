@@ -11,30 +11,30 @@ from torch.autograd.function import once_differentiable
 from swarm_plugins.block_io import SpanOutputs
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.chain_call import ChainCall
+    from swarm_plugins.client.micro_batches import BatchCall
     from swarm_plugins.transport.loop import LoopThread
 
 
-def run_chain(loop: LoopThread, call: ChainCall) -> SpanOutputs:
+def run_batch(loop: LoopThread, call: BatchCall) -> SpanOutputs:
     """Runs a call; if it keeps what a backward needs, differentiable in hidden states, adapters and prefix."""
     if not call.keep:
         return loop.run(call.forward())
     layout: list[SpanOutputs] = []
-    flat: tuple[Tensor, ...] = _ChainFunction.apply(  # type: ignore[no-untyped-call]
+    flat: tuple[Tensor, ...] = _BatchFunction.apply(  # type: ignore[no-untyped-call]
         loop, call, layout, *call.inputs.differentiable
     )
     return layout[0].with_tensors(flat)
 
 
-class _ChainFunction(torch.autograd.Function):
-    """Forward and backward of a chain. Outputs: hidden, inner hidden states, router logits."""
+class _BatchFunction(torch.autograd.Function):
+    """Forward and backward of a batch. Outputs: hidden, inner hidden states, router logits."""
 
     @staticmethod
     def forward(
-        ctx: Any, loop: LoopThread, call: ChainCall, layout: list[SpanOutputs], *tensors: Tensor
+        ctx: Any, loop: LoopThread, call: BatchCall, layout: list[SpanOutputs], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         outputs = loop.run(call.forward())
-        # Tells `run_chain` how many tensors of each kind the flat result holds.
+        # Tells `run_batch` how many tensors of each kind the flat result holds.
         layout.append(outputs)
         ctx.call, ctx.loop = call, loop
         # Emptied: autograd keeps the tensors for as long as they are needed.

@@ -11,18 +11,19 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
-from swarm_plugins.client.answers import RefusedError, TicketLostError, check_outputs, check_tensor
+from swarm_plugins.client.answers import OverloadedError, RefusedError, TicketLostError, check_gradients, check_outputs
+from swarm_plugins.client.digests import CallAdapters
 from swarm_plugins.client.hedging import first_answer
 from swarm_plugins.client.observer import BackwardCall, ForwardCall
 from swarm_plugins.client.retries import ChainRetries
-from swarm_plugins.errors import ProtocolError, SwarmError
-from swarm_plugins.routing import Demand
+from swarm_plugins.errors import CapacityError, SwarmError, TransportError
+from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse, Message
 
 if TYPE_CHECKING:
@@ -53,54 +54,81 @@ class _SpanRun:
         return replace(self, has_ticket=False)
 
 
-class ChainCall:
-    """Runs blocks for one batch; raises MissingBlocksError without servers, SwarmError after too many failures."""
+class _Attempt(NamedTuple):
+    """A request of a call that several requests may fail together."""
 
-    def __init__(self, servers: Servers, inputs: SpanInputs, *, keep: bool) -> None:
+    retries: ChainRetries
+    since: int
+    """The moment at which its server was chosen."""
+
+    def check(self, peer: str) -> None:
+        """Raises TransportError if another request of the call has found out that a server fails."""
+        if self.retries.has_failed(peer, self.since):
+            raise TransportError(f"server {peer} has failed meanwhile")
+
+
+class ChainCall:
+    """Runs blocks for one chunk of a batch; chunks of a batch share their retries and adapters.
+
+    Args:
+        servers: The swarm.
+        inputs: The chunk.
+        keep: Whether a backward will follow.
+        adapters: The batch's.
+    """
+
+    def __init__(self, servers: Servers, inputs: SpanInputs, *, keep: bool, adapters: CallAdapters) -> None:
         self.servers = servers
         self.inputs = inputs
         self.keep = keep
-        """Whether a backward will follow."""
+        self._adapters = adapters
         self._runs: list[_SpanRun] = []
 
-    async def forward(self) -> SpanOutputs:
-        """Runs the blocks."""
-        retries = ChainRetries(self.servers.view)
-        runs = await self._forward_blocks(self.inputs, retries)
-        retries.succeeded()
+    async def forward(self, retries: ChainRetries, chain: Sequence[SpanChoice]) -> SpanOutputs:
+        """Runs the blocks on a chain, or on other servers if these fail.
+
+        Raises:
+            MissingBlocksError: If no server is left for some block.
+            SwarmError: After too many failures.
+        """
+        runs = await self._forward_blocks(self.inputs, retries, chain)
         if self.keep:
             self._runs = runs
         return chain_outputs([run.response for run in runs], collect_hidden=self.inputs.collect_hidden)
 
-    async def _forward_blocks(self, inputs: SpanInputs, retries: ChainRetries) -> list[_SpanRun]:
-        demand = Demand(tokens=inputs.num_tokens)
-        queue = deque(await retries.chain(inputs.blocks, demand))
+    async def _forward_blocks(
+        self, inputs: SpanInputs, retries: ChainRetries, chain: Sequence[SpanChoice] | None = None
+    ) -> list[_SpanRun]:
+        demand, last = Demand(tokens=inputs.num_tokens), inputs.blocks.stop
+        since = retries.moment if chain is None else 0
+        queue = deque(await retries.chain(inputs.blocks, demand) if chain is None else chain)
         hidden = inputs.hidden
         runs: list[_SpanRun] = []
         while queue:
             peer, start, end = queue.popleft()
             try:
                 part = inputs.take_blocks(range(start, end), hidden)
-                runs.append(await self._forward_span(peer, part, retries.excluded))
+                runs.append(await self._forward_span(peer, part, _Attempt(retries, since)))
             except SwarmError as exc:
-                retries.note(peer, exc)
+                retries.note(peer, exc, since)
+                since = retries.moment
                 if isinstance(exc, RefusedError):
                     # Replan only these blocks: this server may be the only one for the rest, and serve that well.
                     queue.extendleft(reversed(await retries.chain(range(start, end), demand)))
                 else:
-                    queue = deque(await retries.chain(range(start, inputs.blocks.stop), demand))
+                    queue = deque(await retries.chain(range(start, last), demand))
                 continue
             hidden = runs[-1].response.hidden
             retries.progressed()
         return runs
 
-    async def _forward_span(self, peer: str, inputs: SpanInputs, without: Collection[str]) -> _SpanRun:
-        part = self.servers.digests.part(inputs.adapters, inputs.blocks)
+    async def _forward_span(self, peer: str, inputs: SpanInputs, attempt: _Attempt) -> _SpanRun:
+        part = self._adapters.part(inputs.blocks)
         request = self._request(inputs, part)
         view = self.servers.view
 
         async def ask(peer: str) -> tuple[str, ForwardResponse]:
-            response = await self._ask(peer, part, "rpc_forward", request, ForwardResponse, len(inputs.blocks))
+            response = await self._ask(peer, part, "rpc_forward", request, ForwardResponse, inputs, attempt)
             check_outputs(response, inputs, peer)
             return peer, response
 
@@ -110,6 +138,7 @@ class ChainCall:
                 ForwardCall(peer=peer, info=info, request=request, adapters=adapters, response=response)
             )
 
+        without = attempt.retries.excluded
         peer, response = await self._first_answer(peer, "rpc_forward", inputs, without, ask, accept)
         return _SpanRun(
             peer=peer,
@@ -129,7 +158,7 @@ class ChainCall:
             position_ids=inputs.position_ids,
             attention_mask=inputs.attention_mask,
             adapters=part.digests,
-            adapter_rows=part.rows,
+            adapter_rows=inputs.adapters.rows,
             dropout_seed=inputs.adapters.dropout_seed,
             prefix=tuple(tensor.detach() for tensor in inputs.prefix),
             collect_hidden=inputs.collect_hidden,
@@ -174,6 +203,8 @@ class ChainCall:
         view, paces, hedges = self.servers.view, self.servers.peers.paces, self.servers.hedges
         size, tokens = len(inputs.blocks), inputs.num_tokens
         usual_s = paces.usual_s(peer, rpc, blocks=size, tokens=tokens)
+        # What was seen is without a queue; those before this one in the queue take as long for each token.
+        turns = 1.0 + self.servers.peers.queues.asked_tokens(peer) / tokens
         hedges.earn()
         if usual_s is None:
             return await ask(peer)
@@ -182,27 +213,59 @@ class ChainCall:
             other = view.replica(inputs.blocks, Demand(tokens=tokens), without={peer, *without})
             if other is None or not hedges.take():
                 return None
-            log.info("server %s has not answered for %.2f s: %s is asked too", peer, usual_s, other)
+            log.info("server %s has not answered for %.2f s: %s is asked too", peer, turns * usual_s, other)
             return ask(other)
 
         started = time.perf_counter()
-        winner, answer = await first_answer(ask(peer), ask_replica, late_s=usual_s + _SLACK_S)
+        winner, answer = await first_answer(ask(peer), ask_replica, late_s=turns * usual_s + _SLACK_S)
         if winner != peer:
             # It took longer than this, and nobody will know how much.
-            paces.observe(peer, rpc, blocks=size, tokens=tokens, seconds=time.perf_counter() - started)
+            paces.observe(peer, rpc, blocks=size, tokens=tokens, seconds=(time.perf_counter() - started) / turns)
         return winner, answer
 
-    async def _ask(self, peer: str, part: AdapterPart, rpc: str, request: Message, kind: type[M], blocks: int) -> M:
-        peers = self.servers.peers
-        return await peers.with_adapters(
-            peer, part.shipped, lambda: peers.request(peer, rpc, request, kind, blocks=blocks)
-        )
+    async def _ask(
+        self,
+        peer: str,
+        part: AdapterPart,
+        rpc: str,
+        request: Message,
+        kind: type[M],
+        inputs: SpanInputs,
+        attempt: _Attempt,
+    ) -> M:
+        peers, blocks = self.servers.peers, len(inputs.blocks)
+        room = self.servers.view.known.max_batch_tokens(peer)
+        while True:
+            async with peers.queues.turn(peer, inputs.num_tokens, room=room):
+                attempt.check(peer)
+                try:
+                    return await peers.with_adapters(
+                        peer, part.shipped, lambda: peers.request(peer, rpc, request, kind, blocks=blocks)
+                    )
+                except (OverloadedError, CapacityError) as exc:
+                    refusal = exc
+            if not peers.queues.refused(peer):
+                raise refusal
 
-    async def backward(self, grads: SpanOutputs, *, needs_hidden: bool, needs: Sequence[bool]) -> list[Tensor | None]:
+    async def backward(
+        self,
+        grads: SpanOutputs,
+        *,
+        needs_hidden: bool,
+        needs: Sequence[bool],
+        retries: ChainRetries,
+    ) -> list[Tensor | None]:
         """Returns the gradients of hidden states, adapter tensors and prefix, in this order.
 
-        ``grads`` holds the outputs' gradients; ``needs`` says for each tensor of adapters and prefix if its gradient
-        is wanted.
+        Args:
+            grads: The gradients of the outputs.
+            needs_hidden: Whether the gradient of hidden states is wanted.
+            needs: The same for each tensor of adapters and prefix.
+            retries: The batch's.
+
+        Raises:
+            MissingBlocksError: If no server is left for some block.
+            SwarmError: After too many failures.
         """
         num_adapter = len(self.inputs.adapters.tensors)
         collected = _Collected(
@@ -212,31 +275,30 @@ class ChainCall:
             needs_prefix=any(needs[num_adapter:]),
         )
         grad: Tensor | None = grads.hidden
-        retries = ChainRetries(self.servers.view)
         lowest = self._lowest_block_with_gradient(needs_hidden, needs)
-        pending = list(self._runs)
+        pending = [(run, 0) for run in self._runs]
         while pending and grad is not None:
-            run = pending.pop()
+            run, since = pending.pop()
             blocks = run.inputs.blocks
             if blocks.stop <= lowest:
                 break
             try:
-                without, needs_input = retries.excluded, blocks.start > lowest
-                answer = await self._backward_span(run, grad, grads, collected, without, needs_input=needs_input)
+                attempt, needs_input = _Attempt(retries, since), blocks.start > lowest
+                answer = await self._backward_span(run, grad, grads, collected, attempt, needs_input=needs_input)
             except SwarmError as exc:
                 if isinstance(exc, TicketLostError) and run.has_ticket:
                     # The server is fine, only the graph is gone: send the inputs again.
-                    pending.append(run.without_ticket())
+                    pending.append((run.without_ticket(), since))
                 else:
-                    retries.note(run.peer, exc)
-                    pending.extend(await self._forward_blocks(run.inputs, retries))
+                    retries.note(run.peer, exc, since)
+                    since = retries.moment
+                    pending.extend((again, since) for again in await self._forward_blocks(run.inputs, retries))
                 continue
             retries.progressed()
             grad = answer.grad_hidden
             before = self._index(blocks.start)
             if self.inputs.collect_hidden and before > 0 and grad is not None:
                 grad = grad + grads.hidden_states[before - 1]
-        retries.succeeded()
         # A kept graph serves one backward; another one starts from the inputs.
         self._runs = [run.without_ticket() for run in self._runs]
         return [grad if needs_hidden else None, *collected.adapters, *collected.prefix]
@@ -263,7 +325,7 @@ class ChainCall:
         grad: Tensor,
         grads: SpanOutputs,
         collected: _Collected,
-        without: Collection[str],
+        attempt: _Attempt,
         *,
         needs_input: bool,
     ) -> BackwardResponse:
@@ -289,8 +351,10 @@ class ChainCall:
             return request if peer == run.peer else msgspec.structs.replace(request, ticket=None, forward=forward)
 
         async def ask(peer: str) -> tuple[str, BackwardResponse]:
-            response = await self._ask(peer, run.part, "rpc_backward", sent_to(peer), BackwardResponse, len(blocks))
-            _check_gradients(response, request, replace(run, peer=peer))
+            message = sent_to(peer)
+            response = await self._ask(peer, run.part, "rpc_backward", message, BackwardResponse, run.inputs, attempt)
+            adapters = [tensor for adapter in run.part.shipped for tensor in adapter.tensors]
+            check_gradients(response, request, run.inputs, adapters, peer)
             return peer, response
 
         async def accept(peer: str, response: BackwardResponse) -> None:
@@ -306,6 +370,7 @@ class ChainCall:
                 )
             )
 
+        without = attempt.retries.excluded
         _, answer = await self._first_answer(run.peer, "rpc_backward", run.inputs, without, ask, accept)
         if request.needs_adapters:
             for index, value in zip(run.part.indices, answer.grad_adapters, strict=True):
@@ -313,20 +378,6 @@ class ChainCall:
         if request.needs_prefix:
             collected.prefix[2 * first : 2 * last] = answer.grad_prefix
         return answer
-
-
-def _check_gradients(answer: BackwardResponse, request: BackwardRequest, run: _SpanRun) -> None:
-    if request.needs_hidden:
-        check_tensor(answer.grad_hidden, run.inputs.hidden, run.peer, "the gradient of the hidden states")
-    adapters = [tensor for adapter in run.part.shipped for tensor in adapter.tensors]
-    for name, got, want in (
-        ("adapter", answer.grad_adapters, adapters if request.needs_adapters else ()),
-        ("prefix", answer.grad_prefix, run.inputs.prefix if request.needs_prefix else ()),
-    ):
-        if len(got) != len(want):
-            raise ProtocolError(f"server {run.peer} returned {len(got)} {name} gradients, expected {len(want)}")
-        for value, reference in zip(got, want, strict=True):
-            check_tensor(value, reference, run.peer, f"an {name} gradient")
 
 
 @dataclass(kw_only=True)

@@ -45,6 +45,10 @@ class SwarmConfig:
     codec: Literal["none", "float16", "int8"] = "none"
     """How hidden states and their gradients are packed on the wire; ``none`` keeps every bit."""
 
+    micro_batches: Literal["auto"] | int = "auto"
+    """Chunks in which the rows of a batch without a cache go through the chain, so that its servers work at the same
+    time; at most one for each row. ``auto``: as many as pay, by the times that servers took before."""
+
     push: Literal["auto", "on", "off"] = "auto"
     """Whether servers hand the steps of a session on to each other. ``auto``: if they are some milliseconds away."""
 
@@ -90,6 +94,9 @@ class SwarmConfig:
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise ConfigError(f"{name} must be a whole number, {least} or more; got {value!r}")
+        wanted = self.micro_batches
+        if wanted != "auto" and (type(wanted) is not int or wanted < 1):
+            raise ConfigError(f"invalid micro_batches {wanted!r}: expected 'auto' or a whole number, 1 or more")
         if type(self.local_fallback) is not bool:
             raise ConfigError(f"local_fallback must be True or False, got {self.local_fallback!r}")
         for name, known in _CHOICES.items():

@@ -13,17 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs, join_outputs
-from swarm_plugins.client.answers import check_same_routers
-from swarm_plugins.client.autograd import run_chain
-from swarm_plugins.client.chain_call import ChainCall
+from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
+from swarm_plugins.client.autograd import run_batch
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.network import LastingNetwork, Network
 from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.client.micro_batches import BatchCall
 from swarm_plugins.client.observer import CallObserver
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.sessions.session import ClientSession
-from swarm_plugins.client.splitting import cut_rows, tokens_per_message
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.config import NodeConfig
@@ -182,13 +180,7 @@ class RemoteBlocks:
             MissingBlocksError: If no living server holds some block.
             SwarmError: If a server refuses the request, or too many servers failed.
         """
-        if not self.view.known.infos:
-            self._loop.run(self.view.refresh(force=False))
-        limit = tokens_per_message(inputs)
-        parts = cut_rows(inputs, min(self.view.max_batch_tokens(inputs.blocks) or limit, limit))
-        outputs = [run_chain(self._loop, ChainCall(self.servers, part, keep=part.needs_gradient)) for part in parts]
-        check_same_routers(outputs, "the swarm")
-        return join_outputs(outputs, dim=0)
+        return run_batch(self._loop, BatchCall(self.servers, inputs, keep=inputs.needs_gradient))
 
     def open_session(self, blocks: range, prefix: Sequence[Tensor] = ()) -> ClientSession:
         """Returns a new session; servers open it at its first step."""

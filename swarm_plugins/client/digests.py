@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
+from swarm_plugins.errors import UnsupportedError
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -25,7 +26,8 @@ class AdapterPart:
     shipped: tuple[LoadedAdapter, ...]
     indices: tuple[int, ...]
     """Positions of the shipped tensors among all tensors of the call."""
-    rows: tuple[int, ...] | None
+    contents: tuple[int, ...]
+    """A checksum of each shipped tensor."""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -67,13 +69,16 @@ class DigestCache:
         """
         shipped = []
         indices: list[int] = []
+        contents: list[int] = []
         offset = 0
         for adapter in use.adapters:
             cut = self._cut(adapter, blocks)
-            shipped.append(self._shipped(cut, verify=verify))
+            named = self._name(cut, verify=verify)
+            shipped.append(named.shipped)
+            contents.extend(named.contents)
             indices.extend(offset + index for index in cut.indices)
             offset += len(adapter.tensors)
-        return AdapterPart(shipped=tuple(shipped), indices=tuple(indices), rows=use.rows)
+        return AdapterPart(shipped=tuple(shipped), indices=tuple(indices), contents=tuple(contents))
 
     def _cut(self, adapter: LoadedAdapter, blocks: range) -> _Cut:
         key = (id(adapter), blocks)
@@ -87,7 +92,7 @@ class DigestCache:
         self._cuts.move_to_end(key)
         return cut
 
-    def _shipped(self, cut: _Cut, *, verify: bool) -> LoadedAdapter:
+    def _name(self, cut: _Cut, *, verify: bool) -> _Named:
         spec, tensors = cut.part.spec, cut.part.tensors
         key: tuple[object, ...] = (id(cut), *((tensor.data_ptr(), tensor._version) for tensor in tensors))
         known = self._named.get(key)
@@ -98,7 +103,39 @@ class DigestCache:
                 known = self._named[key] = _Named(cut, contents, shipped)
                 _forget_oldest(self._named, self.capacity)
         self._named.move_to_end(key)
-        return known.shipped
+        return known
+
+
+class CallAdapters:
+    """The adapters of one call, as they were when it began: every request of the call names the same ones."""
+
+    def __init__(self, digests: DigestCache, use: AdapterUse) -> None:
+        self._digests = digests
+        self._use = use
+        self._contents: list[int] | None = None
+        self._parts: dict[range, AdapterPart] = {}
+
+    def part(self, blocks: range) -> AdapterPart:
+        """Returns the adapter parts to ship for some blocks.
+
+        Raises:
+            UnsupportedError: If they have changed since the call began.
+        """
+        if self._contents is None:
+            self._contents = _contents(self._use.tensors)
+        part = self._parts.get(blocks)
+        if part is None:
+            part = self._parts[blocks] = self._digests.part(self._use, blocks)
+            if any(self._contents[index] != now for index, now in zip(part.indices, part.contents, strict=True)):
+                raise changed_adapter_error()
+        return part
+
+
+def changed_adapter_error() -> UnsupportedError:
+    """Returns the error of a call in which an adapter is not the same from its first request to its last."""
+    return UnsupportedError(
+        "an adapter was changed while a forward or backward with it was under way: change adapters between steps"
+    )
 
 
 def _forget_oldest(entries: OrderedDict[K, V], capacity: int) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
+from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.client.answers import StreamLostError, check_answer
+from swarm_plugins.client.answers import RefusedError, StreamLostError, check_answer
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.deadlines import Deadlines
+from swarm_plugins.client.digests import changed_adapter_error
 from swarm_plugins.client.paces import Paces
+from swarm_plugins.client.queues import MOST_AT_ONCE, Queues
+from swarm_plugins.client.sharing import SharedWork
 from swarm_plugins.errors import (
     CapacityError,
     ProtocolError,
@@ -40,11 +45,13 @@ from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-_MAX_IDLE_CHANNELS = 4
+_MAX_IDLE_CHANNELS = MOST_AT_ONCE
 """Open streams kept for each peer and rpc; more are closed after use."""
 _MAX_IDLE_PEERS = 256
 """Pairs of peer and rpc with kept streams; those unused for longest are closed: each stream is an open file."""
 _MAX_UPLOADS_REMEMBERED = 4096
+_QUEUED = ("rpc_forward", "rpc_backward")
+"""Requests that a server carries out one after another."""
 _LATE_S = 3.0
 """A peer that has not answered by then is asked whether it is at work, and again every `_ASK_AGAIN_S`."""
 _ASK_AGAIN_S = 2.0
@@ -68,7 +75,11 @@ class Peers:
         self.deadlines = Deadlines(config.request_timeout_s)
         self.paces = Paces()
         self._idle: OrderedDict[tuple[str, str], list[Channel]] = OrderedDict()
-        self._uploaded: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self.queues = Queues()
+        self._uploaded: OrderedDict[tuple[str, str], int] = OrderedDict()
+        """The number of the upload by which a peer got an adapter."""
+        self._num_uploads = 0
+        self._uploads = SharedWork[tuple[str, str]]()
 
     async def open(self, peer: str, rpc: str) -> Channel:
         """Opens a stream."""
@@ -136,7 +147,8 @@ class Peers:
         try:
             with _as_lost_stream():
                 if timeout_s is None:
-                    limit_s = self.deadlines.timeout_s(peer, work, units)
+                    before = self.queues.tokens_before(peer, units) if work in _QUEUED else 0
+                    limit_s = self.deadlines.timeout_s(peer, work, before + units)
                     answer = await self._awaited(channel, limit_s, num_bytes(message))
                 else:
                     answer = await channel.receive(timeout_s=timeout_s)
@@ -145,7 +157,11 @@ class Peers:
             raise
         checked = check_answer(answer, kind, peer)
         # Only finished work counts: a refusal is instant and tells nothing about the pace.
-        seconds = time.perf_counter() - started
+        now = time.perf_counter()
+        seconds = now - started
+        if work in _QUEUED:
+            trip_s = self.paces.round_trip_s(peer) or 0.0
+            seconds = self.queues.answered(peer, work, sent=started, now=now, round_trip_s=trip_s)
         self.deadlines.observe(peer, work, units, seconds)
         self.paces.observe(peer, work, blocks=blocks, tokens=units, seconds=seconds)
         return checked
@@ -247,24 +263,32 @@ class Peers:
 
     async def with_adapters(self, peer: str, adapters: Sequence[LoadedAdapter], ask: Callable[[], Awaitable[T]]) -> T:
         """Uploads the adapters that a peer does not hold, then makes a request that names them."""
-        await self.upload(peer, adapters)
+        uploads = await self.upload(peer, adapters)
         try:
             return await ask()
         except UnknownAdapterError:
             # The server has dropped it since, to make room: upload once more, then the error is real.
-            await self.upload(peer, adapters, again=True)
+            await self.upload(peer, adapters, lost=uploads)
             return await ask()
 
-    async def upload(self, peer: str, adapters: Sequence[LoadedAdapter], *, again: bool = False) -> None:
-        """Ensures that a peer holds the adapters; ``again`` also uploads those it is believed to hold."""
+    async def upload(
+        self, peer: str, adapters: Sequence[LoadedAdapter], *, lost: Collection[int] = ()
+    ) -> Collection[int]:
+        """Ensures that a peer holds the adapters, each sent once for all who ask at the same time.
+
+        Returns the numbers of the uploads by which it got them; those in ``lost`` count no more.
+
+        Raises:
+            UnsupportedError: If an adapter has changed since it got its digest.
+        """
+        numbers = []
         for adapter in adapters:
             key = (peer, adapter.digest)
-            if key not in self._uploaded or again:
-                await self._upload_exact(peer, adapter)
-            self._uploaded[key] = None
+            while (number := self._uploaded.get(key)) is None or number in lost:
+                await self._uploads.do(key, functools.partial(self._upload_exact, peer, adapter))
             self._uploaded.move_to_end(key)
-            while len(self._uploaded) > _MAX_UPLOADS_REMEMBERED:
-                self._uploaded.popitem(last=False)
+            numbers.append(number)
+        return numbers
 
     async def _upload_exact(self, peer: str, adapter: LoadedAdapter) -> None:
         # Uncompressed whatever the codec: the digest is of the exact bytes.
@@ -274,8 +298,16 @@ class Peers:
         try:
             units = upload.num_bytes // _UPLOAD_UNIT_BYTES + 1
             await self.exchange(channel, upload, AdapterStored, work="rpc_adapter", units=units)
+        except RefusedError:
+            if adapter_digest(adapter.spec, adapter.tensors) != adapter.digest:
+                raise changed_adapter_error() from None
+            raise
         finally:
             await channel.close()
+        self._num_uploads += 1
+        self._uploaded[peer, adapter.digest] = self._num_uploads
+        while len(self._uploaded) > _MAX_UPLOADS_REMEMBERED:
+            self._uploaded.popitem(last=False)
 
     async def close(self) -> None:
         """Closes all kept streams. Idempotent."""

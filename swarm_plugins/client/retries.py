@@ -59,24 +59,41 @@ class Retries:
         """Servers without room for this call; not banned, as the next call may be smaller."""
         self.refusals: dict[str, RefusedError] = {}
         """Servers that refused the request itself."""
-        self._failed: set[str] = set()
+        self._failed: dict[str, int] = {}
+        """The failures noted before a server's last one."""
+        self._num_noted = 0
         self._progress_at = time.monotonic()
         self._reclaimed: set[str] = set()
         """Servers that have closed an idle session to make room."""
         self._moved: set[str] = set()
         """Servers that serve other blocks than they were asked for."""
 
-    def note(self, peer: str, error: SwarmError) -> None:
+    @property
+    def moment(self) -> int:
+        """Tells failures that were noted before from those noted after."""
+        return self._num_noted
+
+    def has_failed(self, peer: str, since: int) -> bool:
+        """Returns whether a failure of a peer was noted after a ``moment``."""
+        return self._failed.get(peer, -1) >= since
+
+    def note(self, peer: str, error: SwarmError, since: int | None = None) -> None:
         """Excludes the peer from now on; raises the error if no other server can help, or after too many failures.
+
+        Of several requests that were under way there together, only the first to fail counts: ``since`` is the
+        ``moment`` at which this one was made.
 
         Identities cost nothing: any number of servers that fail, or refuse the request itself, must not end a call that
         another one would carry out. So the first failure of a server does not count while there is one that has not
         failed, and a refusal is believed only if none is left.
         """
+        may_do_better = isinstance(error, TransportError | CapacityError)
+        if may_do_better and since is not None and self.has_failed(peer, since):
+            return
         self.last = error
         self.failures += not self._is_excused(peer)
-        self._failed.add(peer)
-        may_do_better = isinstance(error, TransportError | CapacityError)
+        self._failed[peer] = self._num_noted
+        self._num_noted += 1
         if not may_do_better or self.failures > self.limit:
             raise error
         log.warning("server %s failed (%d of %d failures that may be): %s", peer, self.failures, self.limit, error)

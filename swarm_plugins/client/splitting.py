@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
@@ -14,10 +16,20 @@ def tokens_per_message(inputs: SpanInputs) -> int:
     return max(1, DEFAULT_LIMITS.max_message_bytes // (num_states * token_bytes))
 
 
-def cut_rows(inputs: SpanInputs, max_tokens: int) -> list[SpanInputs]:
-    """Cuts a batch into parts of at most ``max_tokens``. A single row is never cut: the server refuses it."""
+def chunks_within(inputs: SpanInputs, max_tokens: int) -> int:
+    """Returns into how many chunks a batch has to be cut so that each has at most ``max_tokens``.
+
+    A single row is never cut: the server refuses it if it is too long.
+    """
     batch, length = inputs.hidden.shape[:2]
     rows = max(1, max_tokens // max(length, 1))
-    if rows >= batch:
+    return -(-batch // rows)
+
+
+def cut_rows(inputs: SpanInputs, num_chunks: int) -> list[SpanInputs]:
+    """Cuts a batch along its rows into chunks that differ by one row at most."""
+    batch = inputs.hidden.shape[0]
+    if num_chunks == 1:
         return [inputs]
-    return [inputs.take_rows(slice(start, min(start + rows, batch))) for start in range(0, batch, rows)]
+    ends = [batch * index // num_chunks for index in range(num_chunks + 1)]
+    return [inputs.take_rows(slice(start, end)) for start, end in itertools.pairwise(ends)]

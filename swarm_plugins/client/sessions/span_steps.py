@@ -157,7 +157,7 @@ class SpanSteps:
             attention_mask=inputs.attention_mask,
             ops=() if ahead else tuple(current.unsent_ops),
             adapters=part.digests,
-            adapter_rows=part.rows,
+            adapter_rows=inputs.adapters.rows,
             collect_hidden=inputs.collect_hidden,
             collect_router=inputs.collect_router,
             reply_codec=self.servers.peers.config.codec,

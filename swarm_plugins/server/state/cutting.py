@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.blocks.runner import SpanSpec
 from swarm_plugins.errors import CapacityError
 
@@ -72,19 +72,6 @@ def cut_batch(inputs: SpanInputs, spec: SpanSpec, limits: RunLimits) -> list[Por
     return [
         Portion(inputs=inputs.take_rows(slice(start, start + size)), part_tokens=part) for start in range(0, rows, size)
     ]
-
-
-def rows_of(outputs: SpanOutputs, first: int, count: int) -> SpanOutputs:
-    """Returns some rows of outputs, or of their gradients."""
-    shape = outputs.hidden.shape[:2]
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape[:2] == shape:
-            return tensor[first : first + count]
-        logits: torch.Tensor = tensor.unflatten(0, shape)  # [B, S, E]
-        return logits[first : first + count].flatten(0, 1)
-
-    return outputs.with_tensors([cut(tensor) for tensor in outputs.tensors])
 
 
 def _tokens_at_once(total: int, spec: SpanSpec, limits: RunLimits) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanOutputs, join_outputs
 from swarm_plugins.blocks.runner import SpanRunner
 from swarm_plugins.server.failures import BadRequestError
-from swarm_plugins.server.state.cutting import Portion, join_rows, rows_of
+from swarm_plugins.server.state.cutting import Portion, join_rows
 from swarm_plugins.server.state.gradients import (
     Gradients,
     KeptForward,
@@ -79,7 +79,7 @@ def run_backward(
         if index:
             between()
         count = part.inputs.hidden.shape[0]
-        share = grads if len(parts) == 1 else rows_of(grads, first, count)
+        share = grads if len(parts) == 1 else grads.take_rows(slice(first, first + count))
         first += count
         share = share.map(lambda tensor: tensor.to(runner.spec.device))
         if isinstance(part, KeptForward):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.client.micro_batches import BatchCall
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.transport.messages import (
@@ -49,12 +49,12 @@ class Doubler:
         return BackwardResponse(grad_hidden=message.grad_hidden * 2)
 
 
-def call(peers: Peers, view: SwarmView) -> ChainCall:
+def call(peers: Peers, view: SwarmView) -> BatchCall:
     inputs = SpanInputs(blocks=range(view.num_blocks), hidden=torch.ones(1, 2, 4))
-    return ChainCall(Servers(peers, view), inputs, keep=True)
+    return BatchCall(Servers(peers, view), inputs, keep=True)
 
 
-async def backward(chain: ChainCall) -> torch.Tensor | None:
+async def backward(chain: BatchCall) -> torch.Tensor | None:
     grads = SpanOutputs(hidden=torch.ones(1, 2, 4))
     return (await chain.backward(grads, needs_hidden=True, needs=()))[0]
 

@@ -17,9 +17,9 @@ from client_kit import VERSION, server_info
 
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
-from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.client.micro_batches import BatchCall
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.errors import MissingBlocksError, RequestTimeoutError, TransportError
 from swarm_plugins.routing import Demand
@@ -102,7 +102,7 @@ def run(spans: dict[str, tuple[int, int]], use: Callable[[Swarm, Servers], Await
 
 async def forward(servers: Servers) -> None:
     inputs = SpanInputs(blocks=range(servers.view.num_blocks), hidden=torch.zeros(1, 2, 4))
-    await ChainCall(servers, inputs, keep=False).forward()
+    await BatchCall(servers, inputs, keep=False).forward()
 
 
 @pytest.mark.parametrize("directory_hangs", [False, True], ids=["servers", "servers-and-directory"])

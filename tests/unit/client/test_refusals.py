@@ -11,8 +11,8 @@ import torch
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
 from swarm_plugins.client.answers import RefusedError
-from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.discovery.view import Servers, SwarmView
+from swarm_plugins.client.micro_batches import BatchCall
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.transport.messages import (
@@ -55,8 +55,8 @@ class Server:
         return SessionStepResponse(hidden=message.hidden + 1)
 
 
-def call(peers: Peers, view: SwarmView) -> ChainCall:
-    return ChainCall(Servers(peers, view), replace(INPUTS, blocks=range(view.num_blocks)), keep=True)
+def call(peers: Peers, view: SwarmView) -> BatchCall:
+    return BatchCall(Servers(peers, view), replace(INPUTS, blocks=range(view.num_blocks)), keep=True)
 
 
 async def with_liar_first(view: SwarmView, run: Callable[[], Any]) -> Any:

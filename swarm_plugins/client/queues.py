@@ -1,0 +1,103 @@
+"""What this client has sent to each server for training: how much that may be, and what of a wait is the queue's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+MOST_AT_ONCE = 8
+"""Requests at one server, which keeps twice as many of one client if no other has any."""
+_MAX_PEERS = 4096
+
+
+@dataclass
+class _Queue:
+    """This client's requests at one server."""
+
+    most: int = MOST_AT_ONCE
+    num_sent: int = 0
+    """Requests that are sent and not answered."""
+    sent_tokens: int = 0
+    """Of these."""
+    asked_tokens: int = 0
+    """Of these, and of requests that wait to be sent."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_free(self, tokens: int, room: int) -> bool:
+        has_room = not room or self.sent_tokens + tokens <= room
+        return not self.num_sent or (self.num_sent < self.most and has_room)
+
+    def change(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Queues:
+    """This client's requests for training, which each server carries out one after another."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, _Queue] = {}
+        self._answered_at: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def asked_tokens(self, peer: str) -> int:
+        """Returns the tokens of all requests to a server that wait for its answer, or to be sent."""
+        return self._queues[peer].asked_tokens if peer in self._queues else 0
+
+    def tokens_before(self, peer: str, tokens: int) -> int:
+        """Returns the tokens that a server has got before those of the request sent to it last."""
+        return max(0, self._queues[peer].sent_tokens - tokens) if peer in self._queues else 0
+
+    @asynccontextmanager
+    async def turn(self, peer: str, tokens: int, *, room: int) -> AsyncIterator[None]:
+        """Waits until a request may be sent; it counts until the ``with`` block ends.
+
+        Args:
+            peer: The server.
+            tokens: Of the request.
+            room: Most tokens at the server at once; a request that is alone there may have more. 0: any number.
+        """
+        queue = self._queues.setdefault(peer, _Queue())
+        queue.asked_tokens += tokens
+        try:
+            while not queue.is_free(tokens, room):
+                await queue.changed.wait()
+            queue.num_sent += 1
+            queue.sent_tokens += tokens
+            try:
+                yield
+            finally:
+                queue.num_sent -= 1
+                queue.sent_tokens -= tokens
+        finally:
+            queue.asked_tokens -= tokens
+            queue.change()
+            if not queue.asked_tokens:
+                self._queues.pop(peer, None)
+
+    def refused(self, peer: str) -> bool:
+        """Notes that a server had no place for a request; returns whether it may have one when others are answered."""
+        queue = self._queues.get(peer)
+        if queue is None or not queue.num_sent:
+            return False
+        queue.most = min(queue.most, queue.num_sent)
+        return True
+
+    def answered(self, peer: str, rpc: str, *, sent: float, now: float, round_trip_s: float) -> float:
+        """Notes an answer, and returns how long it would have taken without others of this client before it.
+
+        Args:
+            peer: Who has answered.
+            rpc: What was asked.
+            sent: When, in seconds of any clock.
+            now: When the answer came.
+            round_trip_s: Of a message and its answer.
+        """
+        before = self._answered_at.pop((peer, rpc), sent)
+        self._answered_at[peer, rpc] = now
+        if len(self._answered_at) > _MAX_PEERS:
+            self._answered_at.popitem(last=False)
+        # A server that has just answered begins with this one, whose way there is over.
+        return now - max(sent, before - round_trip_s)
