@@ -14,14 +14,14 @@ from typing import Any
 from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
-from swarm_plugins.client.autograd import run_batch
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.network import LastingNetwork, Network
 from swarm_plugins.client.discovery.view import Servers, SwarmView
-from swarm_plugins.client.micro_batches import BatchCall
 from swarm_plugins.client.observer import CallObserver
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.sessions.session import ClientSession
+from swarm_plugins.client.training.autograd import run_batch
+from swarm_plugins.client.training.micro_batches import BatchCall
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.config import NodeConfig

@@ -21,9 +21,9 @@ from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import Servers, SwarmView
-from swarm_plugins.client.micro_batches import BatchCall
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.queues import MOST_AT_ONCE
+from swarm_plugins.client.training.micro_batches import BatchCall
 from swarm_plugins.errors import ConfigError, MissingBlocksError, RemoteError, UnsupportedError
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel

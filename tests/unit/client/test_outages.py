@@ -19,8 +19,8 @@ from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.discovery.view import Servers, SwarmView
-from swarm_plugins.client.micro_batches import BatchCall
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.training.micro_batches import BatchCall
 from swarm_plugins.errors import MissingBlocksError, RequestTimeoutError, TransportError
 from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.chain_call import ChainCall
+from swarm_plugins.client.training.chain_call import ChainCall
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny

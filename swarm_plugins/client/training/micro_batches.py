@@ -16,10 +16,10 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
-from swarm_plugins.client.chain_call import ChainCall
 from swarm_plugins.client.digests import CallAdapters
 from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.client.splitting import chunks_within, cut_rows, tokens_per_message
+from swarm_plugins.client.training.chain_call import ChainCall
 from swarm_plugins.routing import Demand
 
 if TYPE_CHECKING:
