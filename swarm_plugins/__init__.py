@@ -2,6 +2,7 @@
 
 ```text
 AutoSwarmModelForCausalLM ...   HF's own model class, decoder layers on servers of a swarm
+Speculation                     several tokens a trip: generate(custom_generate=Speculation(draft))
 SwarmConfig                     deadlines, retries and codec of a client
 PRMoEConfig, PRMoEForCausalLM ...   DeepSpeed-MoE's pyramid-residual mixture, known to HF's auto classes
 upcycle, from_deepspeed         PR-MoE from a dense model, or from a DeepSpeed checkpoint
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from swarm_plugins.offload import OffloadConfig, load_offloaded
     from swarm_plugins.parallel import parallelize
     from swarm_plugins.remote_experts.load import load_remote_experts
+    from swarm_plugins.speculation import Speculation
     from swarm_plugins.strategy.expert_parallel.unified import ExpertParallelStrategy, FabricExpertParallelStrategy
     from swarm_plugins.strategy.swarm.unified import FabricSwarmStrategy, SwarmStrategy
 
@@ -75,6 +77,7 @@ __all__ = [
     "PRMoEForCausalLM",
     "PRMoEForSequenceClassification",
     "PRMoEModel",
+    "Speculation",
     "StagedDistillation",
     "StagedDistillationTrainerCallback",
     "SwarmConfig",
@@ -108,6 +111,7 @@ _HOMES = {
     "PRMoEForCausalLM": "swarm_plugins.models",
     "PRMoEForSequenceClassification": "swarm_plugins.models",
     "PRMoEModel": "swarm_plugins.models",
+    "Speculation": "swarm_plugins.speculation",
     "StagedDistillation": "swarm_plugins.callbacks.distill_lightning",
     "StagedDistillationTrainerCallback": "swarm_plugins.callbacks.distill_transformers",
     "SwarmConfig": "swarm_plugins.client",

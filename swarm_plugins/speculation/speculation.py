@@ -1,0 +1,258 @@
+"""Speculative decoding for ``generate(custom_generate=...)``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import torch
+from torch import LongTensor, Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.speculation.choice import Chosen, choose_greedy, choose_sampled, processed
+from swarm_plugins.speculation.drafts import Drafter, LookupDrafter, ModelDrafter
+from swarm_plugins.speculation.pace import Counts, Pace
+from swarm_plugins.speculation.rows import Places, Texts
+
+LOOKUP = "lookup"
+
+
+class Speculation:
+    """Decodes several tokens a trip; pass it to ``generate(custom_generate=...)``.
+
+    Greedy decoding gives the tokens that it gives without a draft, sampling the same distribution. How many tokens are
+    drafted follows from the measured times and the draft's success, which an instance remembers from call to call. Rows
+    of a batch accept different numbers of tokens.
+
+    Args:
+        draft: A small model with the same tokens, or ``"lookup"`` to draft from repetitions in the text.
+        max_tokens: The most tokens to draft in a round.
+
+    Raises:
+        ConfigError: If the draft is a string other than ``"lookup"``, or ``max_tokens`` is less than 1.
+    """
+
+    def __init__(self, draft: PreTrainedModel | str, *, max_tokens: int = 32) -> None:
+        if isinstance(draft, str) and draft != LOOKUP:
+            raise ConfigError(f"invalid draft {draft!r}: expected a model, or {LOOKUP!r} to draft from the text")
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens is {max_tokens}, expected at least 1")
+        self.draft = draft
+        self.max_tokens = max_tokens
+        self.counts = Counts()
+        """What it did so far."""
+        self._pace = Pace()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decodes as ``generate()`` asks it to.
+
+        transformers hands no streamer to a ``custom_generate``; bind one with ``functools.partial``.
+
+        Args:
+            model: The model to decode with.
+            input_ids: ``[B, T]``, padded on the left.
+            logits_processor: Changes logits before a token is chosen.
+            stopping_criteria: Say when a row ends.
+            generation_config: Settings of this generation.
+            streamer: Gets the tokens of a single row as they come.
+            **model_kwargs: Cache, mask and positions, and whatever else the model's forward takes.
+
+        Raises:
+            ConfigError: If the draft model has another vocabulary, or the settings exclude speculation.
+            UnsupportedError: If the model cannot take back tokens.
+        """
+        self._check(model, input_ids, generation_config, model_kwargs, streamer)
+        drafter = self._drafter(logits_processor, generation_config)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        run = _Run(self, model, input_ids, generation_config, model_kwargs, logits_processor, drafter)
+        while run.texts.active.any():
+            new = run.round(stopping_criteria)
+            if streamer is not None:
+                streamer.put(torch.tensor([new]))
+        if streamer is not None:
+            streamer.end()
+        if not generation_config.return_dict_in_generate:
+            return run.texts.ids
+        cache = run.kwargs["past_key_values"] if len(run.texts.lengths) == 1 else None
+        return GenerateDecoderOnlyOutput(sequences=cast("LongTensor", run.texts.ids), past_key_values=cache)
+
+    def _drafter(self, processors: LogitsProcessorList, config: GenerationConfig) -> Drafter:
+        if isinstance(self.draft, str):
+            return LookupDrafter()
+        return ModelDrafter(
+            self.draft, processors, do_sample=bool(config.do_sample), ends=_token_list(config.eos_token_id)
+        )
+
+    def _check(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        config: GenerationConfig,
+        kwargs: dict[str, Any],
+        streamer: BaseStreamer | None,
+    ) -> None:
+        if not isinstance(self.draft, str):
+            check_vocabulary(model, self.draft)
+        if model.config.is_encoder_decoder:
+            raise UnsupportedError(f"{type(model).__name__} has an encoder: speculation is for decoders alone")
+        if (config.num_beams or 1) > 1:
+            raise ConfigError(f"speculation needs num_beams=1, got {config.num_beams}: beams accept no common draft")
+        wanted = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+        asked = [name for name in wanted if getattr(config, name, None)]
+        if asked:
+            raise ConfigError(f"speculation returns tokens only: leave out {', '.join(asked)}, or decode without it")
+        if input_ids.shape[1] == 0:
+            raise ConfigError("speculation needs input_ids, got none: a draft cannot continue inputs_embeds")
+        if not kwargs.get("use_cache") or kwargs.get("past_key_values") is None:
+            raise ConfigError("speculation needs a KV cache: leave use_cache=True")
+        if streamer is not None and input_ids.shape[0] > 1:
+            raise ConfigError(f"a streamer takes one row, got {input_ids.shape[0]}: generate them one by one")
+
+
+def check_vocabulary(model: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Raises ConfigError unless both models have vocabularies of the same size."""
+    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (model, draft)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {sizes[1]} tokens and the model of {sizes[0]}: a draft must share "
+            "the model's tokenizer; choose a smaller model of the same family, or draft='lookup'"
+        )
+
+
+class _Run:
+    """One call of ``generate()``."""
+
+    def __init__(
+        self,
+        owner: Speculation,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        processors: LogitsProcessorList,
+        drafter: Drafter,
+    ) -> None:
+        self._owner, self._model, self._config = owner, model, config
+        self._processors, self._drafter = processors, drafter
+        self.kwargs = model_kwargs
+        self.texts = Texts(input_ids, _pad_token(config))
+        self._places = Places(
+            input_ids, model_kwargs.pop("attention_mask", None), model_kwargs.pop("position_ids", None)
+        )
+        cache = model_kwargs["past_key_values"]
+        cache.activate_past_recording()
+        self._seen = int(cache.get_seq_length())
+        self._is_first = True
+        # A window counts places, so rows with holes would see less than their window.
+        self._may_have_holes = self._places.positions is not None and not _has_window(model)
+
+    def round(self, stopping_criteria: StoppingCriteriaList) -> list[int]:
+        """Drafts, verifies and takes over; returns the new tokens of the first row."""
+        started = time.perf_counter()
+        texts, pace = self.texts, self._owner._pace
+        before = list(texts.lengths)
+        rows = texts.active_rows
+        draft = self._drafter.propose(texts, self._places, self._limit(), pace)
+        sent = time.perf_counter()
+        logits = self._verify(self._places.with_drafts(draft.tokens), draft.tokens.shape[1] + 1)
+        trip_s = time.perf_counter() - sent
+        logits = processed(logits, texts, draft.tokens, self._processors)
+        if self._config.do_sample:
+            chosen = choose_sampled(logits, draft.tokens, draft.probabilities)
+        else:
+            chosen = choose_greedy(logits, draft.tokens)
+        for row in rows:
+            pace.saw_tokens(draft.confidences[row].tolist(), int(chosen.counts[row]))
+        self._take(chosen, draft.tokens, stopping_criteria)
+        new = sum(texts.lengths) - sum(before)
+        if not self._is_first:
+            pace.saw_round(draft.tokens.shape[1] + 1, trip_s, time.perf_counter() - started, new)
+        self._is_first = False
+        counts = self._owner.counts
+        counts.rounds += 1
+        counts.tokens += new
+        counts.row_rounds += len(rows)
+        counts.drafted += len(rows) * draft.tokens.shape[1]
+        counts.accepted += new - len(rows)
+        return texts.ids[0, before[0] : texts.lengths[0]].tolist()
+
+    def _limit(self) -> int:
+        longest = max(self.texts.lengths[row] for row in self.texts.active_rows)
+        left = int(self._config.max_length) - longest - 1
+        return self._owner._pace.limit(max(0, min(self._owner.max_tokens, left)))
+
+    def _verify(self, places: Places, width: int) -> Tensor:
+        """Runs all places that the cache has not seen; returns the logits of the last, ``[B, width, V]``."""
+        options = dict(self.kwargs)
+        if places.positions is not None:
+            options["position_ids"] = places.positions
+        model: Any = self._model
+        inputs = model.prepare_inputs_for_generation(
+            places.tokens,
+            next_sequence_length=places.length - self._seen,
+            attention_mask=places.mask,
+            is_first_iteration=self._is_first,
+            **options,
+        )
+        self._may_have_holes = self._may_have_holes and inputs.get("position_ids") is not None
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = width
+        outputs = model(**inputs, return_dict=True)
+        self.kwargs["past_key_values"] = outputs.past_key_values
+        logits: Tensor = outputs.logits[:, -width:].float().to(places.tokens.device)
+        return logits
+
+    def _take(self, chosen: Chosen, drafts: Tensor, stopping_criteria: StoppingCriteriaList) -> None:
+        """Appends the accepted tokens and the one after them; forgets the rest."""
+        texts = self.texts
+        counts = torch.where(texts.active.to(chosen.counts.device), chosen.counts, 0)
+        if not self._may_have_holes:
+            counts = torch.where(texts.active.to(counts.device), counts[texts.active].min(), 0)
+        newest = chosen.tokens.gather(1, counts[:, None])[:, 0]
+        places = self._places.accepted(drafts, counts, newest)
+        self.kwargs["past_key_values"].crop(places.length - 1 - self._places.length - drafts.shape[1])
+        self._drafter.forget(places.length - 1)
+        self._seen, self._places = places.length - 1, places
+        for place in range(int(counts.max()) + 1):
+            for row in texts.active_rows:
+                if place <= counts[row]:
+                    texts.append(row, int(chosen.tokens[row, place]))
+            self._stop([row for row in texts.active_rows if place <= counts[row]], stopping_criteria)
+
+    def _stop(self, rows: list[int], stopping_criteria: StoppingCriteriaList) -> None:
+        """Ends rows with a new token that fulfil a criterion; criteria want texts of equal length."""
+        for length in {self.texts.lengths[row] for row in rows}:
+            ended = stopping_criteria(self.texts.ids[:, :length], None)
+            for row in rows:
+                if self.texts.lengths[row] == length and ended[row]:
+                    self.texts.active[row] = False
+
+
+def _has_window(model: PreTrainedModel) -> bool:
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    return bool(getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
+
+
+def _token_list(tokens: int | list[int] | None) -> list[int]:
+    return [] if tokens is None else list(tokens) if isinstance(tokens, list) else [tokens]
+
+
+def _pad_token(config: GenerationConfig) -> int:
+    return next(iter(_token_list(config.pad_token_id) + _token_list(config.eos_token_id)), 0)

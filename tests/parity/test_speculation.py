@@ -1,0 +1,102 @@
+"""Speculation over a swarm: the tokens of the local model, one trip of the chain a round, also if a server is lost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from generation_modes import PADDED, PADDED_MASK, PROMPT
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.client.session import ClientSession
+from swarm_plugins.speculation import Speculation
+from swarm_plugins.speculation import speculation as speculation_module
+from swarm_plugins.speculation.choice import Chosen
+from swarm_plugins.speculation.pace import Pace
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny
+
+NEW_TOKENS = 16
+
+
+@pytest.fixture(autouse=True)
+def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "pays_to_draft", lambda self, chances: chances > 0)
+    monkeypatch.setattr(Pace, "pays_to_verify", lambda self, chances: True)
+
+
+@pytest.fixture
+def trips(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The new tokens of each trip of a session through its chain."""
+    widths: list[int] = []
+    step: Callable[..., object] = ClientSession.step
+
+    def counted(self: ClientSession, inputs: object, ops: object = ()) -> object:
+        widths.append(inputs.hidden.shape[1])  # type: ignore[attr-defined]
+        return step(self, inputs, ops)
+
+    monkeypatch.setattr(ClientSession, "step", counted)
+    return widths
+
+
+def decode(model: PreTrainedModel, *, batch: bool, speculation: Speculation | None = None) -> list[list[int]]:
+    ids, mask = (PADDED, PADDED_MASK) if batch else (PROMPT, torch.ones_like(PROMPT))
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": 10_000}
+    tokens: list[list[int]] = model.generate(  # type: ignore[operator]
+        ids, attention_mask=mask, **options, **({} if speculation is None else {"custom_generate": speculation})
+    ).tolist()
+    return tokens
+
+
+def noisy(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a model say something else now and then."""
+    other = copy.deepcopy(model)
+    head = other.get_output_embeddings().weight
+    with torch.no_grad():
+        head.add_(torch.randn(head.shape, generator=torch.Generator().manual_seed(7)) * 0.25 * head.std())
+    return other
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["one row", "three rows"])
+@pytest.mark.parametrize("pair", ["llama", "mixtral_sliding", "deepseek_v3", "gpt_oss"], indirect=True)
+def test_tokens_are_the_local_ones_and_a_round_is_a_trip(pair: Any, trips: list[int], batch: bool) -> None:
+    want = decode(pair.local, batch=batch)
+    for one in (noisy(pair.load_local()), "lookup"):
+        trips.clear()
+        speculation = Speculation(one, max_tokens=4)
+        assert decode(pair.remote, batch=batch, speculation=speculation) == want
+        assert len(trips) == speculation.counts.rounds
+        assert speculation.counts.accepted > 0 or one == "lookup"
+
+
+@pytest.mark.parametrize("batch", [False, True], ids=["one row", "three rows"])
+def test_a_lost_server_changes_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trips: list[int], batch: bool
+) -> None:
+    directory = save_tiny("mixtral", tmp_path)
+    local = AutoModelForCausalLM.from_pretrained(directory).eval()
+    want = decode(local, batch=batch)
+    spans = [(0, 2), (2, 4), (0, 2), (2, 4)]
+    with InProcessSwarm(directory, spans=spans, config=SwarmConfig(max_retries=6)) as swarm:
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        killed: list[str] = []
+        choose = speculation_module.choose_greedy
+
+        def kill_after_some(logits: Tensor, drafts: Tensor) -> Chosen:
+            if len(trips) in (2, 3):
+                busy = [peer for peer, service in swarm.services.items() if len(service.sessions)]
+                killed.append(next(peer for peer in busy if peer not in killed))
+                swarm.kill(killed[-1])
+            return choose(logits, drafts)
+
+        monkeypatch.setattr(speculation_module, "choose_greedy", kill_after_some)
+        speculation = Speculation(noisy(local), max_tokens=4)
+        assert decode(remote, batch=batch, speculation=speculation) == want
+        assert len(killed) == 2
+        assert len(trips) == speculation.counts.rounds

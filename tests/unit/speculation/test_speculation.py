@@ -1,0 +1,178 @@
+"""Speculation says what plain decoding says: greedy to the token, sampled with the same shares."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.speculation import Speculation
+from swarm_plugins.speculation.pace import Pace
+from swarm_plugins.speculation.rows import Places
+from swarm_plugins.testing.models import tiny_model
+
+PROMPT = torch.tensor([[5, 17, 99, 23, 5, 17, 99, 23, 5, 17]])
+PADDED = torch.tensor([[0, 0, 0, 11, 42, 7], [31, 64, 9, 88, 12, 101], [0, 3, 77, 14, 50, 60]])
+ENDS = list(range(3, 128, 7))
+FAMILIES = ("llama", "mixtral_sliding", "gpt_oss")
+
+
+def near(model: PreTrainedModel, family: str) -> PreTrainedModel:
+    """A model that often says what ``model`` says."""
+    other = tiny_model(family).eval()
+    other.load_state_dict(model.state_dict())
+    head = other.get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        head.add_(torch.randn(head.shape, generator=generator) * 0.25 * head.std())
+    return other
+
+
+def greedy(model: PreTrainedModel, ids: Tensor, speculation: Any = None, **options: Any) -> Tensor:
+    chosen = {} if speculation is None else {"custom_generate": speculation}
+    settings = {"max_new_tokens": 20, "do_sample": False, **options}
+    output: Tensor = model.generate(ids, attention_mask=(ids != 0).long(), pad_token_id=0, **settings, **chosen)  # type: ignore[operator]
+    return output
+
+
+@pytest.fixture(autouse=True)
+def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafting never pays with a draft as large as its model; what is tested here is what becomes of drafts."""
+    monkeypatch.setattr(Pace, "pays_to_draft", lambda self, chances: chances > 0)
+    monkeypatch.setattr(Pace, "pays_to_verify", lambda self, chances: True)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedModel]:
+    model = tiny_model(request.param).eval()
+    return model, near(model, request.param)
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}, {"eos_token_id": ENDS}], ids=str)
+@pytest.mark.parametrize("ids", [PROMPT, PADDED], ids=["one row", "three rows"])
+def test_greedy_tokens_are_equal(
+    pair: tuple[PreTrainedModel, PreTrainedModel], ids: Tensor, options: dict[str, Any]
+) -> None:
+    model, draft = pair
+    want = greedy(model, ids, **options)
+    for one in (draft, "lookup", model):
+        speculation = Speculation(one, max_tokens=5)
+        assert greedy(model, ids, speculation, **options).tolist() == want.tolist()
+        assert speculation.counts.tokens > 0
+
+
+@pytest.mark.parametrize(("family", "differ"), [("llama", True), ("mixtral_sliding", False)])
+def test_rows_accept_different_lengths_where_no_window_counts_places(
+    monkeypatch: pytest.MonkeyPatch, family: str, differ: bool
+) -> None:
+    model = tiny_model(family).eval()
+    taken: list[Tensor] = []
+
+    def note(self: Places, drafts: Tensor, counts: Tensor, newest: Tensor) -> Places:
+        taken.append(counts)
+        return accepted(self, drafts, counts, newest)
+
+    accepted = Places.accepted
+    monkeypatch.setattr(Places, "accepted", note)
+    speculation = Speculation(near(model, family), max_tokens=3)
+    greedy(model, PADDED, speculation, max_new_tokens=40, eos_token_id=10_000)
+    assert 0.1 < speculation.counts.accepted / speculation.counts.drafted < 0.9
+    assert any(len(set(counts.tolist())) > 1 for counts in taken[:-3]) == differ
+    assert speculation.counts.tokens == 120
+    assert speculation.counts.rounds < 40
+
+
+def test_sampled_texts_have_the_same_shares() -> None:
+    model = tiny_model("llama").eval()
+    draft = near(model, "llama")
+    torch.manual_seed(0)
+    options = {"do_sample": True, "top_k": 3, "max_new_tokens": 3, "num_return_sequences": 1500}
+    ids = PROMPT[:, :4]
+
+    def shares(speculation: Speculation | None) -> dict[tuple[int, ...], float]:
+        texts = [tuple(row) for row in greedy(model, ids, speculation, **options)[:, 4:].tolist()]
+        return {text: texts.count(text) / len(texts) for text in set(texts)}
+
+    plain, drafted, looked_up = shares(None), shares(Speculation(draft)), shares(Speculation("lookup"))
+    for other in (drafted, looked_up):
+        distance = sum(abs(plain.get(text, 0.0) - other.get(text, 0.0)) for text in {*plain, *other}) / 2
+        assert distance < 0.12, "27 texts, 1500 samples: about 0.05 by chance"
+    assert len(plain) > 10
+
+
+class Words(BaseStreamer):
+    """Keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_a_streamer_gets_each_token_once() -> None:
+    model = tiny_model("llama").eval()
+    words = Words()
+    result = greedy(model, PROMPT, partial(Speculation(model), streamer=words), return_dict_in_generate=True)
+    assert words.tokens == result.sequences[0].tolist()  # type: ignore[attr-defined]
+    assert words.ended == 1
+    assert result.past_key_values.get_seq_length() == len(words.tokens) - 1  # type: ignore[attr-defined]
+
+
+def test_a_cache_is_continued() -> None:
+    model = tiny_model("llama").eval()
+    first = greedy(model, PROMPT, Speculation(model), return_dict_in_generate=True, max_new_tokens=7)
+    longer = torch.cat((first.sequences, PROMPT), dim=1)  # type: ignore[attr-defined]
+    again = greedy(model, longer, Speculation("lookup"), past_key_values=first.past_key_values)  # type: ignore[attr-defined]
+    assert again.tolist() == greedy(model, longer).tolist()
+
+
+def test_what_cannot_work_is_said_in_a_sentence() -> None:
+    model = tiny_model("llama").eval()
+    other = tiny_model("llama").eval()
+    other.resize_token_embeddings(96)
+    cases = {
+        r"draft model has a vocabulary of 96 tokens and the model of 128: .* or draft='lookup'": (other, {}),
+        r"needs num_beams=1, got 2": ("lookup", {"num_beams": 2}),
+        r"returns tokens only: leave out output_scores": (
+            "lookup",
+            {"output_scores": True, "return_dict_in_generate": True},
+        ),
+        r"needs a KV cache": ("lookup", {"use_cache": False}),
+    }
+    for text, (draft, options) in cases.items():
+        with pytest.raises(ConfigError, match=text):
+            greedy(model, PROMPT, Speculation(draft), **options)
+    with pytest.raises(ConfigError, match="a streamer takes one row, got 3"):
+        greedy(model, PADDED, partial(Speculation("lookup"), streamer=Words()))
+    with pytest.raises(ConfigError, match=r"invalid draft 'small': expected a model, or 'lookup'"):
+        Speculation("small")
+    with pytest.raises(ConfigError, match="max_tokens is 0, expected at least 1"):
+        Speculation("lookup", max_tokens=0)
+
+
+def test_lookup_takes_the_longest_match() -> None:
+    text = [*range(40, 60), 7, *range(40, 50)]
+    model = tiny_model("llama").eval()
+    asked: list[int] = []
+
+    def count(ids: Tensor, scores: Tensor) -> Tensor:
+        asked.append(ids.shape[1])
+        return scores
+
+    speculation = Speculation("lookup")
+    greedy(model, torch.tensor([text]), speculation, max_new_tokens=6, logits_processor=[count])
+    first = list(itertools.takewhile(lambda length: length != asked[0] or not asked, asked[1:]))
+    assert asked[0] == len(text)
+    assert first[:4] == [len(text) + place for place in range(1, 5)], "four drafted tokens were verified at once"
