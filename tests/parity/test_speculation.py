@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
-from swarm_plugins.client.session import ClientSession
+from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.speculation import speculation as speculation_module
 from swarm_plugins.speculation.choice import Chosen
