@@ -7,6 +7,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from swarm_plugins.errors import printable
+
 log = logging.getLogger(__name__)
 
 _REST_S = 60.0
@@ -26,6 +28,7 @@ class Hops:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._rests: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
+        self._unable: OrderedDict[str, None] = OrderedDict()
 
     def is_open(self, sender: str, receiver: str) -> bool:
         """Returns whether one server is worth asking to push to another."""
@@ -42,3 +45,12 @@ class Hops:
             self._rests.popitem(last=False)
         text = "server %s does not reach server %s (%s): outputs go by this client for %g s"
         log.info(text, sender, receiver, why, rest_s)
+
+    def found_unable(self, peer: str, software: str, *, level: int) -> None:
+        """Says once of a server that it cannot push at all."""
+        if peer not in self._unable:
+            self._unable[peer] = None
+            text = "server %s (version %s) neither takes nor sends outputs of other servers: they go by this client"
+            log.log(level, text, peer, printable(software) or "unknown")
+            if len(self._unable) > _MAX_PAIRS:
+                self._unable.popitem(last=False)

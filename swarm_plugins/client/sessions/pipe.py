@@ -7,6 +7,7 @@ et al., 2019), but for a prompt: a chunk's keys and values are in the cache when
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -82,10 +83,17 @@ class Pipe:
         if any(span.channel is None for span in spans):
             rows = self._inputs.hidden.shape[0]
             await asyncio.gather(*(self._steps.open_ahead(span, rows) for span in spans))
-        if not all(self._steps.takes_pushes(span) for span in spans) or not may_push(spans, servers.hops):
+        peers, config, hops = servers.peers, servers.peers.config, servers.hops
+        is_wanted = config.push == "on" or (
+            config.push == "auto" and is_worth_it([peers.paces.round_trip_s(span.peer) for span in spans])
+        )
+        if not is_wanted:
             return None
-        peers = servers.peers
-        if peers.config.push == "auto" and not is_worth_it([peers.paces.round_trip_s(span.peer) for span in spans]):
+        for span in spans:
+            if (info := servers.view.known.infos.get(span.peer)) is not None and not info.pushes:
+                level = logging.WARNING if config.push == "on" else logging.INFO
+                hops.found_unable(span.peer, info.software, level=level)
+        if not may_push(spans, hops):
             return None
         return PushedSteps(spans, peers, servers.hops)
 
