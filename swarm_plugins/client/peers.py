@@ -102,7 +102,6 @@ class Peers:
         work: str,
         units: int,
         blocks: int = 0,
-        codec: Codec = "none",
         timeout_s: float | None = None,
     ) -> M:
         """Sends one message and returns the answer.
@@ -116,13 +115,14 @@ class Peers:
             SwarmError: If no answer comes in time, or it is a failure or malformed.
         """
         started = time.perf_counter()
-        await self.post(channel, message, codec=codec)
+        await self.post(channel, message)
         return await self.collect(
             channel, message, kind, work=work, units=units, blocks=blocks, timeout_s=timeout_s, started=started
         )
 
-    async def post(self, channel: Channel, message: Message, *, codec: Codec = "none") -> None:
-        """Sends one message, whose answer `collect` returns; raises like `exchange`."""
+    async def post(self, channel: Channel, message: Message) -> None:
+        """Sends one message, packed as it wants its answer, which `collect` returns; raises like `exchange`."""
+        codec: Codec = getattr(message, "reply_codec", "none")
         with _as_lost_stream():
             await channel.send(message, codec=codec)
 
@@ -219,7 +219,6 @@ class Peers:
                 work=rpc,
                 units=num_tokens(message),
                 blocks=blocks,
-                codec=self.config.codec,
                 timeout_s=timeout_s,
             )
             is_reusable = True

@@ -195,18 +195,19 @@ class Holders:
         return {expert: some[0] if len(some) == 1 else torch.cat(some) for expert, some in parts.items()}
 
     async def _ask_chunk(self, rows: ExpertRows, share: Share, chunk: _Chunk) -> Tensor:
-        peer, codec = share.holder.peer, self.peers.config.codec
+        peer = share.holder.peer
         tokens, of_token = torch.unique(rows.tokens[chunk.places], return_inverse=True)
+        hidden = rows.hidden[tokens]
         request = ExpertsRequest(
             version=self.view.version.key,
             block=rows.block,
             slice=share.holder.part,
             experts=chunk.experts,
             counts=chunk.counts,
-            hidden=rows.hidden[tokens],
+            hidden=hidden,
             rows=of_token.to(torch.int32),
             grad=None if rows.grad is None else rows.grad[chunk.places],
-            reply_codec=codec,
+            reply_codec=self.view.codecs.between(hidden, peer),
         )
         answer = await self.peers.request(peer, "rpc_experts", request, ExpertsResponse)
         like = rows.hidden[:1, :1].expand(chunk.places.shape[0], rows.hidden.shape[1])

@@ -17,6 +17,7 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.activations import ActivationStore
 from swarm_plugins.server.state.adapter_store import AdapterStore
 from swarm_plugins.transport.channel import Handler
+from swarm_plugins.transport.messages import CODECS
 from swarm_plugins.transport.server_info import ServerInfo
 
 _STORE_BYTES = 1 << 28
@@ -64,6 +65,7 @@ def host_blocks(checkpoint: Checkpoint, blocks: range) -> HostedBlocks:
         end=blocks.stop,
         dtype=str(span.spec.dtype).removeprefix("torch."),
         quantization="none",
+        codecs=CODECS,
     )
     service = Service(
         version=info.version,

@@ -31,6 +31,7 @@ from swarm_plugins.testing.liars import Liar
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.identity import Identity, new_identity
+from swarm_plugins.transport.messages import CODECS
 from swarm_plugins.transport.server_info import ServerInfo
 
 _STORE_BYTES = 1 << 28
@@ -156,6 +157,7 @@ class InProcessSwarm:
             free_kv_tokens=1 << 20,
             mobility="loads-first",
             pushes=True,
+            codecs=CODECS,
         )
         described = [info]
 

@@ -9,7 +9,7 @@ Shapes: ``B`` batch, ``S`` new tokens, ``L`` cached + new tokens, ``D`` hidden w
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from torch import Tensor
@@ -17,8 +17,11 @@ from torch import Tensor
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
 from swarm_plugins.transport.server_info import BaseMessage, InfoRequest, ServerInfo
 
-Codec = Literal["none", "float16", "int8"]
-"""Packing of floating tensors on the wire: none, half precision, or blockwise 8-bit."""
+Codec = Literal["none", "float16", "bfloat16", "rotated8"]
+"""Packing of floating tensors on the wire; see `swarm_plugins.transport.codec`."""
+
+CODECS: tuple[Codec, ...] = get_args(Codec)
+"""Those that this release knows."""
 
 ShortBytes = Annotated[bytes, msgspec.Meta(max_length=32)]
 """A hash, a token, a nonce."""

@@ -51,6 +51,7 @@ _NUM_SHARDS = 4
 _MAX_BLOCKS = 100_000
 _MAX_NAME_CHARS = 512
 _MAX_ADAPTERS = 1024
+_MAX_CODECS = 16
 _DOMAIN = b"swarm_plugins/record/1\0"
 
 
@@ -175,10 +176,12 @@ def check_server_info(info: ServerInfo) -> None:
     if not all(0 <= value < 1 << 53 for value in counts):
         raise ProtocolError(f"server claims impossible token counts {counts}")
     _check_experts(info)
-    names = (info.version, info.model, info.software, info.dtype, info.quantization, *info.adapters)
+    names = (info.version, info.model, info.software, info.dtype, info.quantization, *info.adapters, *info.codecs)
     # They are shown to people: no line breaks, no terminal sequences.
     if not info.version or any(len(name) > _MAX_NAME_CHARS or not name.isprintable() for name in names):
         raise ProtocolError(f"server claims names that are empty, not printable or above {_MAX_NAME_CHARS} characters")
+    if len(info.codecs) > _MAX_CODECS:
+        raise ProtocolError(f"server claims {len(info.codecs)} codecs, the limit is {_MAX_CODECS}")
     if len(info.adapters) > _MAX_ADAPTERS:
         raise ProtocolError(f"server claims {len(info.adapters)} adapters, the limit is {_MAX_ADAPTERS}")
 

@@ -17,16 +17,16 @@ import math
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpack, unpacking_bytes
+from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpack
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
-from swarm_plugins.transport.messages import Codec, Message
+from swarm_plugins.transport.messages import CODECS, Codec, Message
 
 HEADER_BYTES = 16
 _HEADER = struct.Struct("<2sBBIQ")
@@ -45,7 +45,6 @@ _DTYPES: dict[str, torch.dtype] = {
     "uint8": torch.uint8,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CODECS = frozenset(get_args(Codec))
 _ZEROS = bytes(_ALIGN)
 
 END_FRAME = _HEADER.pack(_MAGIC, _VERSION, _KIND_END, 0, 0)
@@ -157,7 +156,8 @@ def decode_body(
         message = cast(Message, _decoder.decode(buffer[: header.metadata_bytes]))
     # msgspec names the field; recursion and overflow come from hostile nesting and numbers.
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, TypeError) as exc:
-        raise ProtocolError(f"malformed message: {exc}") from exc
+        hint = f"; codecs known here: {', '.join(CODECS)}" if "reply_codec" in str(exc) else ""
+        raise ProtocolError(f"malformed message: {exc}{hint}") from exc
     finally:
         _local.reader = None
     if reader.cursor != len(buffer):
@@ -175,10 +175,12 @@ def _describe(tensor: Tensor, codec: Codec) -> tuple[list[object], memoryview]:
         raise ProtocolError(f"cannot send a tensor of {tensor.dtype}: cast it to one of {', '.join(_DTYPES)}")
     if tensor.dim() > _MAX_DIMS:
         raise ProtocolError(f"cannot send a tensor of {tensor.dim()} dimensions: reshape it to at most {_MAX_DIMS}")
-    used: Codec = codec if is_packable(tensor.dtype, tensor.numel()) else "none"
     plain = tensor.detach().cpu().contiguous()
-    data = pack(plain, used).reshape(-1).view(torch.uint8).numpy().data if plain.numel() else memoryview(b"")
-    return [dtype_name, used, list(tensor.shape)], data
+    packed = pack(plain, codec) if is_packable(codec, tensor.dtype, tensor.numel()) else None
+    used: Codec = "none" if packed is None else codec
+    data = (plain if packed is None else packed).reshape(-1)
+    parts = data.view(torch.uint8).numpy().data if data.numel() else memoryview(b"")
+    return [dtype_name, used, list(tensor.shape)], parts
 
 
 class _TensorReader:
@@ -214,7 +216,7 @@ class _TensorReader:
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
             return torch.frombuffer(raw, dtype=dtype).view(shape)
         if self._claim is not None:
-            self._claim(unpacking_bytes(codec, dtype, num_elements))
+            self._claim(num_elements * dtype.itemsize)
         return unpack(torch.frombuffer(raw, dtype=torch.uint8), codec, dtype, num_elements).view(shape)
 
 
@@ -225,8 +227,11 @@ def _check_description(description: object) -> tuple[torch.dtype, Codec, list[in
     dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise ProtocolError(f"tensor dtype {str(dtype_name)[:40]!r}: expected one of {', '.join(_DTYPES)}")
-    if not isinstance(codec, str) or codec not in _CODECS:
-        raise ProtocolError(f"tensor codec {str(codec)[:40]!r}: expected one of {', '.join(sorted(_CODECS))}")
+    if codec not in CODECS:
+        raise ProtocolError(
+            f"unknown codec {str(codec)[:40]!r} of a tensor; known here: {', '.join(CODECS)}: use one of them, or "
+            "upgrade this end"
+        )
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
         raise ProtocolError(f"malformed tensor shape: expected a list of at most {_MAX_DIMS} sizes")
     # No dimension beyond 2**40, so that one next to a zero cannot smuggle overflowing strides into torch.
@@ -234,9 +239,9 @@ def _check_description(description: object) -> tuple[torch.dtype, Codec, list[in
         raise ProtocolError(f"tensor shape {str(shape)[:80]}: expected whole numbers from 0 on, of sane size")
     if math.prod(size or 1 for size in shape) >= 1 << 60:
         raise ProtocolError(f"tensor shape {str(shape)[:80]} overflows")
-    if codec != "none" and not is_packable(dtype, math.prod(shape)):
+    if codec != "none" and not is_packable(codec, dtype, math.prod(shape)):
         raise ProtocolError(f"codec {codec} does not apply to a {dtype_name} tensor of shape {shape}")
-    return dtype, cast(Codec, codec), shape
+    return dtype, codec, shape
 
 
 _local = threading.local()

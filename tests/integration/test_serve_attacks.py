@@ -137,7 +137,7 @@ async def unread_answers(node: SwarmNode, victim: Victim) -> None:
     width = 32
     hidden = torch.ones(8, 1024, width)
     request = ForwardRequest(
-        version=info.version, start=info.start, end=info.end, hidden=hidden, collect_hidden=True, reply_codec="int8"
+        version=info.version, start=info.start, end=info.end, hidden=hidden, collect_hidden=True, reply_codec="rotated8"
     )
     channels = [await node.open(victim.peer, "rpc_forward", timeout_s=20.0) for _ in range(16)]
 
@@ -165,7 +165,7 @@ async def packed_payloads(node: SwarmNode, victim: Victim) -> None:
 
     channel = await node.open(victim.peer, "rpc_forward", timeout_s=20.0)
     # 16 MiB on the wire, 96 MiB more when they are unpacked.
-    await channel.send(request(512), codec="int8")
+    await channel.send(request(512), codec="rotated8")
     answer = await channel.receive(timeout_s=60.0)
     assert isinstance(answer, Failure)
     assert answer.kind == "out_of_memory"

@@ -70,7 +70,7 @@ def taken(swarm: InProcessSwarm) -> list[int]:
     return [service.pushes.num_taken for service in swarm.services.values()]
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("codec", ["none", "rotated8"])
 def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, codec: str) -> None:
     with swarm_of(model, codec=codec) as swarm:
         tokens = decode(remote(swarm, model))
@@ -197,7 +197,7 @@ def test_a_server_of_an_older_protocol_is_served_by_the_client(
     ]
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("codec", ["none", "rotated8"])
 def test_pushed_steps_are_checked_like_others(model: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
     liars = {1: Liar("scaled", factor=1.05)}
     with swarm_of(model, SPANS, codec=codec, verify="on") as swarm:

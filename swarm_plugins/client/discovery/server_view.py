@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from swarm_plugins.client.codecs import Codecs
 from swarm_plugins.client.discovery.known import KnownServers
 from swarm_plugins.client.discovery.lookup import Lookup
 from swarm_plugins.client.discovery.missing import serve_command
@@ -67,6 +68,7 @@ class ServerView(ABC):
         self.observer: CallObserver = NoObserver()
         """Examines answers, and excludes peers."""
         self.known = KnownServers()
+        self.codecs = Codecs(config.codec, self.known, peers.paces)
         self.lookup = Lookup(
             directory, version, num_blocks, allowed=config.allowed_peers, known=self.known, on_late=self.doubt
         )

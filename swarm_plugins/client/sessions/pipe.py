@@ -225,7 +225,8 @@ class Pipe:
         cached = self._cached
         for index, chunk in enumerate(chunks):
             ahead = cached - current.history.length
-            named = self._steps.request(current, replace(chunk, blocks=current.blocks), ahead=ahead)
+            part, receivers = replace(chunk, blocks=current.blocks), pushed.receivers(current)
+            named = self._steps.request(current, part, ahead=ahead, receivers=receivers)
             if not await pushed.post(current, named, is_last=index == len(chunks) - 1):
                 return
             cached += chunk.hidden.shape[1]

@@ -68,6 +68,11 @@ class PushedSteps:
         self._fed: set[tuple[SpanSession, int]] = set()
         """Servers and steps whose input is believed to be there."""
 
+    def receivers(self, current: SpanSession) -> list[str]:
+        """Returns the servers that see a server's input or output: itself, and the one that gets its output."""
+        after = self._after.get(current)
+        return [current.peer] if after is None else [current.peer, after.peer]
+
     async def post(self, current: SpanSession, named: Named, *, is_last: bool) -> bool:
         """Tells a server of its next step; only the first server gets its input by that.
 
@@ -92,7 +97,7 @@ class PushedSteps:
             await self._peers.upload(current.peer, adapters)
             async with current.streaming() as channel:
                 current.num_steps += 1
-                await self._peers.post(channel, request, codec=self._peers.config.codec)
+                await self._peers.post(channel, request)
         except SwarmError:
             await queue.put(None)  # its session is lost, and that shows at its turn
             return False
@@ -175,7 +180,7 @@ class PushedSteps:
         with contextlib.suppress(SwarmError):
             channel = await self._peers.open(current.peer, "rpc_push")
             try:
-                await self._peers.post(channel, message, codec=self._peers.config.codec)
+                await self._peers.post(channel, message)
             finally:
                 await channel.close()
 

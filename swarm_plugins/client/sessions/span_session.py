@@ -10,7 +10,7 @@ from swarm_plugins.block_io import CacheOp
 from swarm_plugins.client.paces import StepTimes
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
-from swarm_plugins.transport.messages import Codec, Message, SessionStep, SessionStepResponse
+from swarm_plugins.transport.messages import Message, SessionStep, SessionStepResponse
 
 if TYPE_CHECKING:
     from swarm_plugins.client.observer import SentSession
@@ -78,14 +78,12 @@ class SpanSession:
                 "are needed: shorten the prompt, use fewer rows, or serve with more room"
             )
 
-    async def ask(
-        self, peers: Peers, request: Message, kind: type[M], *, work: str, units: int, codec: Codec = "none"
-    ) -> M:
+    async def ask(self, peers: Peers, request: Message, kind: type[M], *, work: str, units: int) -> M:
         """Sends one message over the session's stream and returns the answer."""
         async with self.streaming() as channel:
             self.num_steps += isinstance(request, SessionStep)
             blocks = len(self.blocks) if kind is SessionStepResponse else 0
-            return await peers.exchange(channel, request, kind, work=work, units=units, blocks=blocks, codec=codec)
+            return await peers.exchange(channel, request, kind, work=work, units=units, blocks=blocks)
 
     @contextlib.asynccontextmanager
     async def streaming(self) -> AsyncIterator[Channel]:

@@ -141,11 +141,12 @@ class SpanSteps:
         return max(1, limit // inputs.hidden.shape[0])
 
     def request(
-        self, current: SpanSession, inputs: SpanInputs, *, ahead: int = 0
+        self, current: SpanSession, inputs: SpanInputs, *, ahead: int = 0, receivers: Sequence[str] = ()
     ) -> tuple[SessionStep, tuple[LoadedAdapter, ...]]:
         """Returns the message for new tokens, and the adapters that it names.
 
-        ``ahead`` tokens are on their way to the server, and not in the history.
+        ``ahead`` tokens are on their way to the server, and not in the history. ``receivers`` see its input or output;
+        none: only the server itself.
         """
         # Nothing trains between the tokens of a generation, but a prompt may follow a training step.
         is_prompt = inputs.hidden.shape[1] > 1 or current.history.length == 0
@@ -160,7 +161,7 @@ class SpanSteps:
             adapter_rows=inputs.adapters.rows,
             collect_hidden=inputs.collect_hidden,
             collect_router=inputs.collect_router,
-            reply_codec=self.servers.peers.config.codec,
+            reply_codec=self.servers.view.codecs.between(inputs.hidden, *(receivers or [current.peer])),
             nonce=self.servers.view.observer.nonce(),
         )
         return request, part.shipped
@@ -169,11 +170,11 @@ class SpanSteps:
         """Sends new tokens to one server and returns its answer."""
         peers, started = self.servers.peers, time.perf_counter()
         request, adapters = self.request(current, inputs)
-        units, codec = inputs.num_tokens, peers.config.codec
+        units = inputs.num_tokens
         response = await peers.with_adapters(
             current.peer,
             adapters,
-            lambda: current.ask(peers, request, SessionStepResponse, work="rpc_session", units=units, codec=codec),
+            lambda: current.ask(peers, request, SessionStepResponse, work="rpc_session", units=units),
         )
         return await self.finish(current, inputs, request, adapters, response, started)
 

@@ -126,16 +126,18 @@ class ChainCall:
         part = self._adapters.part(inputs.blocks)
         request = self._request(inputs, part)
         view = self.servers.view
+        sent: dict[str, ForwardRequest] = {}
 
         async def ask(peer: str) -> tuple[str, ForwardResponse]:
-            response = await self._ask(peer, part, "rpc_forward", request, ForwardResponse, inputs, attempt)
+            sent[peer] = msgspec.structs.replace(request, reply_codec=view.codecs.between(inputs.hidden, peer))
+            response = await self._ask(peer, part, "rpc_forward", sent[peer], ForwardResponse, inputs, attempt)
             check_outputs(response, inputs, peer)
             return peer, response
 
         async def accept(peer: str, response: ForwardResponse) -> None:
             info, adapters = view.known.infos.get(peer), part.shipped
             await view.observer.forward_done(
-                ForwardCall(peer=peer, info=info, request=request, adapters=adapters, response=response)
+                ForwardCall(peer=peer, info=info, request=sent[peer], adapters=adapters, response=response)
             )
 
         without = attempt.retries.excluded
@@ -144,7 +146,7 @@ class ChainCall:
             peer=peer,
             inputs=inputs,
             part=part,
-            request=request,
+            request=sent[peer],
             response=response,
             has_ticket=response.ticket is not None,
         )
@@ -164,7 +166,6 @@ class ChainCall:
             collect_hidden=inputs.collect_hidden,
             collect_router=inputs.collect_router,
             keep=self.keep,
-            reply_codec=self.servers.peers.config.codec,
             nonce=self.servers.view.observer.nonce(),
         )
 
@@ -342,13 +343,17 @@ class ChainCall:
             needs_hidden=needs_input,
             needs_adapters=collected.needs_adapters and bool(run.part.indices),
             needs_prefix=collected.needs_prefix,
-            reply_codec=self.servers.peers.config.codec,
+            reply_codec=run.request.reply_codec,
             nonce=view.observer.nonce(),
         )
 
         def sent_to(peer: str) -> BackwardRequest:
+            if peer == run.peer:
+                return request
             # The graph is kept by the server of the forward; others run it again, with the same dropout.
-            return request if peer == run.peer else msgspec.structs.replace(request, ticket=None, forward=forward)
+            codec = view.codecs.between(grad, peer)
+            again = msgspec.structs.replace(forward, reply_codec=codec)
+            return msgspec.structs.replace(request, ticket=None, forward=again, reply_codec=codec)
 
         async def ask(peer: str) -> tuple[str, BackwardResponse]:
             message = sent_to(peer)

@@ -7,6 +7,7 @@ from pathlib import Path
 from swarm_plugins import __version__
 from swarm_plugins.server.config import ServeConfig
 from swarm_plugins.server.startup.weights import HostedWeights
+from swarm_plugins.transport.messages import CODECS
 from swarm_plugins.transport.server_info import ServerInfo
 
 
@@ -28,6 +29,7 @@ def joining_info(config: ServeConfig, weights: HostedWeights, num_blocks: int, b
         software=__version__,
         experts=(config.experts.start, config.experts.stop) if config.experts and config.is_holder else None,
         slice=config.slice,
+        codecs=CODECS,
     )
 
 

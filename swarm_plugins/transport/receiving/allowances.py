@@ -24,8 +24,6 @@ from swarm_plugins.transport.server_info import InfoRequest
 
 _PADDING_BYTES = 1 << 20
 """Of metadata and tensors."""
-_UNPACKED = 3
-"""Unpacking a tensor takes up to three times its own size (8 bits to bfloat16)."""
 
 
 class Allowances:
@@ -61,7 +59,7 @@ class Allowances:
 
 def unpacking_claim(tensor_bytes: int) -> Callable[[int], None]:
     """Returns a function that counts what the tensors of an answer unpack to, and raises ProtocolError beyond it."""
-    left = _UNPACKED * tensor_bytes
+    left = tensor_bytes
 
     def claim(num_bytes: int) -> None:
         nonlocal left

@@ -17,7 +17,9 @@ from swarm_plugins.errors import ConfigError
         pytest.param({"request_timeout_s": 0}, r"request_timeout_s must be a number of seconds above 0, got 0", id="s"),
         pytest.param({"refresh_s": float("nan")}, r"refresh_s must be .* got nan", id="nan"),
         pytest.param({"max_retries": -1}, r"max_retries must be a whole number, 0 or more; got -1", id="retries"),
-        pytest.param({"codec": "zip"}, r"unknown codec 'zip'; known: none, float16, int8", id="codec"),
+        pytest.param(
+            {"codec": "zip"}, r"unknown codec 'zip'; known: none, float16, bfloat16, rotated8, auto", id="codec"
+        ),
         pytest.param({"local_blocks": (-1, 0)}, r"invalid local_blocks \(-1, 0\): expected two numbers", id="negative"),
         pytest.param({"local_blocks": 2}, r"invalid local_blocks 2: .* such as \(2, 1\)", id="one"),
         pytest.param({"verify_bytes": "1GB"}, r"verify_bytes must be a whole number, 0 or more; got '1GB'", id="bytes"),

@@ -130,7 +130,7 @@ def test_a_liar_that_was_honest_at_first_is_caught_in_the_background(mixtral: Pa
     ("held", "codec"),
     [
         pytest.param(REPLICAS, "none", id="plain"),
-        pytest.param(REPLICAS, "int8", id="packed"),
+        pytest.param(REPLICAS, "rotated8", id="packed"),
         pytest.param(SLICES, "float16", id="slices"),
         pytest.param({"a": Held(range(4), bits=8)}, "none", id="int8"),
         pytest.param({"a": Held(range(4), bits=NF4)}, "none", id="nf4"),

@@ -74,7 +74,7 @@ def test_an_answer_of_400_mib_is_refused_at_its_header(run: Callable[[Body], Non
     run(body)
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("codec", ["none", "rotated8"])
 @pytest.mark.parametrize(
     ("request_", "answer"),
     [
@@ -116,7 +116,7 @@ def test_a_small_answer_does_not_unpack_to_a_large_one(run: Callable[[Body], Non
             stream._allowances.asked(InfoRequest())  # type: ignore[union-attr]
             far.setblocking(True)
             # 0.5 MiB on the wire, 3 MiB more when they are unpacked.
-            packed = b"".join(encode(ForwardResponse(hidden=HIDDEN.bfloat16()), codec="int8"))
+            packed = b"".join(encode(ForwardResponse(hidden=HIDDEN.bfloat16()), codec="rotated8"))
             sending = stream._loop.run_in_executor(None, far.sendall, packed)
             with pytest.raises(ProtocolError, match="unpacks to far more than the 0 bytes"):
                 await stream.receive(timeout_s=20.0)

@@ -101,21 +101,21 @@ def test_a_message_that_never_ends_is_cut_off_at_any_pace(run: Callable[[Body], 
 
 def test_what_a_server_works_on_counts_until_it_reads_again(run: Callable[[Body], None]) -> None:
     async def body() -> None:
-        budget = Ledger(1_000_000)
+        budget = Ledger(400_000)
         packed = ForwardResponse(hidden=torch.ones(20_000, dtype=torch.bfloat16))
         async with stream_and_socket(budget=budget, is_served=True) as (stream, far):
-            far.send(b"".join(encode(packed, codec="int8")))
+            far.send(b"".join(encode(packed, codec="rotated8")))
             received = await stream.receive(timeout_s=5.0)
             assert isinstance(received, ForwardResponse)
-            # 20,000 bytes and their scales arrived; unpacking takes 4 bytes each, and their own 2.
-            assert 140_000 < budget.used < 142_000
+            # 20,000 bytes and their steps arrived; unpacked they take 2 bytes each.
+            assert 60_000 < budget.used < 62_000
             far.send(frame_bytes(5))
             assert await stream.receive(timeout_s=5.0) is not None
             assert budget.used < 1000
-            # 75,000 elements arrive in 76 kB and would take 450 kB more: over half of the limit.
-            large = ForwardResponse(hidden=torch.ones(75_000, dtype=torch.bfloat16))
-            far.send(b"".join(encode(large, codec="int8")) + frame_bytes(5))
-            with pytest.raises(BusyError, match="there is no room for 450000 more now"):
+            # 100,000 elements arrive in 103 kB and would take 200 kB more: over half of the limit.
+            large = ForwardResponse(hidden=torch.ones(100_000, dtype=torch.bfloat16))
+            far.send(b"".join(encode(large, codec="rotated8")) + frame_bytes(5))
+            with pytest.raises(BusyError, match="there is no room for 200000 more now"):
                 await stream.receive(timeout_s=5.0)
             assert await stream.receive(timeout_s=5.0) is not None
         assert budget.used == 0

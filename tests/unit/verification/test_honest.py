@@ -30,9 +30,9 @@ PREFIX = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     [
         (LORA, {"codec": "float16"}, None),
         (PREFIX, {}, None),
-        (LORA, {"codec": "int8"}, torch.bfloat16),
+        (LORA, {"codec": "rotated8"}, torch.bfloat16),
     ],
-    ids=["lora-float16", "prefix", "bfloat16-int8"],
+    ids=["lora-float16", "prefix", "bfloat16-rotated8"],
 )
 def test_no_honest_server_is_caught(
     mixtral: Path,

@@ -22,7 +22,7 @@ def signed(request: ForwardRequest = REQUEST) -> ForwardResponse:
     return SIGNER.sign(request, ANSWER)
 
 
-@pytest.mark.parametrize("codec", ["none", "float16", "int8"])
+@pytest.mark.parametrize("codec", ["none", "float16", "bfloat16", "rotated8"])
 def test_a_receipt_survives_the_wire_with_every_codec(codec: Codec) -> None:
     request = msgspec.structs.replace(REQUEST, reply_codec=codec)
     received = decode(b"".join(encode(request, codec=codec)))

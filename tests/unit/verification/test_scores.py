@@ -93,7 +93,7 @@ def test_what_a_rounding_of_the_inputs_changes_is_forgiven() -> None:
 
 def test_the_coarsest_type_decides() -> None:
     assert coarsest(["float32", "bfloat16", "none"]) == "bfloat16"
-    assert coarsest(["float32", "float16", "int8"]) == "int8"
+    assert coarsest(["float32", "float16", "rotated8"]) == "rotated8"
     assert coarsest(["float32", "none"]) == "float32"
 
 

@@ -86,7 +86,7 @@ def convicted(
     ("honest_calls", "num_steps", "options"),
     [
         pytest.param(0, 1, {}, id="first-step"),
-        pytest.param(2, 3, {"codec": "int8"}, id="third-step-int8"),
+        pytest.param(2, 3, {"codec": "rotated8"}, id="third-step-rotated8"),
         pytest.param(3, 4, {"tuned": with_lora, "codec": "float16"}, id="adapter-float16"),
         pytest.param(1, 2, {"tuned": with_prefix}, id="prefix"),
         pytest.param(6, 12, {}, id="batch-of-eight"),
@@ -161,7 +161,7 @@ def test_evidence_shows_nothing_if_any_field_has_been_changed(llama: Path, cache
         "cached_tokens": 1,
         "ops": (CacheOp(kind="reset"),),
         "nonce": NONCE,
-        "reply_codec": "int8",
+        "reply_codec": "rotated8",
     }
     for name, value in changes.items():
         check("something other than its answer", steps=(first, second, third, changed_frame(fourth, **{name: value})))
@@ -262,8 +262,8 @@ def test_an_honest_server_is_not_accused_of_what_it_did_not_sign(llama: Path) ->
         # Packed otherwise than it says: the server computed with other numbers than the packed ones.
         outlier = hidden(40)
         outlier[..., ::256] *= 1e4
-        rounded = unpack(pack(outlier, "int8"), "int8", torch.float32, outlier.numel()).view_as(outlier)
-        exact = step_of(outlier, 0, reply_codec="int8")
+        rounded = unpack(pack(outlier, "rotated8"), "rotated8", torch.float32, outlier.numel()).view_as(outlier)
+        exact = step_of(outlier, 0, reply_codec="rotated8")
         (answer,) = asyncio.run(played(swarm, opened, [exact]))
         assert isinstance(answer, SessionStepResponse)
         lie = accusation(swarm, opened, [msgspec.structs.replace(exact, hidden=rounded)], [answer])
@@ -277,16 +277,21 @@ def test_other_numbers_that_pack_to_the_signed_answer_accuse_nobody(llama: Path)
         opened = SessionOpen(version=service.version, start=0, end=2, batch_size=1)
         hidden = torch.randn(1, 64, service.runner.spec.hidden_size, generator=torch.Generator().manual_seed(0))
         # An outlier in each block of the packing makes its steps wide.
-        hidden.view(-1, 256)[:, 0] *= 16
-        step = step_of(hidden, 0, reply_codec="int8")
+        hidden.view(-1, 64)[:, 0] *= 16
+        step = step_of(hidden, 0, reply_codec="rotated8")
         (answer,) = asyncio.run(played(swarm, opened, [step]))
         assert isinstance(answer, SessionStepResponse)
-        # As unpacked, and then further from zero by nearly half a step.
-        packed = pack(answer.hidden, "int8")
-        blocks = unpack(packed, "int8", torch.float32, answer.hidden.numel()).view(-1, 256)
-        largest = blocks.abs().amax(dim=1, keepdim=True)
-        wider = torch.where(blocks.abs() < 0.98 * largest, blocks + 0.49 / 127 * largest * blocks.sign(), blocks)
-        assert pack(wider.view_as(hidden), "int8").equal(packed)
+        packed = pack(answer.hidden, "rotated8")
+        assert packed is not None
+        blocks = answer.hidden.reshape(-1, 64)
+        # As unpacked, and then with the mean of each block, its first rotated number, moved by nearly half a step.
+        steps = packed[: 2 * len(blocks)].view(torch.bfloat16).float()[:, None]
+        can_move = (blocks.mean(dim=1, keepdim=True) / steps).abs() < 126
+        wider = torch.where(can_move, blocks + 0.45 * steps, blocks)
+        assert can_move.any()
+        again = pack(wider, "rotated8")
+        assert again is not None
+        assert again.equal(packed)
         other = msgspec.structs.replace(answer, hidden=wider.view_as(hidden))
         assert not torch.equal(other.hidden, answer.hidden)
         for one in (answer, other):
@@ -295,28 +300,30 @@ def test_other_numbers_that_pack_to_the_signed_answer_accuse_nobody(llama: Path)
 
 @pytest.mark.parametrize("outlier", [64, 1000])
 def test_what_a_codec_loses_accuses_nobody(llama: Path, cache: Path, outlier: int) -> None:
-    # One number of each 256 is so large that hardly anything is left of the others.
-    with InProcessSwarm(llama, config=SwarmConfig(verify="on", codec="int8")) as swarm:
+    # One number of each 64 is so large that little is left of the others.
+    with InProcessSwarm(llama, config=SwarmConfig(verify="on", codec="rotated8")) as swarm:
         service = swarm.services[swarm.peers[0]]
         assert service.identity is not None
         opened = SessionOpen(version=service.version, start=0, end=2, batch_size=1)
         hidden = torch.randn(1, 64, service.runner.spec.hidden_size, generator=torch.Generator().manual_seed(0))
-        hidden.view(-1, 256)[:, 0] *= outlier
-        step = step_of(hidden, 0, reply_codec="int8")
+        hidden.view(-1, 64)[:, 0] *= outlier
+        step = step_of(hidden, 0, reply_codec="rotated8")
         (answer,) = asyncio.run(played(swarm, opened, [step]))
         assert not is_wrong(accusation(swarm, opened, [step], [answer]), llama)
         assert isinstance(answer, SessionStepResponse)
         wrong = msgspec.structs.replace(answer, hidden=answer.hidden.roll(1, dims=1), receipt=None)
         lie = Signer(service.identity, service.version, "float32", "none").sign_step(step, wrong, first_history(opened))
         assert is_wrong(accusation(swarm, opened, [step], lie[:1]), llama)
-        forward = ForwardRequest(version=opened.version, start=0, end=2, hidden=hidden, reply_codec="int8", nonce=NONCE)
+        forward = ForwardRequest(
+            version=opened.version, start=0, end=2, hidden=hidden, reply_codec="rotated8", nonce=NONCE
+        )
         result = asyncio.run(asked(swarm, forward, "rpc_forward"))
         fields = {"peer": swarm.peers[0], "model": f"llama@{opened.version}", "reason": "", "at": 0.0, "adapters": ()}
         assert not is_wrong(Evidence(request=frame(forward), answer=frame(result), **fields), llama)
 
 
 @pytest.mark.parametrize(
-    "change", [{"reply_codec": "int8"}, {"grad_hidden": torch.ones(1, 40, 32, dtype=torch.bfloat16)}], ids=str
+    "change", [{"reply_codec": "rotated8"}, {"grad_hidden": torch.ones(1, 40, 32, dtype=torch.bfloat16)}], ids=str
 )
 def test_a_backward_that_is_rounded_more_than_its_forward_accuses_nobody(
     llama: Path, change: dict[str, object]
