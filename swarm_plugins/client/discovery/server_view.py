@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from swarm_plugins.client.codecs import Codecs
 from swarm_plugins.client.discovery.known import KnownServers
 from swarm_plugins.client.discovery.lookup import Lookup
 from swarm_plugins.client.discovery.missing import serve_command
 from swarm_plugins.client.discovery.probing import Probes
 from swarm_plugins.client.observer import CallObserver, NoObserver
+from swarm_plugins.client.packing import Codecs
 from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, one_line
 from swarm_plugins.routing import BanList, ServerEntry
 from swarm_plugins.routing.coverage import spread_sample

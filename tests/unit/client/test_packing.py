@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
-from swarm_plugins.client.codecs import Codecs
 from swarm_plugins.client.discovery.known import KnownServers
 from swarm_plugins.client.paces import Paces
+from swarm_plugins.client.packing import Codecs
 from swarm_plugins.transport.messages import CODECS
 from tests.unit.client.client_kit import server_info
 
