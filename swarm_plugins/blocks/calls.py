@@ -73,7 +73,7 @@ class SkippedBlock:
 class Watched:
     """A block that reports its index and output to ``seen``."""
 
-    def __init__(self, layer: nn.Module, block: int, seen: Callable[[int, Tensor], None]) -> None:
+    def __init__(self, layer: Callable[..., Any], block: int, seen: Callable[[int, Tensor], None]) -> None:
         self._layer = layer
         self._block = block
         self._seen = seen

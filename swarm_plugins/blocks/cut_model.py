@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.apply import TokenRows, adapter_patches
+from swarm_plugins.blocks.attending import SDPA
 from swarm_plugins.blocks.calls import BlockList, Call, CallStack, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
+from swarm_plugins.blocks.fused import Rotation, fused_block
 from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
@@ -60,6 +62,12 @@ class CutModel:
         if is_default and self.device.type == "cpu" and model._can_set_experts_implementation():
             model.set_experts_implementation("swarm_table")  # faster there; not measured elsewhere
         self._calls = CallStack(layers, self.config)
+        rotation = Rotation()
+        self._blocks: list[Any] = list(self.layers)
+        """What runs each layer."""
+        if self.attention == SDPA:
+            for block in blocks:
+                self._blocks[block] = fused_block(self.layers[block], self._calls, rotation) or self.layers[block]
         self._tables: dict[tuple[int, int], list[Any]] = {}
         self._joined: dict[int, bool] = {}
         # Adapters name modules in every step; only existing ones are kept, so it is bounded.
@@ -139,8 +147,8 @@ class CutModel:
         """Returns a call's table that runs ``blocks`` and skips all others."""
         key = (blocks.start, blocks.stop)
         if key not in self._tables:
-            pairs = enumerate(zip(self.layers, self._skipped, strict=True))
-            self._tables[key] = [layer if index in blocks else skipped for index, (layer, skipped) in pairs]
+            pairs = enumerate(zip(self._blocks, self._skipped, strict=True))
+            self._tables[key] = [run if index in blocks else skipped for index, (run, skipped) in pairs]
         return self._tables[key]
 
     @functools.cached_property
@@ -175,7 +183,7 @@ class CutModel:
 
         table = list(self.table(blocks))
         for block in blocks[:-1]:
-            table[block] = Watched(self.layers[block], block, seen)
+            table[block] = Watched(self._blocks[block], block, seen)
         return table
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.blocks.attending import attend
 from swarm_plugins.blocks.calls import Call
 from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.past import Past
@@ -118,7 +118,6 @@ class PackedPast(Past):
         block, handed_key, handed_value = self._handed
         is_untouched = key is handed_key and value is handed_value
         self._joined.setdefault(block, not is_untouched)
-        function = ALL_ATTENTION_FUNCTIONS[self.attention]
         outputs = []
         start = 0
         for index, part in enumerate(self.parts):
@@ -128,7 +127,8 @@ class PackedPast(Past):
                 keys, values = (_cut(each, start, part.batch_size, part.length) for each in (key, value))
                 start += part.batch_size * part.length
             part_mask = None if mask is None else mask.of(index)
-            output = function(module, part.rows(query), keys, values, part_mask, **kwargs)[0]  # [B, S, H, W]
+            rows = part.rows(query)
+            output = attend(self.attention, module, rows, keys, values, part_mask, **kwargs)  # [B, S, H, W]
             outputs.append(output if part.batch_size == 1 else output.reshape(1, part.num_tokens, *output.shape[2:]))
         return torch.cat(outputs, dim=1), None  # [1, T, H, W]
 

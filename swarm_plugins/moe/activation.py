@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import use_experts_implementation
@@ -54,6 +55,27 @@ class Activation:
         torch.mul(grad, self._silu, out=factor_grad)
         torch.ops.aten.silu_backward.grad_input(grad.mul_(self._factor), self._gate, grad_input=gate_grad)
         return [result]
+
+
+def gated_silu(gate: Tensor, factor: Tensor) -> Tensor:
+    """Returns ``silu(gate) * factor``; keeps nothing but these two for the backward pass."""
+    if torch.is_grad_enabled() and (gate.requires_grad or factor.requires_grad):
+        result: Tensor = _GatedSilu.apply(gate, factor)  # type: ignore[no-untyped-call]
+        return result
+    return functional.silu(gate).mul_(factor)
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, factor)
+        return functional.silu(gate).mul_(factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, factor = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * factor, gate), functional.silu(gate).mul_(grad)
 
 
 def _is_gated_silu(module: Any) -> bool:

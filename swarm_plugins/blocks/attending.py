@@ -1,0 +1,39 @@
+"""Calls a registered attention function, or for a single token the kernel below it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+SDPA = "sdpa"
+_MOST_GROUPED_WIDTH = 256
+"""Heads up to this width can share keys and values inside the kernel, as transformers' ``use_gqa_in_sdpa`` says."""
+
+
+def attend(name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Tensor:
+    """Returns the output of the attention implementation ``name``, ``[B, S, H, W]``.
+
+    Args:
+        name: Of the implementation in transformers' registry.
+        module: The attention module.
+        query: ``[B, H, S, W]``.
+        key: ``[B, KV heads, L, W]``.
+        value: The same.
+        mask: As the implementation expects it; None: no token is hidden but by order.
+        **kwargs: Further arguments of the implementation.
+    """
+    is_single = mask is None and query.shape[2] == 1 and name == SDPA
+    if is_single and query.shape[3] == value.shape[3] <= _MOST_GROUPED_WIDTH and kwargs.keys() == _PLAIN:
+        # What transformers' function comes to: its checks take longer than the attention of a short sequence.
+        output = functional.scaled_dot_product_attention(
+            query, key, value, scale=kwargs["scaling"], enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return output.transpose(1, 2)
+    found: Tensor = ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, **kwargs)[0]
+    return found
+
+
+_PLAIN = {"dropout", "scaling"}

@@ -1,0 +1,237 @@
+"""Runs the blocks of many families with a quarter of the operations: the same results, but for rounding.
+
+Most families' decoder layers are copies of Llama's, letter for letter, around a dense or a sparse MLP. A decode step
+through one is forty small operations between four large products, and a call of a module for every few of them. Here
+query, key and value are one product, and so are gate and up; queries and keys are rotated together; norms are one
+operation. The weights of joined products lie one behind the other, and the layer's own parameters are views of them.
+
+Which layers are such copies is read off the code of their functions, so a family that differs is left as it is. What an
+adapter patches, a quantized layer, and a block of experts run as the modules that they are.
+
+Letters in shapes: ``B`` rows, ``S`` tokens, ``D`` width, ``H`` heads, ``W`` head width, ``F`` inner width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import SiLUActivation
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from swarm_plugins.blocks.attending import SDPA, attend
+from swarm_plugins.blocks.calls import CallStack
+from swarm_plugins.moe.activation import gated_silu
+
+_LAYERS = (llama.LlamaDecoderLayer, mixtral.MixtralDecoderLayer)
+_PLAIN_ATTENTION = (llama.LlamaAttention, mixtral.MixtralAttention, qwen2.Qwen2Attention)
+_NORMED_ATTENTION = (qwen3.Qwen3Attention,)
+"""Queries and keys are normed before they are rotated."""
+_NORMS = (llama.LlamaRMSNorm,)
+_MLPS = (llama.LlamaMLP,)
+_FEW_ROWS = 16
+"""Products of so many rows are joined, as far as nothing else speaks against it."""
+
+
+class FusedBlock:
+    """One block of a table of calls, in place of its layer; see `fused_block`."""
+
+    def __init__(self, layer: Any, calls: CallStack, rotation: Rotation) -> None:
+        attention = layer.self_attn
+        self._layer = layer
+        self._calls = calls
+        self._rotation = rotation
+        self._attention = attention
+        self._first_norm, self._second_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self._head_norms = (attention.q_norm, attention.k_norm) if _is_any(attention, _NORMED_ATTENTION) else None
+        self._head_width: int = attention.head_dim
+        self._projections = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj], _FEW_ROWS)
+        self._num_heads = [one.out_features // self._head_width for one in self._projections.parts]
+        self._mlp = layer.mlp
+        self._gate_up = JoinedLinear([self._mlp.gate_proj, self._mlp.up_proj], 1) if _is_any(self._mlp, _MLPS) else None
+        self._is_silu = self._gate_up is not None and isinstance(self._mlp.act_fn, nn.SiLU | SiLUActivation)
+        norms = (self._first_norm, self._second_norm, *(self._head_norms or ()))
+        # Adapters patch linear layers, which are called as modules then; anything else is left to the layer itself.
+        self._unpatched = (layer, attention, *norms, *(() if self._gate_up is None else (self._mlp,)))
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_embeddings: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the block."""
+        if any("forward" in module.__dict__ for module in self._unpatched):
+            return self._layer(
+                hidden_states,
+                attention_mask=attention_mask,
+                position_embeddings=position_embeddings,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        normed = _norm(self._first_norm, hidden_states)
+        hidden = hidden_states + self._attend(normed, attention_mask, position_embeddings, past_key_values)
+        return hidden + self._transform(_norm(self._second_norm, hidden))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def _attend(self, hidden: Tensor, mask: Any, embeddings: tuple[Tensor, Tensor], past: Any) -> Tensor:
+        attention, width = self._attention, self._head_width
+        query, key, value = self._heads(hidden, embeddings)
+        if past is not None:
+            key, value = past.update(key, value, attention.layer_idx)
+        call = self._calls.current
+        name = SDPA if call is None else call.attention
+        output = attend(name, attention, query, key, value, mask, dropout=0.0, scaling=attention.scaling)
+        output = output.reshape(*hidden.shape[:-1], self._num_heads[0] * width)
+        return _linear(attention.o_proj, output)
+
+    def _heads(self, hidden: Tensor, embeddings: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+        """Returns rotated queries, rotated keys, and values, each ``[B, H, S, W]``."""
+        shape = (*hidden.shape[:-1], -1, self._head_width)
+        joined = self._projections.joined(hidden) if self._head_norms is None else None
+        if joined is not None:
+            heads = joined.view(shape).transpose(1, 2)
+            num_queries, num_keys, _ = self._num_heads
+            turning, value = heads.split([num_queries + num_keys, self._num_heads[2]], dim=1)
+            turned = self._rotation.apply(turning, embeddings)
+            return *turned.split([num_queries, num_keys], dim=1), value
+        query, key, value = (part.view(shape) for part in self._projections(hidden))
+        if self._head_norms is not None:
+            query, key = _norm(self._head_norms[0], query), _norm(self._head_norms[1], key)
+        query, key = (self._rotation.apply(part.transpose(1, 2), embeddings) for part in (query, key))
+        return query, key, value.transpose(1, 2)
+
+    def _transform(self, hidden: Tensor) -> Tensor:
+        if self._gate_up is None:
+            output: Tensor = self._mlp(hidden)
+            return output
+        gate, factor = self._gate_up(hidden)
+        inner = gated_silu(gate, factor) if self._is_silu else self._mlp.act_fn(gate) * factor
+        return _linear(self._mlp.down_proj, inner)
+
+
+class Rotation:
+    """Rotary embedding of heads; what all blocks of a call share is computed once."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def apply(self, heads: Tensor, embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotates ``[B, H, S, W]`` by cosines and sines, ``[B or 1, S, W]``."""
+        cosine, sine = embeddings
+        if self._made is None or self._made[0] is not cosine:
+            half = sine.shape[-1] // 2
+            # The halves change places, and the first one its sign: kept with the sines.
+            signed = torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)
+            self._made = cosine, cosine.unsqueeze(1), signed.unsqueeze(1)
+        _, cosines, sines = self._made
+        return heads * cosines + heads.roll(heads.shape[-1] // 2, -1) * sines
+
+
+class JoinedLinear:
+    """Linear layers with the same input, as one product where all of them are plain and no adapter is on one.
+
+    Many rows are not joined: products take far longer than calls. Nor are 16-bit types: they would round otherwise.
+
+    Args:
+        parts: The layers.
+        most_rows: Most rows of a joined product.
+    """
+
+    def __init__(self, parts: Sequence[Any], most_rows: int) -> None:
+        self.parts = parts
+        self._most_rows = most_rows
+        self._sizes = [part.out_features for part in parts]
+        kinds = {(type(part), part.weight.dtype, part.weight.device, part.bias is None) for part in parts}
+        is_plain = len(kinds) == 1 and type(parts[0]) is nn.Linear and parts[0].weight.dtype == torch.float32
+        self._weight = _join([part.weight for part in parts]) if is_plain else None
+        self._bias = _join([part.bias for part in parts]) if is_plain and parts[0].bias is not None else None
+
+    def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
+        """Returns the result of each layer."""
+        joined = self.joined(hidden)
+        return [part(hidden) for part in self.parts] if joined is None else joined.split(self._sizes, dim=-1)
+
+    def joined(self, hidden: Tensor) -> Tensor | None:
+        """Returns all results, one behind the other in the last dimension; None if they are not joined."""
+        if self._weight is None or hidden.numel() > self._most_rows * hidden.shape[-1]:
+            return None
+        if any("forward" in part.__dict__ for part in self.parts):
+            return None
+        return functional.linear(hidden, self._weight, self._bias)
+
+
+def fused_block(layer: nn.Module, calls: CallStack, rotation: Rotation) -> FusedBlock | None:
+    """Returns what runs a block with fewer operations; None if its code is not known.
+
+    Joins the weights of its linear layers in memory. The attention must be transformers' ``sdpa``.
+
+    Args:
+        layer: The block, with its final weights.
+        calls: Tells the attention implementation of the running call.
+        rotation: Shared by all blocks of a model.
+    """
+    attention: Any = getattr(layer, "self_attn", None)
+    if not _is_any(layer, _LAYERS) or not _is_any(attention, _PLAIN_ATTENTION + _NORMED_ATTENTION):
+        return None
+    names = vars(sys.modules[type(attention).__module__])
+    if not all(_is_same(names.get(name), getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")):
+        return None
+    norms = [getattr(layer, "input_layernorm", None), getattr(layer, "post_attention_layernorm", None)]
+    if _is_any(attention, _NORMED_ATTENTION):
+        norms += [attention.q_norm, attention.k_norm]
+    return FusedBlock(layer, calls, rotation) if all(_is_any(norm, _NORMS) for norm in norms) else None
+
+
+def _is_any(module: object, references: Sequence[Any]) -> bool:
+    """Returns whether a module's forward has the code of a reference's."""
+    forward = getattr(type(module), "forward", None)
+    return any(_is_same(forward, reference.forward) for reference in references)
+
+
+def _is_same(one: Callable[..., Any] | None, other: Callable[..., Any]) -> bool:
+    return one is not None and _code(one) is not None and _code(one) == _code(other)
+
+
+def _code(function: Callable[..., Any]) -> tuple[object, ...] | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    # Strings are docstrings.
+    constants = [one for one in code.co_consts if not isinstance(one, str)]
+    return code.co_code, code.co_names, code.co_varnames, constants
+
+
+def _join(parts: Sequence[nn.Parameter]) -> Tensor:
+    """Returns one tensor with all parts, which become views of it: the weights do not exist twice."""
+    joined = torch.cat([part.detach() for part in parts])
+    for part, place in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+        part.data = place
+    return joined
+
+
+def _norm(module: Any, hidden: Tensor) -> Tensor:
+    weight: Tensor = module.weight
+    if hidden.dtype == weight.dtype == torch.float32:
+        return functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)
+    # As the families do it: in float32, and scaled after rounding.
+    return weight * functional.rms_norm(hidden.float(), weight.shape, None, module.variance_epsilon).to(hidden.dtype)
+
+
+def _linear(module: Any, hidden: Tensor) -> Tensor:
+    if type(module) is nn.Linear and "forward" not in module.__dict__:
+        return functional.linear(hidden, module.weight, module.bias)
+    output: Tensor = module(hidden)
+    return output
