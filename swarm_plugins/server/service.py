@@ -23,6 +23,7 @@ from swarm_plugins.server.state.gradients import KeptForward
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.server.state.sessions import SessionTable
+from swarm_plugins.server.state.slots import Slots
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -63,6 +64,8 @@ class Service:
     """Signs receipts. None: there are none."""
     pushes: Pushes = field(default_factory=Pushes)
     """Hands outputs on to other servers."""
+    slots: Slots = field(default_factory=Slots)
+    """What they hand to this one, but for sessions."""
 
     @property
     def points(self) -> Points:

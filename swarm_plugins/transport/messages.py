@@ -107,6 +107,30 @@ class _BlockRequest(BaseMessage, kw_only=True):
     """Random bytes; if there are any, the answer has a receipt. So in all requests."""
 
 
+class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a server sends its output, or the gradient of its input, on: the next input of a session, or of a slot."""
+
+    peer: str
+    session: str
+    """Id of the session, or the slot's name."""
+    step: int
+    token: ShortBytes
+    """Shows that the client allows it."""
+
+
+class PushSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the hidden states, or gradients, of a request without a session come by ``rpc_push``."""
+
+    name: Annotated[str, msgspec.Meta(max_length=64)]
+    """Chosen by the client, the same for all its requests."""
+    step: int
+    """Counts them."""
+    key: ShortBytes
+    """Secret by which the client allows another server to push."""
+    num_bytes: int
+    """Size of what comes; the request has it with a last dimension of 0."""
+
+
 class ForwardRequest(_BlockRequest, kw_only=True):
     """Runs blocks ``[start, end)`` without a session."""
 
@@ -119,6 +143,10 @@ class ForwardRequest(_BlockRequest, kw_only=True):
     """Keys and values before the sequence, K then V for each block: ``[B, kv heads, prefix, head width]``."""
     keep: bool = False
     """Keep the graph for a backward request, if memory permits; the answer then has a ticket."""
+    pushed: PushSlot | None = None
+    """Where ``hidden`` comes from, if not from here."""
+    push_to: PushTo | None = None
+    """Who else gets the output."""
 
 
 class ForwardResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -126,6 +154,10 @@ class ForwardResponse(SpanOutputs, frozen=True, kw_only=True, tag=True, forbid_u
 
     ticket: str | None = None
     """Identifies the kept graph in a backward request."""
+    not_pushed: str = ""
+    """Why the output was not sent to ``push_to``, if it was not."""
+    input_hash: ShortBytes = b""
+    """Of hidden states that were pushed."""
     receipt: Receipt | None = None
 
 
@@ -140,6 +172,10 @@ class BackwardRequest(BaseMessage, kw_only=True):
     needs_hidden: bool = True
     needs_adapters: bool = False
     needs_prefix: bool = False
+    pushed: PushSlot | None = None
+    """Where ``grad_hidden`` comes from, if not from here."""
+    push_to: PushTo | None = None
+    """Who else gets the gradient of the hidden states."""
     reply_codec: Codec = "none"
     nonce: ShortBytes = b""
 
@@ -151,6 +187,10 @@ class BackwardResponse(BaseMessage, kw_only=True):
     grad_adapters: tuple[Tensor, ...] = ()
     """One for each tensor of each adapter in the request, in order."""
     grad_prefix: tuple[Tensor, ...] = ()
+    not_pushed: str = ""
+    """Why the gradient was not sent to ``push_to``, if it was not."""
+    input_hash: ShortBytes = b""
+    """Of gradients that were pushed."""
     receipt: Receipt | None = None
 
 
@@ -178,16 +218,6 @@ class SessionOpened(BaseMessage, kw_only=True):
     """Longest sequence the server will hold for the session."""
     push_key: ShortBytes = b""
     """Secret by which the client allows other servers to push to the session."""
-
-
-class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a server sends the output of a step: to a session on another one, and as its step of this number."""
-
-    peer: str
-    session: str
-    step: int
-    token: ShortBytes
-    """Shows that the client allows it."""
 
 
 class PushedHidden(BaseMessage, kw_only=True):

@@ -7,7 +7,10 @@ replays them when a server is lost.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
+from swarm_plugins.ledger import Charge
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_hidden
 from swarm_plugins.server.rpc.handlers import send_failure
@@ -38,11 +41,25 @@ async def push_handler(service: Service, channel: Channel) -> None:
             return
 
 
+def check_pushed(hidden: Tensor, placeholder: Tensor, num_bytes: int, charge: Charge) -> None:
+    """Charges what was pushed for a request.
+
+    Raises:
+        BadRequestError: If it is not of the shape and size that the request tells.
+    """
+    if hidden.shape[:-1] != placeholder.shape[:-1] or hidden.nbytes != num_bytes:
+        raise BadRequestError(
+            f"a tensor of shape {list(hidden.shape)} and {hidden.nbytes} bytes was pushed for a request of "
+            f"{list(placeholder.shape)} and {num_bytes} bytes"
+        )
+    charge.claim(hidden.nbytes)
+
+
 async def _deliver(service: Service, sender: str, pushed: PushedHidden) -> None:
-    session = service.sessions.pushed_to(pushed.session)
-    is_own = session is not None and session.peer == sender
+    to = service.sessions.pushed_to(pushed.session) or service.slots.find(pushed.session, pushed.step)
+    is_own = to is not None and to.peer == sender
     # The same words whether there is such a session or not: a stranger learns nothing.
-    if session is None or not (is_own or is_push_allowed(session.push_key, sender, pushed.step, pushed.token)):
+    if to is None or not (is_own or is_push_allowed(to.push_key, sender, pushed.step, pushed.token)):
         raise RequestError("refused", f"this peer may not push step {pushed.step} of session {pushed.session[:64]!r}")
     check_hidden(service, pushed.hidden)
-    await session.inbox.deliver(pushed.step, pushed.hidden, timeout_s=service.limits.session_lease_s)
+    await to.inbox.deliver(pushed.step, pushed.hidden, timeout_s=service.limits.session_lease_s)

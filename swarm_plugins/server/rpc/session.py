@@ -25,6 +25,7 @@ from swarm_plugins.server.rpc.checks import (
 from swarm_plugins.server.rpc.costs import forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import hidden_hash, opening_history, signed_step
+from swarm_plugins.server.rpc.push import check_pushed
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.admission.pushing import new_push_key, plain_step
@@ -168,16 +169,11 @@ class _Stream:
 
     async def _with_hidden(self, session: Session, request: SessionStep, charge: Charge) -> SessionStep:
         """Returns a step as if its client had sent all of it."""
-        timeout_s = self._service.limits.session_lease_s
-        hidden = await session.inbox.begin(is_pushed=request.pushed_bytes > 0, timeout_s=timeout_s)
-        if hidden is None:
+        if not request.pushed_bytes:
+            session.inbox.skip()
             return plain_step(request, request.hidden)
-        if hidden.shape[:-1] != request.hidden.shape[:-1] or hidden.nbytes != request.pushed_bytes:
-            raise BadRequestError(
-                f"hidden states of shape {list(hidden.shape)} and {hidden.nbytes} bytes were pushed for a step of "
-                f"{list(request.hidden.shape)} and {request.pushed_bytes} bytes"
-            )
-        charge.claim(hidden.nbytes)
+        hidden = await session.inbox.take(timeout_s=self._service.limits.session_lease_s)
+        check_pushed(hidden, request.hidden, request.pushed_bytes, charge)
         return plain_step(request, hidden)
 
     async def _run(self, session: Session, request: SessionStep) -> tuple[SpanOutputs, bytes]:

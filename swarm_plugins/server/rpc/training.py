@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
+from torch import Tensor
 
 from swarm_plugins.block_io import AdapterUse, SpanInputs, SpanOutputs
 from swarm_plugins.ledger import Charge
@@ -24,13 +25,23 @@ from swarm_plugins.server.rpc.checks import (
 )
 from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
-from swarm_plugins.server.rpc.proofs import signed
+from swarm_plugins.server.rpc.proofs import hidden_hash, signed
+from swarm_plugins.server.rpc.push import check_pushed
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import Portion, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
+from swarm_plugins.transport.admission.pushing import plain_backward, plain_forward
 from swarm_plugins.transport.channel import Channel
-from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse
+from swarm_plugins.transport.messages import (
+    BackwardRequest,
+    BackwardResponse,
+    Codec,
+    ForwardRequest,
+    ForwardResponse,
+    PushSlot,
+    PushTo,
+)
 
 
 async def forward_handler(service: Service, channel: Channel) -> None:
@@ -38,7 +49,8 @@ async def forward_handler(service: Service, channel: Channel) -> None:
     peer = channel.remote_peer
 
     async def answer(request: ForwardRequest, charge: Charge) -> Answer:
-        timeout_s = service.limits.request_timeout_s
+        timeout_s, push_to, is_pushed = service.limits.request_timeout_s, request.push_to, request.pushed is not None
+        request = plain_forward(request, await _input(service, peer, request.hidden, request.pushed, charge))
         with checked_inputs(service, peer, request, charge) as inputs:
             portions = cut_batch(inputs, service.spec, service.run_limits)
             outputs, ticket = await service.scheduler.train(
@@ -48,7 +60,10 @@ async def forward_handler(service: Service, channel: Channel) -> None:
                 load=Load(inputs.num_tokens, len(inputs.blocks)),
             )
         checked = checked_outputs(outputs, request.hidden.dtype)
-        response = ForwardResponse(ticket=ticket, **msgspec.structs.asdict(checked))
+        not_pushed = await _push(service, peer, push_to, checked.hidden, request.reply_codec)
+        input_hash = await hidden_hash(request.hidden) if is_pushed else b""
+        found = msgspec.structs.asdict(checked)
+        response = ForwardResponse(ticket=ticket, not_pushed=not_pushed, input_hash=input_hash, **found)
         return await signed(service, request, response), request.reply_codec
 
     await answer_requests(service, channel, "rpc_forward", (ForwardRequest,), answer)
@@ -59,6 +74,9 @@ async def backward_handler(service: Service, channel: Channel) -> None:
     peer = channel.remote_peer
 
     async def answer(request: BackwardRequest, charge: Charge) -> Answer:
+        push_to, is_pushed = request.push_to, request.pushed is not None
+        grad = await _input(service, peer, request.grad_hidden, request.pushed, charge)
+        request = plain_backward(request, grad)
         _check_gradients(service, request)
         dtype = request.grad_hidden.dtype
         parts: Sequence[KeptForward | Portion] | None = None
@@ -75,9 +93,30 @@ async def backward_handler(service: Service, channel: Channel) -> None:
                 parts = cut_batch(inputs, service.spec, service.run_limits)
             charge.claim(backward_bytes(service, request, parts[0].inputs.adapters.adapters))
             found = await _backward(service, peer, parts, request)
-        return await signed(service, request, _gradient_response(found, dtype)), request.reply_codec
+        response = _gradient_response(found, dtype)
+        not_pushed = await _push(service, peer, push_to, response.grad_hidden, request.reply_codec)
+        input_hash = await hidden_hash(grad) if is_pushed else b""
+        response = msgspec.structs.replace(response, not_pushed=not_pushed, input_hash=input_hash)
+        return await signed(service, request, response), request.reply_codec
 
     await answer_requests(service, channel, "rpc_backward", (BackwardRequest,), answer)
+
+
+async def _input(service: Service, peer: str, sent: Tensor, pushed: PushSlot | None, charge: Charge) -> Tensor:
+    """Returns the input of a request: what was sent along, or what another server pushes for it."""
+    if pushed is None:
+        return sent
+    with service.slots.waiting(peer, pushed) as inbox:
+        found = await inbox.take(timeout_s=service.limits.request_timeout_s)
+    check_pushed(found, sent, pushed.num_bytes, charge)
+    return found
+
+
+async def _push(service: Service, peer: str, to: PushTo | None, output: Tensor | None, codec: Codec) -> str:
+    """Sends what a request has found on; returns why that failed, if it did."""
+    if to is None or output is None:
+        return ""
+    return await service.pushes.send(to, output, codec, service.ledger.charge(peer))
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ class _Parcel(NamedTuple):
 class Inbox:
     """Pushed hidden states of one session. All its steps are counted from 0, also those that are not pushed."""
 
-    def __init__(self) -> None:
-        self.next_step = 0
+    def __init__(self, next_step: int = 0) -> None:
+        self.next_step = next_step
         """The step that the next request is."""
         self._early: dict[int, _Parcel] = {}
         self._awaited: tuple[int, asyncio.Future[Tensor]] | None = None
@@ -52,21 +52,16 @@ class Inbox:
             if self._early.get(step) is parcel:
                 del self._early[step]
 
-    async def begin(self, *, is_pushed: bool, timeout_s: float) -> Tensor | None:
-        """Counts a step; returns its hidden states if they are pushed, as soon as they are there.
+    async def take(self, *, timeout_s: float) -> Tensor:
+        """Counts a step; returns its hidden states as soon as they are there.
 
         Raises:
             RequestError: ``not_pushed`` if they do not come within ``timeout_s``.
         """
-        step, self.next_step = self.next_step, self.next_step + 1
-        parcel = self._early.pop(step, None)
+        step, parcel = self._next()
         if parcel is not None and not parcel.taken.done():
-            if is_pushed:
-                parcel.taken.set_result(None)
-                return parcel.hidden
-            parcel.taken.set_exception(BadRequestError(f"step {step} has come with hidden states of its own"))
-        if not is_pushed:
-            return None
+            parcel.taken.set_result(None)
+            return parcel.hidden
         future: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
         self._awaited = step, future
         try:
@@ -77,6 +72,16 @@ class Inbox:
             ) from None
         finally:
             self._awaited = None
+
+    def skip(self) -> None:
+        """Counts a step that has brought its own hidden states; refuses others."""
+        step, parcel = self._next()
+        if parcel is not None and not parcel.taken.done():
+            parcel.taken.set_exception(BadRequestError(f"step {step} has come with hidden states of its own"))
+
+    def _next(self) -> tuple[int, _Parcel | None]:
+        step, self.next_step = self.next_step, self.next_step + 1
+        return step, self._early.pop(step, None)
 
     def close(self) -> None:
         """Refuses what waits for steps that will never come."""

@@ -81,20 +81,26 @@ class Pushes:
     ) -> str:
         if before is not None:
             await asyncio.wait({before})
-        stream = self._streams.pop(key, None)
+        if self._opener is None:
+            return "this server reaches no others"
+        kept = self._streams.pop(key, None)
+        if kept is not None:
+            # It may have ended, as it does after a while without outputs: then a fresh one does.
+            with contextlib.suppress(SwarmError):
+                return await self._send_over(key, kept, message, codec)
         try:
-            if stream is None:
-                if self._opener is None:
-                    return "this server reaches no others"
-                stream = await self._opener.open(key[0], "rpc_push", timeout_s=_CONNECT_S)
-            await stream.send(message, codec=codec)
-        except BaseException as error:
-            # Also when cancelled: half of a message may have been sent.
-            if stream is not None:
-                await _close(stream)
-            if not isinstance(error, SwarmError):
-                raise
+            stream = await self._opener.open(key[0], "rpc_push", timeout_s=_CONNECT_S)
+            return await self._send_over(key, stream, message, codec)
+        except SwarmError as error:
             return one_line(error)
+
+    async def _send_over(self, key: tuple[str, str], stream: Channel, message: PushedHidden, codec: Codec) -> str:
+        try:
+            await stream.send(message, codec=codec)
+        except BaseException:
+            # Also when cancelled: half of a message may have been sent.
+            await _close(stream)
+            raise
         self._streams[key] = stream
         while len(self._streams) > _MAX_STREAMS:
             await _close(self._streams.popitem(last=False)[1])

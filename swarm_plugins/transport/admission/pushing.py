@@ -13,7 +13,7 @@ import secrets
 import msgspec
 from torch import Tensor
 
-from swarm_plugins.transport.messages import SessionStep
+from swarm_plugins.transport.messages import BackwardRequest, ForwardRequest, SessionStep
 
 _DOMAIN = b"swarm_plugins push 1"
 
@@ -36,3 +36,13 @@ def is_push_allowed(key: bytes, sender: str, step: int, token: bytes) -> bool:
 def plain_step(request: SessionStep, hidden: Tensor) -> SessionStep:
     """Returns a step without any pushing, with its hidden states: what a server computes, and what receipts are for."""
     return msgspec.structs.replace(request, hidden=hidden, pushed_bytes=0, push_to=None)
+
+
+def plain_forward(request: ForwardRequest, hidden: Tensor) -> ForwardRequest:
+    """Returns a forward without any pushing, with its hidden states; see `plain_step`."""
+    return msgspec.structs.replace(request, hidden=hidden, pushed=None, push_to=None)
+
+
+def plain_backward(request: BackwardRequest, grad: Tensor) -> BackwardRequest:
+    """Returns a backward without any pushing, with the gradient of its output; see `plain_step`."""
+    return msgspec.structs.replace(request, grad_hidden=grad, pushed=None, push_to=None)

@@ -79,11 +79,12 @@ def _tensor_bytes(message: Message) -> int | None:
         case EchoRequest():
             found = message.payload.nbytes
         case ForwardRequest(collect_router=False):
-            found = message.hidden.nbytes * (max(1, message.end - message.start) if message.collect_hidden else 1)
+            hidden = message.hidden.nbytes if message.pushed is None else message.pushed.num_bytes
+            found = hidden * (max(1, message.end - message.start) if message.collect_hidden else 1)
         case SessionStep(collect_hidden=False, collect_router=False):
             found = message.pushed_bytes or message.hidden.nbytes
         case BackwardRequest(needs_adapters=False, needs_prefix=False):
-            found = message.grad_hidden.nbytes
+            found = message.grad_hidden.nbytes if message.pushed is None else message.pushed.num_bytes
         case ExpertsRequest():
             found = message.rows.numel() * message.hidden.shape[-1] * message.hidden.element_size()
     return found

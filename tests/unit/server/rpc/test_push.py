@@ -155,7 +155,7 @@ def test_what_is_pushed_must_fit_the_step(service: Service) -> None:
         await push(transport, "bob", pushed(to, "bob", hidden=torch.zeros(1, 2, WIDTH)))
         answer = await ask(channel, AWAITED)
         assert isinstance(answer, Failure)
-        assert "were pushed for a step of [1, 1, 0] and" in answer.message
+        assert "was pushed for a request of [1, 1, 0] and" in answer.message
 
     play(service, scene)
 
