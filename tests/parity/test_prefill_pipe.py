@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.blocks.runner import StepInputs
-from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client import SwarmConfig, handing
 from swarm_plugins.client.sessions import pipe
-from swarm_plugins.client.sessions import pushing as client_pushing
 from swarm_plugins.client.sessions.pipe import num_chunks
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server.compute.scheduler import Scheduler
@@ -47,7 +46,7 @@ def want(model: Path) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_pushing, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(handing, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(pipe, "_LEAST_TOKENS", 1)
     monkeypatch.setattr(pipe, "num_chunks", lambda *_: NUM_CHUNKS)
 

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM
-from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.sessions import pushing as client_pushing
+from swarm_plugins.client import SwarmConfig, handing
 from swarm_plugins.ledger import Charge
 from swarm_plugins.links import Link
 from swarm_plugins.server.state.pushes import Pushes
@@ -43,7 +42,7 @@ def want(model: Path) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(client_pushing, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(handing, "_PATIENCE_S", 0.2)
 
 
 def decode(model: PreTrainedModel, **options: object) -> torch.Tensor:
@@ -91,7 +90,7 @@ def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, co
 def test_a_token_crosses_the_network_once_more_than_there_are_servers_and_by_the_client_twice_for_each(
     model: Path, want: torch.Tensor, spans: list[tuple[int, int]], push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_pushing, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(handing, "_PATIENCE_S", 60.0)
     with swarm_of(model, spans, push=push) as swarm:
         trips, me = swarm.transport.trips, swarm.transport.client
         at_tokens: list[int] = []

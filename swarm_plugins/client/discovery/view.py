@@ -11,7 +11,7 @@ from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.hedging import HedgeBudget
-from swarm_plugins.client.sessions.hops import Hops
+from swarm_plugins.client.hops import Hops
 from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected

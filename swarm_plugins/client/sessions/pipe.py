@@ -7,7 +7,6 @@ et al., 2019), but for a prompt: a chunk's keys and values are in the cache when
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
-from swarm_plugins.client.sessions.pushing import PostedInVainError, PushedSteps, is_worth_it, may_push
+from swarm_plugins.client.handing import PostedInVainError, is_handing_on
+from swarm_plugins.client.sessions.pushing import PushedSteps
 from swarm_plugins.client.sessions.span_session import SpanSession
 from swarm_plugins.client.sessions.span_steps import SpanSteps
 from swarm_plugins.errors import SwarmError
@@ -83,19 +83,10 @@ class Pipe:
         if any(span.channel is None for span in spans):
             rows = self._inputs.hidden.shape[0]
             await asyncio.gather(*(self._steps.open_ahead(span, rows) for span in spans))
-        peers, config, hops = servers.peers, servers.peers.config, servers.hops
-        is_wanted = config.push == "on" or (
-            config.push == "auto" and is_worth_it([peers.paces.round_trip_s(span.peer) for span in spans])
-        )
-        if not is_wanted:
+        are_ready = all(span.channel is not None for span in spans) and all(span.push_key for span in spans[1:])
+        if not is_handing_on(servers, [span.peer for span in spans]) or not are_ready:
             return None
-        for span in spans:
-            if (info := servers.view.known.infos.get(span.peer)) is not None and not info.pushes:
-                level = logging.WARNING if config.push == "on" else logging.INFO
-                hops.found_unable(span.peer, info.software, level=level)
-        if not may_push(spans, hops):
-            return None
-        return PushedSteps(spans, peers, servers.hops)
+        return PushedSteps(spans, servers)
 
     def _chunks(self, *, is_pushed: bool) -> list[SpanInputs]:
         """Cuts the new tokens so that the prompt is through soonest."""

@@ -5,36 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.client.sessions.hops import Hops
+from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, feeding
 from swarm_plugins.client.sessions.span_session import SpanSession
 from swarm_plugins.errors import SwarmError, UnknownAdapterError, printable
 from swarm_plugins.transport.admission.pushing import plain_step, push_token
-from swarm_plugins.transport.codec import tensor_hash
-from swarm_plugins.transport.messages import PushedHidden, PushTo, SessionStep, SessionStepResponse
+from swarm_plugins.transport.messages import PushTo, SessionStep, SessionStepResponse
 
 if TYPE_CHECKING:
-    from swarm_plugins.client.peers import Peers
+    from swarm_plugins.client.discovery.view import Servers
 
-_PATIENCE_S = 2.0
-"""A server that has not answered so long after the one before it gets its input from here, too."""
-_WORTH_S = 0.003
-"""Round trip to the farthest server from which pushing saves more time than its messages take."""
 _MAX_AHEAD = 8
 """Steps that a server has been told of, and has not answered; servers keep pushed inputs of so many."""
 
 Named = tuple[SessionStep, tuple[LoadedAdapter, ...]]
 """A request and the adapters that it names."""
-
-
-class PostedInVainError(SwarmError):
-    """A step must be sent again, by this client, and nobody is to blame."""
 
 
 class _Sent(NamedTuple):
@@ -52,13 +43,11 @@ class PushedSteps:
 
     Args:
         spans: The open sessions, in order.
-        peers: Sends.
-        hops: Remembers what failed.
+        servers: Who they are, and which hops have failed.
     """
 
-    def __init__(self, spans: Sequence[SpanSession], peers: Peers, hops: Hops) -> None:
-        self._peers = peers
-        self._hops = hops
+    def __init__(self, spans: Sequence[SpanSession], servers: Servers) -> None:
+        self._servers = servers
         self._before = dict(zip(spans[1:], spans, strict=False))
         self._after = dict(itertools.pairwise(spans))
         # Each session counts its steps by itself.
@@ -94,10 +83,10 @@ class PushedSteps:
             to = PushTo(peer=after.peer, session=after.name, step=number, token=token)
             request = msgspec.structs.replace(request, push_to=to)
         try:
-            await self._peers.upload(current.peer, adapters)
+            await self._servers.peers.upload(current.peer, adapters)
             async with current.streaming() as channel:
                 current.num_steps += 1
-                await self._peers.post(channel, request)
+                await self._servers.peers.post(channel, request)
         except SwarmError:
             await queue.put(None)  # its session is lost, and that shows at its turn
             return False
@@ -133,7 +122,7 @@ class PushedSteps:
         after = self._after.get(current)
         if after is not None and sent.request.push_to is not None:
             if response.not_pushed:
-                self._hops.failed(current.peer, after.peer, printable(response.not_pushed))
+                self._servers.hops.failed(current.peer, after.peer, printable(response.not_pushed))
             else:
                 self._fed.add((after, sent.request.push_to.step))
         return plain_step(sent.request, hidden), sent.adapters, response
@@ -143,46 +132,20 @@ class PushedSteps:
         self._sent.pop(current, None)
 
     async def _answer(self, current: SpanSession, sent: _Sent, hidden: Tensor) -> SessionStepResponse:
-        request, tokens = sent.request, hidden.shape[0] * hidden.shape[1]
-        async with current.streaming() as channel, self._feeding(current, sent.step, hidden):
-            response = await self._peers.collect(
-                channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=len(current.blocks)
+        request, tokens, before = sent.request, hidden.shape[0] * hidden.shape[1], self._before.get(current)
+        peers, blocks = self._servers.peers, len(current.blocks)
+        way = None if before is None else Handover(before.peer, current.peer, current.name, sent.step)
+        async with contextlib.AsyncExitStack() as stack:
+            channel = await stack.enter_async_context(current.streaming())
+            if way is not None:
+                is_sent = (current, sent.step) in self._fed
+                await stack.enter_async_context(feeding(self._servers, way, hidden, is_sent=is_sent))
+            response = await peers.collect(
+                channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=blocks
             )
-        if request.pushed_bytes and response.input_hash != tensor_hash(hidden):
-            # One of the two lies, or a way between them is broken. Its answer is right for what it got.
-            self._hops.failed(self._before[current].peer, current.peer, "it has got other hidden states")
-            await current.close()
-            raise PostedInVainError(f"server {current.peer} has got other hidden states than this client")
+            if way is not None:
+                check_handed(self._servers, way, response.input_hash, hidden)
         return response
-
-    @contextlib.asynccontextmanager
-    async def _feeding(self, current: SpanSession, step: int, hidden: Tensor) -> AsyncIterator[None]:
-        """Sends a server its input: at once if nobody else will, or if it is late."""
-
-        async def feed_late() -> None:
-            if (current, step) in self._fed:
-                await asyncio.sleep(_PATIENCE_S)
-                self._hops.failed(self._before[current].peer, current.peer, "its input has not arrived in time")
-            await self._feed(current, step, hidden)
-
-        if current not in self._before:
-            yield
-            return
-        feeding = asyncio.create_task(feed_late())
-        try:
-            yield
-        finally:
-            feeding.cancel()
-            await asyncio.gather(feeding, return_exceptions=True)
-
-    async def _feed(self, current: SpanSession, step: int, hidden: Tensor) -> None:
-        message = PushedHidden(session=current.name, step=step, hidden=hidden)
-        with contextlib.suppress(SwarmError):
-            channel = await self._peers.open(current.peer, "rpc_push")
-            try:
-                await self._peers.post(channel, message)
-            finally:
-                await channel.close()
 
     async def close(self) -> None:
         """Ends the sessions whose answers were not collected."""
@@ -190,19 +153,3 @@ class PushedSteps:
             if not queue.empty():
                 await current.close()
         self._sent.clear()
-
-
-def may_push(spans: Sequence[SpanSession], hops: Hops) -> bool:
-    """Returns whether each server can get its input from the one before."""
-    if len(spans) < 2 or any(current.channel is None for current in spans):
-        return False
-    pairs = itertools.pairwise(spans)
-    return all(two.push_key and hops.is_open(one.peer, two.peer) for one, two in pairs)
-
-
-def is_worth_it(round_trips_s: Sequence[float | None]) -> bool:
-    """Returns whether servers at these distances should push: it saves time that messages need, not that of computing.
-
-    The way from one server to another is at most as long as that from one to the client and on to the other.
-    """
-    return max((known for known in round_trips_s if known is not None), default=0.0) >= _WORTH_S

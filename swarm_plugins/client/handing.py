@@ -1,0 +1,92 @@
+"""Tensors that servers hand on to each other, from where the client stands: it sends what does not arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.transport.codec import tensor_hash
+from swarm_plugins.transport.messages import PushedHidden
+
+if TYPE_CHECKING:
+    from swarm_plugins.client.discovery.view import Servers
+
+_PATIENCE_S = 2.0
+"""A server that has not answered so long after the one before it gets its input from here, too."""
+_WORTH_S = 0.003
+"""Round trip to the farthest server from which pushing saves more time than its messages take: it saves no computing.
+The way from one server to another is at most as long as that from one to the client and on to the other."""
+
+
+class PostedInVainError(SwarmError):
+    """A request must be sent again, by this client, and nobody is to blame."""
+
+
+class Handover(NamedTuple):
+    """An input that one server is to send to another."""
+
+    sender: str
+    receiver: str
+    name: str
+    """Of the session, or of the slot."""
+    step: int
+
+
+def is_handing_on(servers: Servers, peers: Sequence[str]) -> bool:
+    """Returns whether each of some servers is to send its output to the next one.
+
+    Says once of each server that it cannot.
+    """
+    config, hops, paces = servers.peers.config, servers.hops, servers.peers.paces
+    if len(peers) < 2 or config.push == "off":
+        return False
+    round_trips_s = [trip_s for peer in peers if (trip_s := paces.round_trip_s(peer)) is not None]
+    if config.push == "auto" and max(round_trips_s, default=0.0) < _WORTH_S:
+        return False
+    infos = {peer: info for peer in peers if (info := servers.view.known.infos.get(peer)) is not None}
+    for peer, info in infos.items():
+        if not info.pushes:
+            hops.found_unable(peer, info.software, level=logging.WARNING if config.push == "on" else logging.INFO)
+    are_able = all(peer in infos and infos[peer].pushes for peer in peers)
+    return are_able and all(hops.is_open(one, two) for one, two in itertools.pairwise(peers))
+
+
+@contextlib.asynccontextmanager
+async def feeding(servers: Servers, way: Handover, tensor: Tensor, *, is_sent: bool) -> AsyncIterator[None]:
+    """Sends a server its input while its answer is awaited: at once, or, if it is believed to be there, when late."""
+
+    async def feed() -> None:
+        if is_sent:
+            await asyncio.sleep(_PATIENCE_S)
+            servers.hops.failed(way.sender, way.receiver, "its input has not arrived in time")
+        message = PushedHidden(session=way.name, step=way.step, hidden=tensor)
+        with contextlib.suppress(SwarmError):
+            channel = await servers.peers.open(way.receiver, "rpc_push")
+            try:
+                await servers.peers.post(channel, message)
+            finally:
+                await channel.close()
+
+    task = asyncio.create_task(feed(), name="feed")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def check_handed(servers: Servers, way: Handover, input_hash: bytes, tensor: Tensor) -> None:
+    """Raises PostedInVainError if a server has computed with something else than its predecessor has told the client.
+
+    One of the two lies, or a way between them is broken: its answer is right for what it got.
+    """
+    if input_hash != tensor_hash(tensor):
+        servers.hops.failed(way.sender, way.receiver, "it has got something else")
+        raise PostedInVainError(f"server {way.receiver} has got another input than this client")
