@@ -96,6 +96,8 @@ class _Seen:
     samples: dict[str, deque[_Sample]] = field(default_factory=dict)
     """By rpc."""
     num_calls: int = 0
+    unkept_tokens: int = 0
+    """Tokens of the smallest batch of which it has not kept the graph; 0: it keeps what it is asked to."""
     at: float = 0.0
 
 
@@ -124,6 +126,21 @@ class Paces:
         """Returns how long a server took lately to say what it serves, without opening a stream; None: not known."""
         samples = list(self._seen[peer].samples.get("rpc_info", ())) if peer in self._seen else []
         return median(one.seconds for one in samples[-_MIN_CALLS:]) if samples else None
+
+    def unkept(self, peer: str, tokens: int) -> None:
+        """Notes that a server has not kept the graph of a batch for its backward."""
+        seen = self._seen.setdefault(peer, _Seen())
+        seen.unkept_tokens = min(tokens, seen.unkept_tokens or tokens)
+
+    def unkept_tokens(self, peers: Iterable[str]) -> int:
+        """Returns the tokens of a batch of which one of some servers has not kept the graph; 0 if each does."""
+        found = (self._seen[peer].unkept_tokens for peer in peers if peer in self._seen)
+        return min((tokens for tokens in found if tokens), default=0)
+
+    def is_known(self, peer: str) -> bool:
+        """Returns whether a server has run so many batches that their times say how to cut the next ones."""
+        samples = self._seen[peer].samples.get("rpc_forward", ()) if peer in self._seen else ()
+        return sum(one.tokens > _STEP_TOKENS for one in samples) >= _MIN_ALIKE
 
     def usual_s(self, peer: str, rpc: str, *, blocks: int, tokens: int) -> float | None:
         """Returns the 95th percentile of a server's requests of about this size; None if too few are known."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 MOST_AT_ONCE = 8
@@ -18,12 +18,14 @@ class _Queue:
     """This client's requests at one server."""
 
     most: int = MOST_AT_ONCE
+    num_waiting: int = 0
+    """Requests that are not sent yet."""
     num_sent: int = 0
     """Requests that are sent and not answered."""
     sent_tokens: int = 0
     """Of these."""
     asked_tokens: int = 0
-    """Of these, and of requests that wait to be sent."""
+    """Of all requests that are not answered, sent or not."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_free(self, tokens: int, room: int) -> bool:
@@ -42,9 +44,16 @@ class Queues:
         self._queues: dict[str, _Queue] = {}
         self._answered_at: OrderedDict[tuple[str, str], float] = OrderedDict()
 
-    def asked_tokens(self, peer: str) -> int:
-        """Returns the tokens of all requests to a server that wait for its answer, or to be sent."""
-        return self._queues[peer].asked_tokens if peer in self._queues else 0
+    @contextmanager
+    def asking(self, peer: str, tokens: int) -> Iterator[int]:
+        """Yields the tokens of requests that a server has to answer before one that is now made, sent or not."""
+        queue = self._queues.setdefault(peer, _Queue())
+        queue.asked_tokens += tokens
+        try:
+            yield queue.asked_tokens - tokens
+        finally:
+            queue.asked_tokens -= tokens
+            self._tidy(peer)
 
     def tokens_before(self, peer: str, tokens: int) -> int:
         """Returns the tokens that a server has got before those of the request sent to it last."""
@@ -60,22 +69,26 @@ class Queues:
             room: Most tokens at the server at once; a request that is alone there may have more. 0: any number.
         """
         queue = self._queues.setdefault(peer, _Queue())
-        queue.asked_tokens += tokens
+        queue.num_waiting += 1
         try:
             while not queue.is_free(tokens, room):
                 await queue.changed.wait()
-            queue.num_sent += 1
-            queue.sent_tokens += tokens
-            try:
-                yield
-            finally:
-                queue.num_sent -= 1
-                queue.sent_tokens -= tokens
         finally:
-            queue.asked_tokens -= tokens
+            queue.num_waiting -= 1
+        queue.num_sent += 1
+        queue.sent_tokens += tokens
+        try:
+            yield
+        finally:
+            queue.num_sent -= 1
+            queue.sent_tokens -= tokens
             queue.change()
-            if not queue.asked_tokens:
-                self._queues.pop(peer, None)
+            self._tidy(peer)
+
+    def _tidy(self, peer: str) -> None:
+        queue = self._queues[peer]
+        if not (queue.asked_tokens or queue.num_waiting or queue.num_sent):
+            del self._queues[peer]
 
     def refused(self, peer: str) -> bool:
         """Notes that a server had no place for a request; returns whether it may have one when others are answered."""

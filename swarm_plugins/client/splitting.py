@@ -26,10 +26,7 @@ def chunks_within(inputs: SpanInputs, max_tokens: int) -> int:
     return -(-batch // rows)
 
 
-def cut_rows(inputs: SpanInputs, num_chunks: int) -> list[SpanInputs]:
-    """Cuts a batch along its rows into chunks that differ by one row at most."""
-    batch = inputs.hidden.shape[0]
-    if num_chunks == 1:
-        return [inputs]
-    ends = [batch * index // num_chunks for index in range(num_chunks + 1)]
-    return [inputs.take_rows(slice(start, end)) for start, end in itertools.pairwise(ends)]
+def chunk_rows(num_rows: int, num_chunks: int) -> list[slice]:
+    """Returns the rows of each chunk; their numbers differ by one at most."""
+    ends = [num_rows * index // num_chunks for index in range(num_chunks + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]

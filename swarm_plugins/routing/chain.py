@@ -75,7 +75,7 @@ def plan(
     ]
     if not usable or missing_blocks(usable, blocks):
         return None
-    block_s, hop_s = _costs(usable, demand)  # [M], [M]
+    block_s, hop_s = costs(usable, demand)  # [M], [M]
     if seed is not None:
         draw = np.array([_draw(seed, server.peer) for server in usable])  # [M]
         # Without any cost, too: several servers may be unknown, or next door.
@@ -128,7 +128,7 @@ def expected(
 
 
 def _seconds(chain: Sequence[SpanChoice], servers: Mapping[str, ServerEntry], demand: Demand) -> float:
-    block_s, hop_s = _costs([servers[span.peer] for span in chain], demand)
+    block_s, hop_s = costs([servers[span.peer] for span in chain], demand)
     return float((block_s * [span.end - span.start for span in chain] + hop_s).sum())
 
 
@@ -147,7 +147,8 @@ def _is_sane(server: ServerEntry) -> bool:
     )
 
 
-def _costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:
+def costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the seconds of one block, and those of the way there and back, for each server, ``[M]``."""
     # A batched request is bound by throughput, a single token by the step time: whichever is longer.
     block_s = np.array([max(s.step_s, demand.tokens / s.throughput if s.throughput > 0 else 0.0) for s in servers])
     # Bounded: infinity means that a server does not hold a block.

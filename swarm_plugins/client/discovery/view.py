@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.hedging import HedgeBudget
 from swarm_plugins.client.hops import Hops
 from swarm_plugins.errors import MissingBlocksError, SwarmError
-from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
+from swarm_plugins.routing import Demand, Schedule, ServerEntry, SpanChoice, best_schedule, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -63,6 +63,12 @@ class SwarmView(ServerView):
         roomy = [entry for entry in usable if not self.is_small(entry.peer)]
         chain = plan(roomy, blocks, demand, seed=self.seed)
         return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand, seed=self.seed)
+
+    def schedule(self, blocks: range, options: Iterable[Sequence[int]], *, without: Collection[str]) -> Schedule | None:
+        """Returns chains for the chunks of a batch; see `best_schedule`."""
+        believed = self.believed(without)
+        roomy = [entry for entry in believed if not self.is_small(entry.peer)]
+        return best_schedule(believed if missing_blocks(roomy, blocks) else roomy, blocks, options, seed=self.seed)
 
     def believed(self, without: Collection[str] = frozenset()) -> list[ServerEntry]:
         """Returns the usable servers, with what was seen of their speed instead of what they announce."""

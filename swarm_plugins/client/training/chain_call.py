@@ -96,6 +96,11 @@ class ChainCall:
             self._runs = runs
         return chain_outputs([run.response for run in runs], collect_hidden=self.inputs.collect_hidden)
 
+    @property
+    def unkept(self) -> list[str]:
+        """Servers that do not keep the graph for the backward to come."""
+        return [run.peer for run in self._runs if not run.has_ticket]
+
     async def _forward_blocks(
         self, inputs: SpanInputs, retries: ChainRetries, chain: Sequence[SpanChoice] | None = None
     ) -> list[_SpanRun]:
@@ -204,21 +209,23 @@ class ChainCall:
         view, paces, hedges = self.servers.view, self.servers.peers.paces, self.servers.hedges
         size, tokens = len(inputs.blocks), inputs.num_tokens
         usual_s = paces.usual_s(peer, rpc, blocks=size, tokens=tokens)
-        # What was seen is without a queue; those before this one in the queue take as long for each token.
-        turns = 1.0 + self.servers.peers.queues.asked_tokens(peer) / tokens
         hedges.earn()
-        if usual_s is None:
-            return await ask(peer)
+        with self.servers.peers.queues.asking(peer, tokens) as before:
+            if usual_s is None:
+                return await ask(peer)
+            # What was seen is without a queue; those before this one in the queue take as long for each token.
+            turns = 1.0 + before / tokens
+            late_s = turns * usual_s + _SLACK_S
 
-        def ask_replica() -> Coroutine[Any, Any, tuple[str, M]] | None:
-            other = view.replica(inputs.blocks, Demand(tokens=tokens), without={peer, *without})
-            if other is None or not hedges.take():
-                return None
-            log.info("server %s has not answered for %.2f s: %s is asked too", peer, turns * usual_s, other)
-            return ask(other)
+            def ask_replica() -> Coroutine[Any, Any, tuple[str, M]] | None:
+                other = view.replica(inputs.blocks, Demand(tokens=tokens), without={peer, *without})
+                if other is None or not hedges.take():
+                    return None
+                log.info("server %s has not answered for %.2f s: %s is asked too", peer, late_s, other)
+                return ask(other)
 
-        started = time.perf_counter()
-        winner, answer = await first_answer(ask(peer), ask_replica, late_s=turns * usual_s + _SLACK_S)
+            started = time.perf_counter()
+            winner, answer = await first_answer(ask(peer), ask_replica, late_s=late_s)
         if winner != peer:
             # It took longer than this, and nobody will know how much.
             paces.observe(peer, rpc, blocks=size, tokens=tokens, seconds=(time.perf_counter() - started) / turns)

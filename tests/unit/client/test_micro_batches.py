@@ -64,6 +64,10 @@ class Stage:
         self.most_tokens = 0
         self.tickets: dict[str, float] = {}
         self.adapters: dict[str, float] = {}
+        self.row_s = 0.0
+        """What a row takes, instead of a second for any number."""
+        self.most_kept = 1000
+        """Rows of the largest graph that it keeps."""
         self._lock = asyncio.Lock()
         self._numbers = itertools.count()
 
@@ -83,7 +87,7 @@ class Stage:
             try:
                 if kind is None:
                     async with self._lock:
-                        await asyncio.sleep(STEP_S)
+                        await asyncio.sleep(self.row_s * _rows(message) or STEP_S)
                     self.is_dead |= self.dies_at is not None and len(self.seen) > self.dies_at
             finally:
                 self.tokens_now -= tokens
@@ -98,7 +102,8 @@ class Stage:
         if isinstance(message, ForwardRequest):
             if not set(message.adapters) <= set(self.adapters):
                 return Failure(kind="unknown_adapter", message="upload it")
-            ticket = f"{next(self._numbers)}" if message.keep else None
+            is_kept = message.keep and _rows(message) <= self.most_kept
+            ticket = f"{next(self._numbers)}" if is_kept else None
             self.tickets[ticket or ""] = self._factor(message)
             return ForwardResponse(hidden=message.hidden * self._factor(message), ticket=ticket)
         assert isinstance(message, BackwardRequest)
@@ -117,6 +122,12 @@ class Stage:
         for digest in message.adapters:
             factor *= self.adapters[digest]
         return factor
+
+
+def _rows(message: Message) -> int:
+    if isinstance(message, ForwardRequest):
+        return message.hidden.shape[0]
+    return message.grad_hidden.shape[0] if isinstance(message, BackwardRequest) else 0
 
 
 Use = Callable[[Servers, LocalTransport], Awaitable[float]]
@@ -152,8 +163,8 @@ def three() -> dict[str, Stage]:
     return {peer: Stage(index, index + 1) for index, peer in enumerate("abc")}
 
 
-def batch(rows: int = 8, blocks: int = 3) -> SpanInputs:
-    return SpanInputs(blocks=range(blocks), hidden=torch.arange(float(rows * 8)).reshape(rows, 2, 4))
+def batch(rows: int = 8, length: int = 2) -> SpanInputs:
+    return SpanInputs(blocks=range(3), hidden=torch.arange(float(rows * length * 4)).reshape(rows, length, 4))
 
 
 async def backward(call: BatchCall) -> Tensor:
@@ -186,14 +197,14 @@ def test_servers_work_at_the_same_time(chunks: int, steps: int) -> None:
     ("dies_at", "failures"), [pytest.param(4, 2, id="forward"), pytest.param(11, 1, id="backward")]
 )
 def test_a_server_lost_in_the_middle_is_one_failure_of_each_pass(dies_at: int, failures: int) -> None:
-    stages = {**three(), "spare": Stage(1, 2, throughput=1.0)}
+    stages = {**three(), "spare": Stage(1, 2, throughput=0.01)}
     stages["b"].dies_at = dies_at
 
     async def use(servers: Servers, _: LocalTransport) -> float:
         call = BatchCall(servers, batch(), keep=True)
         assert torch.equal((await call.forward()).hidden, 8 * call.inputs.hidden)
         assert torch.equal(await backward(call), 8 * call.inputs.hidden)
-        assert servers.view.bans.banned() == ["b"]
+        assert [*servers.view.bans._failures] == ["b"]
         return servers.view.bans._failures["b"].strikes
 
     assert run(stages, use, micro_batches=8, max_retries=1) == failures
@@ -365,6 +376,59 @@ def test_a_server_has_only_so_many_chunks_at_once() -> None:
 
     run(stages, use, micro_batches=3 * MOST_AT_ONCE)
     assert stages["a"].most_tokens == MOST_AT_ONCE * 2
+
+
+def steps(stages: dict[str, Stage], num_steps: int) -> list[list[int]]:
+    """Returns the rows of each request that each of some training steps has made, of all servers."""
+    asked: list[list[int]] = []
+
+    async def use(servers: Servers, _: LocalTransport) -> float:
+        for _step in range(num_steps):
+            before = {peer: len(stage.seen) for peer, stage in stages.items()}
+            call = BatchCall(servers, batch(length=20), keep=True)
+            assert torch.equal((await call.forward()).hidden, 8 * call.inputs.hidden)
+            assert torch.equal(await backward(call), 8 * call.inputs.hidden)
+            new = [message for peer, stage in stages.items() for message in stage.seen[before[peer] :]]
+            asked.append([_rows(message) for message in new if isinstance(message, ForwardRequest)])
+        return 0.0
+
+    run(stages, use)
+    return asked
+
+
+def test_the_number_of_chunks_follows_from_what_servers_took() -> None:
+    stages = three()
+    for stage in stages.values():
+        stage.row_s = 1.0
+    asked = steps(stages, 10)
+    assert asked[0] == asked[7] == [8, 8, 8]
+    assert asked[8] == asked[9] == [1] * 24
+
+
+def test_fast_servers_get_whole_batches() -> None:
+    stages = three()
+    for stage in stages.values():
+        stage.row_s = 0.002
+    assert steps(stages, 12)[-1] == [8, 8, 8]
+
+
+def test_servers_with_the_same_blocks_share_a_batch_by_their_speed() -> None:
+    stages = {"fast": Stage(0, 3, throughput=20.0), "slow": Stage(0, 3, throughput=20.0 / 3)}
+    stages["fast"].row_s, stages["slow"].row_s = 3.0, 9.0
+    asked = steps(stages, 12)
+    assert asked[:8] == [[8]] * 8
+    assert asked[8:] == [[2] * 4] * 4
+    assert [stage.count(ForwardRequest) for stage in stages.values()] == [8 + 3 * 4, 4]
+
+
+def test_chunks_become_so_small_that_a_server_keeps_their_graphs() -> None:
+    stages = {"a": Stage(0, 3)}
+    stages["a"].row_s, stages["a"].most_kept = 0.001, 3
+    assert steps(stages, 4) == [[8], [4, 4], [2] * 4, [2] * 4]
+    # One that keeps nothing at all gets whole batches.
+    none = {"a": Stage(0, 3)}
+    none["a"].row_s, none["a"].most_kept = 0.001, 0
+    assert steps(none, 6)[-1] == [8]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, "many", True])

@@ -7,7 +7,7 @@ import torch
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
-from swarm_plugins.client.splitting import chunks_within, cut_rows, tokens_per_message
+from swarm_plugins.client.splitting import chunk_rows, chunks_within, tokens_per_message
 from swarm_plugins.errors import ProtocolError
 from swarm_plugins.transport.limits import DEFAULT_LIMITS
 
@@ -28,7 +28,7 @@ def test_parts_joined_equal_the_whole(max_tokens: int, calls: int) -> None:
         attention_mask=torch.rand(5, 3) > 0.5,
         position_ids=torch.arange(3)[None],
     )
-    parts = cut_rows(inputs, chunks_within(inputs, max_tokens))
+    parts = [inputs.take_rows(rows) for rows in chunk_rows(5, chunks_within(inputs, max_tokens))]
     assert len(parts) == calls
     whole, joined = run(inputs), join_outputs([run(part) for part in parts], dim=0)
     for got, want in zip(joined.tensors, whole.tensors, strict=True):
