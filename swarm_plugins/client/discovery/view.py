@@ -13,8 +13,9 @@ from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.hedging import HedgeBudget
 from swarm_plugins.client.hops import Hops
 from swarm_plugins.errors import MissingBlocksError, SwarmError
-from swarm_plugins.routing import Demand, Schedule, ServerEntry, SpanChoice, best_schedule, missing_blocks, plan
+from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
+from swarm_plugins.routing.pipeline import Schedule, best_schedule
 from swarm_plugins.transport.server_info import ServerInfo
 
 if TYPE_CHECKING:

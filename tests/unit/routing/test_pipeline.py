@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from swarm_plugins.routing import ServerEntry, best_schedule, schedule
-from swarm_plugins.routing.pipeline import Schedule
+from swarm_plugins.routing import ServerEntry
+from swarm_plugins.routing.pipeline import Schedule, best_schedule, schedule
 
 
 def server(peer: str, start: int, end: int, *, token_s: float = 0.01, trip_s: float = 0.0) -> ServerEntry:
