@@ -69,5 +69,7 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True):
     """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
     pushes: bool = False
     """Whether it sends hidden states to other servers, and takes theirs."""
+    unkept_graphs: int = 0
+    """Forwards whose graph it did not keep until their backward, which ran them again."""
     codecs: tuple[str, ...] = ()
     """Codecs that it knows; ``none`` and ``float16``, which all servers know, need not be named."""

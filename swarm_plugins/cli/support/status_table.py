@@ -96,6 +96,7 @@ def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
 def _remarks(server: ServerStatus) -> list[str]:
     """Returns what does not fit into the table: why a server is not used, its experts, its adapters."""
     adapters = ", ".join(server.info.adapters)
+    unkept = server.info.unkept_graphs
     # Most reasons begin with the peer, as the line does.
     reason = server.reason.removeprefix(f"peer {server.peer} ")
     lost = reason if reason != server.reason else f"is not used: {reason}"
@@ -104,6 +105,7 @@ def _remarks(server: ServerStatus) -> list[str]:
         lost: server.reason and not server.is_reachable,
         _experts(server.info): True,
         f"holds the adapters {adapters}": adapters,
+        f"ran forwards again for their backward: {unkept}; more --activation-bytes would save it that": unkept,
     }
     return [remark for remark, applies in found.items() if remark and applies]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from swarm_plugins.transport.server_info import ServerInfo
 
 if TYPE_CHECKING:
     from swarm_plugins.client.peers import Peers
+
+log = logging.getLogger(__name__)
 
 
 class SwarmView(ServerView):
@@ -114,3 +117,15 @@ class Servers:
     digests: DigestCache = field(default_factory=DigestCache)
     hedges: HedgeBudget = field(default_factory=HedgeBudget)
     hops: Hops = field(default_factory=Hops)
+    _named: set[str] = field(default_factory=set)
+
+    def note_unkept(self, peer: str, tokens: int) -> None:
+        """Says once of a server that it did not keep the graph of a forward of so many tokens."""
+        if peer not in self._named:
+            self._named.add(peer)
+            log.warning(
+                "server %s did not keep the graph of a forward of %d tokens, so the backward runs it again and takes "
+                "up to half as long again: train with smaller batches, or give that server more --activation-bytes",
+                peer,
+                tokens,
+            )

@@ -147,13 +147,11 @@ class ChainCall:
 
         without = attempt.retries.excluded
         peer, response = await self._first_answer(peer, "rpc_forward", inputs, without, ask, accept)
+        has_ticket = response.ticket is not None
+        if self.keep and not has_ticket:
+            self.servers.note_unkept(peer, inputs.num_tokens)
         return _SpanRun(
-            peer=peer,
-            inputs=inputs,
-            part=part,
-            request=sent[peer],
-            response=response,
-            has_ticket=response.ticket is not None,
+            peer=peer, inputs=inputs, part=part, request=sent[peer], response=response, has_ticket=has_ticket
         )
 
     def _request(self, inputs: SpanInputs, part: AdapterPart) -> ForwardRequest:
@@ -296,6 +294,7 @@ class ChainCall:
             except SwarmError as exc:
                 if isinstance(exc, TicketLostError) and run.has_ticket:
                     # The server is fine, only the graph is gone: send the inputs again.
+                    self.servers.note_unkept(run.peer, run.inputs.num_tokens)
                     pending.append((run.without_ticket(), since))
                 else:
                     retries.note(run.peer, exc, since)

@@ -85,6 +85,7 @@ async def backward_handler(service: Service, channel: Channel) -> None:
         with contextlib.ExitStack() as stack:
             if parts is None:
                 if request.forward is None:
+                    service.activations.missed()
                     raise RequestError(
                         "unknown_ticket",
                         "the graph of this forward is not kept here any more: send the forward request along",
@@ -150,7 +151,11 @@ def _forward(service: Service, peer: str, portions: Sequence[Portion], *, keep: 
         weights=service.weights,
         between=service.runner.on_block_boundary or (lambda: None),
     )
-    return outputs, None if kept is None else service.activations.put(peer, kept, num_bytes)
+    ticket = None if kept is None else service.activations.put(peer, kept, num_bytes)
+    # Long rows never have a graph of their own.
+    if keep and ticket is None and all(one.part_tokens is None for one in portions):
+        service.activations.missed()
+    return outputs, ticket
 
 
 def _check_gradients(service: Service, request: BackwardRequest) -> None:

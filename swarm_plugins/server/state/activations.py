@@ -89,6 +89,8 @@ class ActivationStore(Generic[T]):
         if budget_bytes < 0:
             raise ConfigError(f"the activation budget must be 0 or more bytes, got {budget_bytes}; 0 keeps nothing")
         self.budget_bytes = budget_bytes
+        self.num_unkept = 0
+        """Values that were too large, or gone when they were wanted, as `missed` has noted."""
         self.ttl_s = ttl_s
         self._kept: OrderedDict[str, _Kept[T]] = OrderedDict()
         self._lock = threading.Lock()
@@ -123,6 +125,11 @@ class ActivationStore(Generic[T]):
             if kept is None or kept.peer != peer:
                 return None
             return self._drop(ticket).value
+
+    def missed(self) -> None:
+        """Notes that a value which is wanted is not kept."""
+        with self._lock:
+            self.num_unkept += 1
 
     def drop_expired(self) -> None:
         """Drops values that were not taken in time."""

@@ -76,19 +76,24 @@ def test_a_second_backward_gives_the_same_gradient(run_in_swarm: Callable[..., A
     assert [request.ticket is None for request in first.backwards] == [False, True, True]
 
 
-def test_a_lost_graph_is_computed_again_on_the_same_server(run_in_swarm: Callable[..., Any]) -> None:
+def test_a_lost_graph_is_computed_again_on_the_same_server_which_is_said_once(
+    run_in_swarm: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     server = Doubler()
 
     async def use(peers: Peers, view: SwarmView) -> None:
         chain = call(peers, view)
-        await chain.forward()
-        server.tickets.clear()
-        grad = await backward(chain)
-        assert grad is not None
-        assert grad.eq(2).all()
+        for _ in range(2):
+            await chain.forward()
+            server.tickets.clear()
+            grad = await backward(chain)
+            assert grad is not None
+            assert grad.eq(2).all()
         assert not view.bans.banned()
 
     run_in_swarm({"a": ((0, 1), server)}, use, num_blocks=1)
+    [said] = [one.getMessage() for one in caplog.records if "--activation-bytes" in one.getMessage()]
+    assert said.startswith("server a did not keep the graph of a forward of ")
 
 
 def test_a_server_that_always_says_the_graph_is_gone_is_not_asked_for_ever(run_in_swarm: Callable[..., Any]) -> None:

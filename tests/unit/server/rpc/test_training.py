@@ -151,6 +151,22 @@ def test_graph_over_the_budget_is_not_kept_but_answered(service: Service) -> Non
         assert torch.equal(answer.hidden, FORWARD.hidden * FACTOR)
 
     play(service, scene)
+    assert service.activations.num_unkept == 1
+
+
+def test_a_graph_that_is_gone_when_its_backward_comes_is_counted_once(service: Service) -> None:
+    async def scene(ask: Ask) -> None:
+        forward = msgspec.structs.replace(FORWARD, keep=True)
+        answer = await ask("rpc_forward", forward)
+        assert isinstance(answer, ForwardResponse)
+        service.activations.clear()
+        backward = BackwardRequest(ticket=answer.ticket, grad_hidden=GRADIENT)
+        refused(await ask("rpc_backward", backward), "unknown_ticket", "not kept here")
+        again = msgspec.structs.replace(backward, ticket=None, forward=FORWARD)
+        assert isinstance(await ask("rpc_backward", again), BackwardResponse)
+
+    play(service, scene)
+    assert service.activations.num_unkept == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
