@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -101,6 +102,29 @@ def private_bytes(pids: Iterable[int], *, settle_s: float = 1.0) -> int:
         except psutil.NoSuchProcess:
             continue
     return total
+
+
+def divided_cores() -> tuple[list[int], list[int]] | None:
+    """Returns the first and second half of the cores that this process may use; None if they cannot be divided."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return (cores[:half], cores[half:]) if half else None
+
+
+@contextlib.contextmanager
+def pinned(cores: Collection[int] | None) -> Iterator[None]:
+    """Restricts this thread, and the processes that it starts inside the context, to some cores; None: to no others."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class Bystanders:

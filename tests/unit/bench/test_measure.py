@@ -15,7 +15,9 @@ from swarm_plugins.bench.measure import (
     Bystanders,
     Sample,
     cpu_seconds,
+    divided_cores,
     interleave,
+    pinned,
     private_bytes,
     process_tree,
 )
@@ -94,3 +96,26 @@ def test_bystanders_are_what_the_machine_did_less_what_we_did(monkeypatch: pytes
 
 def test_a_process_named_twice_counts_once() -> None:
     assert len({one.pid for one in process_tree([os.getpid()] * 2)}) == len(process_tree([os.getpid()] * 2))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin processes")
+def test_pinned_processes_stay_on_their_cores_and_this_one_gets_its_own_back() -> None:
+    before = os.sched_getaffinity(0)
+    one = min(before)
+    script = "import os; print(*os.sched_getaffinity(0))"
+    with pinned([one]):
+        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.split() == [str(one)]
+    assert os.sched_getaffinity(0) == before
+    with pinned(None):
+        assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"), [({3}, None), ({0, 5}, ([0], [5])), ({0, 1, 2, 3, 4}, ([0, 1], [2, 3, 4]))]
+)
+def test_cores_are_divided_in_halves(
+    cores: set[int], expected: tuple[list[int], list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores, raising=False)
+    assert divided_cores() == expected
