@@ -23,7 +23,7 @@ from swarm_plugins.bench.measure import (
 )
 
 HOLD = "import sys; held = bytearray(b'x' * {}); print('ready', flush=True); sys.stdin.read()"
-SPIN = "import sys, time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\nprint('ready', flush=True); sys.stdin.read()"  # noqa: E501
+SPIN = "import sys, time; end = time.process_time() + 0.35\nwhile time.process_time() < end: pass\nprint('ready', flush=True); sys.stdin.read()"  # noqa: E501
 
 
 @contextmanager
@@ -69,8 +69,10 @@ def test_cpu_ratio_is_of_all_rounds_and_absent_below_the_clock() -> None:
 
 def test_cpu_seconds_counts_children() -> None:
     with running(SPIN) as child:
-        assert cpu_seconds([child.pid]) >= 0.3
-        assert cpu_seconds([os.getpid()]) >= cpu_seconds([child.pid])
+        alone = cpu_seconds([child.pid])
+        # User and system time are cut to hundredths, each by itself.
+        assert alone >= 0.3
+        assert cpu_seconds([os.getpid()]) >= alone
 
 
 def test_private_bytes_sees_what_a_process_holds() -> None:
