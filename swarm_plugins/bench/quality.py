@@ -9,17 +9,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarm_plugins.bench.figures import Report
+from swarm_plugins.bench.texts import text_pieces
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
-from swarm_plugins.demo.text import demo_pieces
-from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload import OffloadConfig, load_offloaded
 from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.quantizing import other_tensors, quantize_checkpoint
@@ -82,11 +79,7 @@ def bench_quality(
         MissingExtraError: If the addresses are not installed.
     """
     tokenizer = load_tokenizer(model, revision)
-    if text is None:
-        pieces = demo_pieces(tokenizer, length).held_out[:num_pieces]
-    else:
-        pieces = _pieces_of_file(tokenizer, text, num_pieces, length)
-    name = "presidential addresses" if text is None else text.name
+    pieces, name = text_pieces(tokenizer, text, num_pieces, length)
     report = QualityReport(command="swarm bench quality", model=Path(model).name, text=name, num_tokens=pieces.numel())
     with tempfile.TemporaryDirectory(prefix="swarm-quality-") as work:
         _measure(report, model, pieces, Path(work), experts, attention, revision)
@@ -129,20 +122,6 @@ def _measure(
             del loaded
             gc.collect()
         shutil.rmtree(store)
-
-
-def _pieces_of_file(tokenizer: Any, text: Path, num_pieces: int, length: int) -> Tensor:
-    """Returns the first pieces of a text file, ``[pieces, length]``."""
-    try:
-        # Tokens have far fewer characters.
-        with text.open(encoding="utf-8") as file:
-            content = file.read(num_pieces * length * 32)
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"cannot read {text} as text ({exc}): give a file in UTF-8") from exc
-    tokens = torch.tensor(tokenizer(content)["input_ids"][: num_pieces * length], dtype=torch.long)
-    if len(tokens) < 2 * length:
-        raise ConfigError(f"{text} has {len(tokens)} tokens, at least {2 * length} are needed: give a longer one")
-    return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
 def _num_bytes(model: PreTrainedModel, bits: Width) -> int:

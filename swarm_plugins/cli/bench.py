@@ -293,6 +293,38 @@ def quality(
 
 
 @app.command()
+def codec(
+    model: Model,
+    servers: Servers = 3,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to predict. Default: presidential addresses.", exists=True, dir_okay=False)
+    ] = None,
+    pieces: Annotated[int, typer.Option(help="Pieces of text.", min=2, max=100_000)] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a piece.", min=8, max=100_000)] = 256,
+    steps: Annotated[int, typer.Option(help="Also train an adapter for so many steps; 0: do not.", min=0)] = 0,
+    seeds: Annotated[int, typer.Option(help="Trainings with each codec.", min=1, max=100)] = 3,
+    json: Json = None,
+) -> None:
+    """Measure loss, greedy tokens, bytes and processor time of each codec of hidden states, through a chain."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.codec import bench_codec
+
+        return bench_codec(
+            model,
+            num_servers=servers,
+            text=text,
+            num_pieces=pieces,
+            length=length,
+            num_steps=steps,
+            num_seeds=seeds,
+            progress=progress,
+        )
+
+    _measure("codec", run, json)
+
+
+@app.command()
 def verify(model: Model, servers: Servers = 1, rounds: Rounds = 5, json: Json = None) -> None:
     """Measure what receipts and spot checks cost at their floor, against the same calls without them."""
 

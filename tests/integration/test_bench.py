@@ -81,6 +81,23 @@ def test_bench_of_remote_experts(tmp_path: Path) -> None:
     assert "ms more for each token and layer with experts" in result.stdout
 
 
+@pytest.mark.swarm
+def test_bench_of_codecs(tiny: Path, tmp_path: Path) -> None:
+    path, text = tmp_path / "figures.json", tmp_path / "text.txt"
+    text.write_text("we came over the pass in the late afternoon when the wind had dropped " * 8)
+    words = ["--text", str(text), "--pieces", "2", "--length", "40", "--servers", "1"]
+    result = bench("codec", *words, "--model", str(tiny), "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = {row["codec"]: row for row in json.loads(path.read_text())["rows"]}
+    assert [*rows] == ["none", "float16", "bfloat16", "rotated8"]
+    assert rows["none"]["loss_change"]["mean"] == 0.0
+    assert rows["none"]["same_tokens"] == 1.0
+    assert rows["rotated8"]["bytes_per_number"] == 66 / 64
+    assert rows["rotated8"]["loss_change"]["mean"] != 0.0
+    assert all(row["same_tokens"] > 0.5 for row in rows.values())
+    assert "80 tokens of text.txt in 2 pieces" in result.stdout
+
+
 def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     result = bench("decode", "--model", str(tmp_path))
     assert result.returncode == 2
