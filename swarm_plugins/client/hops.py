@@ -35,6 +35,11 @@ class Hops:
         until, _ = self._rests.get((sender, receiver), (0.0, 0.0))
         return self._clock() >= until
 
+    def closed(self) -> set[tuple[str, str]]:
+        """Returns all senders and receivers that are let be now."""
+        now = self._clock()
+        return {pair for pair, (until, _) in self._rests.items() if now < until}
+
     def failed(self, sender: str, receiver: str, why: str) -> None:
         """Lets two servers be for a while."""
         _, rest_s = self._rests.get((sender, receiver), (0.0, _REST_S / 2))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from swarm_plugins.routing import ServerEntry
+from swarm_plugins.routing.chain import ServerEntry
 
 _MIN_CALLS = 3
 """Own requests after which a server's announced figures no longer count."""

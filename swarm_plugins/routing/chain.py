@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
+from swarm_plugins.routing.ways import direct_ways
 
 _LONGEST_S = 1e6
 _LEAST_S = 1e-6
@@ -34,6 +36,10 @@ class ServerEntry:
     throughput: float
     """Announced tokens per second through one block in a batched forward."""
     free_kv_tokens: int
+    pushes: bool = False
+    """Whether it hands outputs of sessions on to other servers."""
+    round_trips: Mapping[str, float] = field(default_factory=dict)
+    """Announced seconds of an empty request to other servers and its answer, by peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,12 @@ def missing_blocks(servers: Sequence[ServerEntry], blocks: range) -> list[int]:
 
 
 def plan(
-    servers: Sequence[ServerEntry], blocks: range, demand: Demand, *, seed: int | None = None
+    servers: Sequence[ServerEntry],
+    blocks: range,
+    demand: Demand,
+    *,
+    seed: int | None = None,
+    closed: Collection[tuple[str, str]] | None = None,
 ) -> list[SpanChoice] | None:
     """Returns the chain with the least total time, or None if some block has no server.
 
@@ -68,33 +79,67 @@ def plan(
     return to it. Servers without room for the session are a last resort; servers with impossible numbers are not used,
     because a single NaN would win every comparison here.
 
-    With a ``seed``, servers that differ by less than `_ALIKE` are chosen at random, so that clients spread over them.
+    Args:
+        servers: The servers to choose from.
+        blocks: The blocks to cover.
+        demand: The requests to come.
+        seed: Chooses at random between servers that differ by less than `_ALIKE`, so that clients spread over them.
+        closed: Servers may hand outputs on to each other, except these senders to these receivers. None: no server.
     """
     usable = [
         server for server in servers if server.start < blocks.stop and server.end > blocks.start and _is_sane(server)
     ]
-    if not usable or missing_blocks(usable, blocks):
+    found = _shortest(usable, blocks, demand, seed, None)
+    if found is None:
         return None
-    block_s, hop_s = costs(usable, demand)  # [M], [M]
+    if closed is not None:
+        pushing = [server for server in usable if server.pushes]
+        ways = direct_ways(pushing, closed)
+        pushed = None if ways is None else _shortest(pushing, blocks, demand, seed, ways)
+        if pushed is not None and pushed.seconds < found.seconds:
+            found = pushed
+    return found.chain
+
+
+class _Found(NamedTuple):
+    chain: list[SpanChoice]
+    seconds: float
+
+
+def _shortest(
+    servers: Sequence[ServerEntry], blocks: range, demand: Demand, seed: int | None, ways: np.ndarray | None
+) -> _Found | None:
+    """Returns the shortest chain; ``ways``, ``[M, M]``: seconds from server to server. None: by the client."""
+    if not servers or missing_blocks(servers, blocks):
+        return None
+    block_s, hop_s = costs(servers, demand)  # [M], [M]
+    last_resort_s = _last_resort_s(servers, demand)  # [M]
     if seed is not None:
-        draw = np.array([_draw(seed, server.peer) for server in usable])  # [M]
+        draw = np.array([_draw(seed, server.peer) for server in servers])  # [M]
+        ways = None if ways is None else ways * draw
         # Without any cost, too: several servers may be unknown, or next door.
         block_s, hop_s = block_s * draw, hop_s * draw + (draw - 1.0) * _LEAST_S
-    starts = np.array([server.start for server in usable])  # [M]
-    ends = np.array([server.end for server in usable])  # [M]
+    starts = np.array([server.start for server in servers])  # [M]
+    ends = np.array([server.end for server in servers])  # [M]
 
-    staying = np.full(len(usable), np.inf)  # [M]: least time so far when the last block ran on this server
-    best, best_server = 0.0, -1
-    everywhere = np.arange(len(usable))
-    entered_from = np.empty((len(blocks), len(usable)), dtype=np.int64)  # [N, M]: server of the block before
+    staying = np.full(len(servers), np.inf)  # [M]: least time so far when the last block ran on this server
+    everywhere = np.arange(len(servers))
+    entering, senders = hop_s / 2 + last_resort_s, everywhere
+    entered_from = np.empty((len(blocks), len(servers)), dtype=np.int64)  # [N, M]: server of the block before
     for row, block in enumerate(blocks):
-        entering = best + hop_s
-        entered_from[row] = np.where(staying <= entering, everywhere, best_server)
+        entered_from[row] = np.where(staying <= entering, everywhere, senders)
         holds = (starts <= block) & (block < ends)
         staying = np.where(holds, np.minimum(staying, entering) + block_s, np.inf)
-        best_server = int(staying.argmin())
-        best = float(staying[best_server])
-    return _trace(usable, blocks, entered_from, best_server)
+        leaving = staying + hop_s / 2
+        if ways is None:
+            senders = np.full(len(servers), leaving.argmin())
+            entering = leaving.min() + hop_s / 2 + last_resort_s
+        else:
+            coming = staying[:, None] + ways  # [M, M]
+            senders = coming.argmin(0)
+            entering = coming[senders, everywhere] + last_resort_s
+    last = int(leaving.argmin())
+    return _Found(_trace(servers, blocks, entered_from, last), float(leaving[last]))
 
 
 class Alternative(NamedTuple):
@@ -128,8 +173,10 @@ def expected(
 
 
 def _seconds(chain: Sequence[SpanChoice], servers: Mapping[str, ServerEntry], demand: Demand) -> float:
-    block_s, hop_s = costs([servers[span.peer] for span in chain], demand)
-    return float((block_s * [span.end - span.start for span in chain] + hop_s).sum())
+    used = [servers[span.peer] for span in chain]
+    block_s, hop_s = costs(used, demand)
+    lengths = [span.end - span.start for span in chain]
+    return float((block_s * lengths + hop_s + _last_resort_s(used, demand)).sum())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,9 +200,12 @@ def costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, n
     block_s = np.array([max(s.step_s, demand.tokens / s.throughput if s.throughput > 0 else 0.0) for s in servers])
     # Bounded: infinity means that a server does not hold a block.
     block_s = np.minimum(block_s, _LONGEST_S)
-    # A full server is a last resort: its penalty exceeds any honest chain.
-    full = np.array([demand.kv_tokens > s.free_kv_tokens for s in servers])
-    return block_s, np.array([s.round_trip_s for s in servers]) + full * 1e6
+    return block_s, np.array([s.round_trip_s for s in servers])
+
+
+def _last_resort_s(servers: Sequence[ServerEntry], demand: Demand) -> np.ndarray:
+    """Returns the penalty of servers without room: it exceeds any honest chain."""
+    return np.array([1e6 * (demand.kv_tokens > s.free_kv_tokens) for s in servers])
 
 
 def _trace(servers: Sequence[ServerEntry], blocks: range, entered_from: np.ndarray, last: int) -> list[SpanChoice]:

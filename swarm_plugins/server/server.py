@@ -20,6 +20,7 @@ from swarm_plugins.remote_experts.owner import RemoteShare
 from swarm_plugins.server.background import in_thread, kept_going, sweep
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.distances import keep_measured
 from swarm_plugins.server.draining import wait_until_ended
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
@@ -69,10 +70,9 @@ class SwarmServer:
         self._service: Service | ExpertsService | None = None
         self._info: ServerInfo | None = None
         self._spans: HostedSpans | None = None
-        self._mover: asyncio.Task[None] | None = None
         self._held: HeldExperts | None = None
         self._share: RemoteShare | None = None
-        self._sweeper: asyncio.Task[None] | None = None
+        self._chores: list[asyncio.Task[None]] = []
         self.asked_to_end = asyncio.Event()
         """Set once its operator has asked it to drain and to end."""
 
@@ -193,7 +193,7 @@ class SwarmServer:
                 describe=self._describe,
                 load=loader.load,
             )
-            self._mover = kept_going(mover.run(), "move to where the swarm needs it")
+            self._chores.append(kept_going(mover.run(), "move to where the swarm needs it"))
 
     def _describe(self, **changes: object) -> ServerInfo:
         """Changes what is announced."""
@@ -226,7 +226,7 @@ class SwarmServer:
         presence = self._joined()
         self._describe(max_batch_tokens=set_budgets(service, self.config))
         service.scheduler.start()
-        self._sweeper = kept_going(sweep(service), "drop expired graphs")
+        self._chores.append(kept_going(sweep(service), "drop expired graphs"))
         handlers = service_handlers(service) | operator_handlers(service, self.config, self.asked_to_end.set)
         await presence.serve(handlers)
         await presence.announce(lambda: self.info)
@@ -277,6 +277,8 @@ class SwarmServer:
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
         await self._go_online(service)
+        measured = keep_measured(self._joined(), lambda: self.info, self._describe, every_s=config.announce_every_s)
+        self._chores.append(kept_going(measured, "measure round trips to neighbours"))
         return service
 
     async def drain(self, drain_s: float) -> int:
@@ -303,11 +305,10 @@ class SwarmServer:
         """Leaves the DHT, waits a moment for running requests, ends everything. Idempotent."""
         presence, self._presence = self._presence, None
         service = self._service
-        tasks = [task for task in (self._sweeper, self._mover) if task is not None]
-        self._sweeper = self._mover = None
-        for task in tasks:
+        chores, self._chores = self._chores, []
+        for task in chores:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*chores, return_exceptions=True)
         try:
             if presence is not None:
                 await presence.retract()

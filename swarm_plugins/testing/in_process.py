@@ -19,6 +19,7 @@ from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.routing.placement import Move
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServeConfig
+from swarm_plugins.server.distances import round_trips
 from swarm_plugins.server.hosted import HostedSpans
 from swarm_plugins.server.moving import Mover
 from swarm_plugins.server.rpc.table import service_handlers
@@ -196,6 +197,13 @@ class InProcessSwarm:
         """Moves a server to other blocks, if all that it leaves have another server."""
         self.connection.loop.run(self._movers[peer].make(Move(peer, range(start, end), closes_gap=False)))
 
+    def measure_round_trips(self) -> None:
+        """Lets all servers measure how far they are from their neighbours, and announce it; clients ask for that."""
+        for peer, service in self.services.items():
+            place = _Place(peer, lambda: self.transport)
+            found = self.connection.loop.run(round_trips(place, service.info()))
+            self._movers[peer].describe(round_trips=found)
+
     def kill(self, peer: str) -> None:
         """Makes a server vanish, as in a crash."""
         self.connection.loop.run(self.transport.kill(peer))
@@ -228,4 +236,4 @@ class _Place:
         info()
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
-        return await self._transport().open(peer, rpc, timeout_s=timeout_s)
+        return await self._transport().seen_from(self.peer_id).open(peer, rpc, timeout_s=timeout_s)

@@ -46,6 +46,10 @@ MAX_SLICES = 1024
 MAX_NEEDS = 64
 """Most runs of blocks for which a server may need experts of other peers."""
 
+MAX_ROUND_TRIPS = 16
+"""Most other servers to which a server may announce its round trip: with them a record has room for adapters still."""
+
+_LONGEST_ROUND_TRIP_S = 60.0
 _CLOCK_SLACK_S = 120.0
 _NUM_SHARDS = 4
 _MAX_BLOCKS = 100_000
@@ -137,11 +141,17 @@ def own_model_key(peer_id: str) -> str:
 
 
 def sign_record(identity: Identity, key: str, record: Record, expiration: float) -> bytes:
-    """Returns a signed record in the form the DHT stores; raises ConfigError if it is too large."""
+    """Returns a signed record in the form the DHT stores; raises ConfigError if it is too large.
+
+    Without round trips if it would be too large with them: clients ask servers themselves.
+    """
     payload = msgspec.msgpack.encode(record)
     signature = identity.sign(_signed_bytes(key_id(key), expiration, payload))
     blob = msgspec.msgpack.encode(_Envelope(identity.public_key, signature, payload))
     if len(blob) > MAX_RECORD_BYTES:
+        if isinstance(record, ServerRecord) and record.info.round_trips:
+            shorter = ServerRecord(info=msgspec.structs.replace(record.info, round_trips=()))
+            return sign_record(identity, key, shorter, expiration)
         raise ConfigError(
             f"the announcement takes {len(blob)} bytes, the limit is {MAX_RECORD_BYTES}: announce fewer adapters"
         )
@@ -184,6 +194,17 @@ def check_server_info(info: ServerInfo) -> None:
         raise ProtocolError(f"server claims {len(info.codecs)} codecs, the limit is {_MAX_CODECS}")
     if len(info.adapters) > _MAX_ADAPTERS:
         raise ProtocolError(f"server claims {len(info.adapters)} adapters, the limit is {_MAX_ADAPTERS}")
+
+
+def possible_round_trips(info: ServerInfo) -> dict[str, float]:
+    """Returns the seconds to other servers and back that a server announces, without those that cannot be."""
+    if len(info.round_trips) > MAX_ROUND_TRIPS:
+        return {}
+    return {
+        peer: seconds
+        for peer, seconds in info.round_trips
+        if 0.0 <= seconds <= _LONGEST_ROUND_TRIP_S and len(peer) <= _MAX_NAME_CHARS
+    }
 
 
 def _check_experts(info: ServerInfo) -> None:

@@ -73,3 +73,5 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True):
     """Forwards whose graph it did not keep until their backward, which ran them again."""
     codecs: tuple[str, ...] = ()
     """Codecs that it knows; ``none`` and ``float16``, which all servers know, need not be named."""
+    round_trips: tuple[tuple[str, float], ...] = ()
+    """Seconds to some servers of neighbouring blocks and back, by peer id, as the server measured."""

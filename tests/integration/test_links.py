@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ from swarm_plugins.links import Link
 from swarm_plugins.links.network import Traffic
 from swarm_plugins.testing import save_tiny
 
-IDS = torch.arange(5, 13)[None].repeat(8, 1)
+# Many rows, as servers talk of other things meanwhile.
+IDS = torch.arange(5, 13)[None].repeat(256, 1)
 NEW_TOKENS = 4
+SOON_S = 60.0
 
 
 @pytest.mark.swarm
@@ -36,7 +40,9 @@ def test_clients_and_servers_have_links_of_their_own(tmp_path: Path) -> None:
         after = swarm.traffic()
         return Traffic(*(getattr(after, name) - getattr(before, name) for name in Traffic.__struct_fields__))
 
-    with LocalSwarm(directory, spans=[(0, 2), (2, 4)], link=link, server_link=server_link) as swarm:
+    with LocalSwarm(
+        directory, spans=[(0, 2), (2, 4)], link=link, server_link=server_link, announce_every_s=1.0
+    ) as swarm:
         assert swarm.traffic().between > 0, "the second server has joined by the first"
         # It knows by which port, nearer than theirs, it has called the other one, and tells clients.
         knowing = swarm.servers[1].addresses
@@ -53,6 +59,19 @@ def test_clients_and_servers_have_links_of_their_own(tmp_path: Path) -> None:
             sent = used(swarm, connection)
             assert sent.between > hop_bytes
             assert hop_bytes < sent.to_servers < 2 * hop_bytes
+            one, two = (server.peer_id for server in swarm.servers)
+            assert neighbours(connection, one)[two] >= 1e-3
+            assert neighbours(connection, two)[one] >= 1e-3
+
+
+def neighbours(connection: SwarmConnection, peer: str) -> Mapping[str, float]:
+    """Returns the round trips that a server announces, once it does."""
+    assert connection.peers is not None
+    deadline = time.monotonic() + SOON_S
+    while not (found := dict(connection.loop.run(connection.peers.info(peer)).round_trips)):
+        assert time.monotonic() < deadline, "no round trips announced"
+        time.sleep(0.1)
+    return found
 
 
 def test_links_of_too_many_servers_and_traffic_without_links_are_refused(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig, handing
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.ledger import Charge
 from swarm_plugins.links import Link
+from swarm_plugins.routing import ServerEntry
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
 from swarm_plugins.transport.messages import Codec, PushTo
@@ -126,6 +128,33 @@ async def far_refresh(swarm: InProcessSwarm) -> None:
     for peer in swarm.peers:
         for _ in range(3):
             await swarm.connection.peers.info(peer)
+
+
+def test_what_distances_were_to_save_and_did_not_counts_against_a_server(
+    model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[tuple[str, str]] = []
+
+    def saved_s(self: SwarmView, sender: str, receiver: str) -> float:
+        saved.append((sender, receiver))
+        return 500.0
+
+    with swarm_of(model) as swarm:
+        swarm.measure_round_trips()
+        neighbours = [{peer for peer, _ in service.info().round_trips} for service in swarm.services.values()]
+        one, two, three = swarm.peers
+        assert neighbours == [{two}, {one, three}, {two}]
+        monkeypatch.setattr(SwarmView, "saved_s", saved_s)
+        assert decode(remote(swarm, model)).equal(want)
+        assert set(saved) == {(one, two), (two, three)}
+        paces = swarm.connection.peers.paces
+        unknown = {"round_trip_s": 0.0, "step_s": 1e-6, "throughput": 0.0, "free_kv_tokens": 0}
+        entries = [
+            ServerEntry(peer=peer, start=start, end=end, **unknown)  # type: ignore[arg-type]
+            for peer, (start, end) in zip(swarm.peers, SPANS, strict=True)
+        ]
+        first, *others = (entry.step_s * (entry.end - entry.start) for entry in paces.corrected(entries, {}))
+        assert first < 500 <= min(others)
 
 
 def test_a_way_that_is_cut_between_two_servers_only(

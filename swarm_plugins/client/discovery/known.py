@@ -6,6 +6,10 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from swarm_plugins.transport.records import possible_round_trips
+
 if TYPE_CHECKING:
     from swarm_plugins.routing import ServerEntry
     from swarm_plugins.transport.server_info import ServerInfo
@@ -25,11 +29,15 @@ class KnownServers:
         self.entries: dict[str, ServerEntry] = {}
         """Servers that answered the last refresh, and have not failed since. Replaced as a whole: other threads read
         it."""
+        self.num_impossible = 0
+        """Announced round trips that cannot be, and were ignored."""
         self._answered_at: dict[str, float] = {}
 
     def answered(self, peer: str, info: ServerInfo) -> None:
-        """Notes what a server says of itself."""
-        self.infos[peer] = info
+        """Notes what a server says of itself, without round trips that cannot be."""
+        round_trips = possible_round_trips(info)
+        self.num_impossible += len(info.round_trips) - len(round_trips)
+        self.infos[peer] = msgspec.structs.replace(info, round_trips=tuple(round_trips.items()))
         self._answered_at[peer] = time.monotonic()
 
     def add(self, entry: ServerEntry) -> None:

@@ -173,6 +173,8 @@ class ServerView(ABC):
                 step_s=info.decode_s,
                 throughput=info.throughput,
                 free_kv_tokens=info.free_kv_tokens,
+                pushes=info.pushes,
+                round_trips=dict(self.known.infos[peer].round_trips),
             )
         )
         return True

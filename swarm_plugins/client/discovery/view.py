@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.client.discovery.missing import ranges
@@ -17,6 +17,7 @@ from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
 from swarm_plugins.routing.pipeline import Schedule, best_schedule
+from swarm_plugins.routing.ways import way_s
 from swarm_plugins.transport.server_info import ServerInfo
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ log = logging.getLogger(__name__)
 
 class SwarmView(ServerView):
     """Finds servers of blocks, and plans chains over them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hops = Hops()
+        """Which servers reach which others."""
 
     def is_of_use(self, info: ServerInfo) -> bool:
         """Returns whether a server announces whole blocks."""
@@ -63,10 +69,14 @@ class SwarmView(ServerView):
         return chain
 
     def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
+        # Only steps of sessions are handed on.
+        closed = self.hops.closed() if demand.kv_tokens and self.config.push != "off" else None
         usable = self.believed(without)
         roomy = [entry for entry in usable if not self.is_small(entry.peer)]
-        chain = plan(roomy, blocks, demand, seed=self.seed)
-        return chain if chain is not None or len(roomy) == len(usable) else plan(usable, blocks, demand, seed=self.seed)
+        chain = plan(roomy, blocks, demand, seed=self.seed, closed=closed)
+        if chain is None and len(roomy) < len(usable):
+            chain = plan(usable, blocks, demand, seed=self.seed, closed=closed)
+        return chain
 
     def schedule(self, blocks: range, options: Iterable[Sequence[int]], *, without: Collection[str]) -> Schedule | None:
         """Returns chains for the chunks of a batch; see `best_schedule`."""
@@ -78,6 +88,11 @@ class SwarmView(ServerView):
         """Returns the usable servers, with what was seen of their speed instead of what they announce."""
         loads = {peer: info.load for peer, info in self.known.infos.items()}
         return self.peers.paces.corrected(self.usable(without), loads)
+
+    def saved_s(self, sender: str, receiver: str) -> float:
+        """Returns how much sooner an output is believed to be at the next server directly than by this client."""
+        one, two = (self.known.entries.get(peer) for peer in (sender, receiver))
+        return 0.0 if one is None or two is None else (one.round_trip_s + two.round_trip_s) / 2 - way_s(one, two)
 
     def alternative(
         self, blocks: range, demand: Demand, history: Demand, *, without: Collection[str]
@@ -116,7 +131,6 @@ class Servers:
     view: SwarmView
     digests: DigestCache = field(default_factory=DigestCache)
     hedges: HedgeBudget = field(default_factory=HedgeBudget)
-    hops: Hops = field(default_factory=Hops)
     _named: set[str] = field(default_factory=set)
 
     def note_unkept(self, peer: str, tokens: int) -> None:
@@ -129,3 +143,8 @@ class Servers:
                 peer,
                 tokens,
             )
+
+    @property
+    def hops(self) -> Hops:
+        """Which servers reach which others."""
+        return self.view.hops

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -135,13 +136,18 @@ class PushedSteps:
         request, tokens, before = sent.request, hidden.shape[0] * hidden.shape[1], self._before.get(current)
         peers, blocks = self._servers.peers, len(current.blocks)
         way = None if before is None else Handover(before.peer, current.peer, current.name, sent.step)
+        started = time.perf_counter()
         async with contextlib.AsyncExitStack() as stack:
             channel = await stack.enter_async_context(current.streaming())
             if way is not None:
                 is_sent = (current, sent.step) in self._fed
+                if is_sent:
+                    # As if by this client, whose way counts in a server's pace: one that is farther from the server
+                    # before than both say looks slower by that much.
+                    started -= self._servers.view.saved_s(way.sender, way.receiver)
                 await stack.enter_async_context(feeding(self._servers, way, hidden, is_sent=is_sent))
             response = await peers.collect(
-                channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=blocks
+                channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=blocks, started=started
             )
             if way is not None:
                 check_handed(self._servers, way, response.input_hash, hidden)

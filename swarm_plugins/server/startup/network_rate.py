@@ -62,15 +62,16 @@ async def _bytes_per_s(network: Network, peer: str) -> float:
     """Returns bytes per second there and back at the same time, without the round trip itself."""
     channel = await network.open(peer, "rpc_info", timeout_s=_PEER_TIMEOUT_S)
     try:
-        round_trip_s = min([await _echo_s(channel, _SMALL_BYTES) for _ in range(_ROUNDS)])
-        echo_s = min([await _echo_s(channel, MAX_ECHO_BYTES) for _ in range(_ROUNDS)])
+        round_trip_s = min([await timed_echo(channel, _SMALL_BYTES) for _ in range(_ROUNDS)])
+        echo_s = min([await timed_echo(channel, MAX_ECHO_BYTES) for _ in range(_ROUNDS)])
         # A peer that answers small echoes late must not make the network look much faster.
         return MAX_ECHO_BYTES / (echo_s - min(round_trip_s, echo_s / 2))
     finally:
         await channel.close()
 
 
-async def _echo_s(channel: Channel, num_bytes: int) -> float:
+async def timed_echo(channel: Channel, num_bytes: int) -> float:
+    """Returns the seconds of an echo over a stream of ``rpc_info``; raises SwarmError if something else comes back."""
     payload = torch.zeros(num_bytes, dtype=torch.uint8).random_(0, 256)
     started = time.perf_counter()
     await channel.send(EchoRequest(payload=payload))

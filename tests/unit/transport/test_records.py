@@ -15,6 +15,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils import MSGPackSerializer
 
+from swarm_plugins.client.discovery.known import KnownServers
 from swarm_plugins.errors import ConfigError, ProtocolError
 from swarm_plugins.transport.identity import (
     Identity,
@@ -24,6 +25,7 @@ from swarm_plugins.transport.identity import (
     load_identity,
 )
 from swarm_plugins.transport.records import (
+    MAX_ROUND_TRIPS,
     GoneRecord,
     ModelInfo,
     ModelRecord,
@@ -36,6 +38,7 @@ from swarm_plugins.transport.records import (
     open_record,
     own_model_key,
     own_server_key,
+    possible_round_trips,
     server_keys,
     sign_record,
 )
@@ -140,6 +143,39 @@ def test_a_record_has_four_kibibytes_at_most(owner: Identity) -> None:
         sign_record(owner, key, ServerRecord(info=large), expiration)
     with pytest.raises(ProtocolError, match="record has 4097 bytes, the limit is 4096"):
         open_record(key_id(key), owner.peer_id, bytes(4097), expiration)
+
+
+def test_round_trips_are_left_out_where_they_do_not_fit(owner: Identity) -> None:
+    expiration = soon()
+    key = own_server_key("v1", owner.peer_id)
+    far = tuple((f"12D3KooW{number:044}", 0.1234) for number in range(MAX_ROUND_TRIPS))
+    for num_adapters, kept in ((100, far), (150, ())):
+        names = tuple(f"someone/adapter-{i}" for i in range(num_adapters))
+        record = ServerRecord(info=msgspec.structs.replace(INFO, adapters=names, round_trips=far))
+        found = open_record(key_id(key), owner.peer_id, sign_record(owner, key, record, expiration), expiration)
+        assert isinstance(found, ServerRecord)
+        assert (found.info.adapters, found.info.round_trips) == (names, kept)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "believed"),
+    [
+        pytest.param((("a", 0.1), ("b", 60.0)), {"a": 0.1, "b": 60.0}, id="possible"),
+        pytest.param((("a", math.nan), ("b", math.inf), ("c", -0.1), ("d", 61.0), ("e", 0.0)), {"e": 0.0}, id="not"),
+        pytest.param((("a" * 513, 0.1),), {}, id="name"),
+        pytest.param(tuple((str(i), 0.1) for i in range(17)), {}, id="too-many"),
+    ],
+)
+def test_impossible_round_trips_are_ignored_and_their_server_is_not(
+    claimed: tuple[tuple[str, float], ...], believed: dict[str, float]
+) -> None:
+    info = msgspec.structs.replace(INFO, round_trips=claimed)
+    check_server_info(info)
+    assert possible_round_trips(info) == believed
+    known = KnownServers()
+    known.answered("p", info)
+    assert dict(known.infos["p"].round_trips) == believed
+    assert known.num_impossible == len(claimed) - len(believed)
 
 
 @pytest.mark.parametrize("blob", [b"", b"\xff", b"\x93\xc4\x00\xc4\x00\xc4\x00", b"\x91" * 4000], ids=repr)

@@ -1,0 +1,85 @@
+"""How far a server is from those to which it hands outputs on, and from those that hand theirs on to it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Mapping
+
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.server.startup.network_rate import Network, timed_echo
+from swarm_plugins.transport.records import MAX_ROUND_TRIPS
+from swarm_plugins.transport.server_info import ServerInfo
+
+log = logging.getLogger(__name__)
+
+_ECHOES = 3
+_ECHO_BYTES = 64
+_PEER_TIMEOUT_S = 2.0
+
+
+async def keep_measured(
+    network: Network, info: Callable[[], ServerInfo], describe: Callable[..., object], *, every_s: float
+) -> None:
+    """Measures round trips to neighbours from time to time, and announces them.
+
+    Args:
+        network: The server's place in the swarm.
+        info: Returns what it announces.
+        describe: Changes a field of that.
+        every_s: Seconds between measurements, about.
+    """
+    while True:
+        try:
+            describe(round_trips=await round_trips(network, info()))
+        except SwarmError as error:
+            log.debug("no look at the neighbours this time: %s", error)
+        await asyncio.sleep(every_s * random.uniform(0.75, 1.25))
+
+
+async def round_trips(network: Network, own: ServerInfo) -> tuple[tuple[str, float], ...]:
+    """Returns the seconds of an empty request to some neighbours and its answer, without those that do not answer.
+
+    Raises:
+        SwarmError: If the directory cannot be asked.
+    """
+    infos = await network.servers(own.version, own.num_blocks)
+    found = []
+    for peer in neighbours(network.peer_id, own, infos):
+        try:
+            async with asyncio.timeout(_PEER_TIMEOUT_S):
+                found.append((peer, round(await _round_trip_s(network, peer), 4)))
+        except (SwarmError, TimeoutError) as error:
+            log.debug("no round trip to %s: %s", peer, error)
+    return tuple(found)
+
+
+def neighbours(me: str, own: ServerInfo, infos: Mapping[str, ServerInfo]) -> list[str]:
+    """Returns the servers that can come after this one in a chain, or before it, `MAX_ROUND_TRIPS` at most.
+
+    Of more, those are taken that are likely to take this one, too: a distance counts if both ends announce it.
+    """
+
+    def order(peer: str) -> bytes:
+        return hashlib.blake2b("\n".join(sorted((me, peer))).encode(), digest_size=8).digest()
+
+    near = [
+        peer
+        for peer, info in infos.items()
+        if peer != me and info.pushes and info.state == "online" and (_may_follow(own, info) or _may_follow(info, own))
+    ]
+    return sorted(near, key=order)[:MAX_ROUND_TRIPS]
+
+
+def _may_follow(one: ServerInfo, two: ServerInfo) -> bool:
+    return two.start <= one.end < two.end
+
+
+async def _round_trip_s(network: Network, peer: str) -> float:
+    channel = await network.open(peer, "rpc_info", timeout_s=_PEER_TIMEOUT_S)
+    try:
+        return min([await timed_echo(channel, _ECHO_BYTES) for _ in range(_ECHOES)])
+    finally:
+        await channel.close()
