@@ -36,6 +36,9 @@ from swarm_plugins.transport.messages import CODECS
 from swarm_plugins.transport.server_info import ServerInfo
 
 _STORE_BYTES = 1 << 28
+_ANNOUNCED_TOKENS = 512
+"""Of the batch whose speed a server announces."""
+_LEAST_S = 1e-6
 
 
 class InProcessSwarm:
@@ -109,7 +112,9 @@ class InProcessSwarm:
             liar.corrupt(span)
         # Liars are preferred, however late their answers are on a busy machine: a lie never asked for shows nothing.
         honest_speed = 0.01 if self.liars else 1.0
-        service = self._service(peer, checkpoint, span, honest_speed if liar is None else 2.0)
+        speed = honest_speed if liar is None else 2.0
+        compute = self.compute[self.peers.index(peer)] if self.compute else SimulatedCompute(token_s=1.0 / speed)
+        service = self._service(peer, checkpoint, span, compute)
         service.identity = identity
         self.services[peer] = service
         self._handlers[peer] = service_handlers(service)
@@ -140,7 +145,7 @@ class InProcessSwarm:
         info = old.info()
         return self._add(self.peers.index(peer), range(info.start, info.end), liar)
 
-    def _service(self, peer: str, checkpoint: Checkpoint, span: Span, speed: float) -> Service:
+    def _service(self, peer: str, checkpoint: Checkpoint, span: Span, compute: SimulatedCompute) -> Service:
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         spans = HostedSpans(span)
         scheduler = Scheduler(spans)
@@ -153,8 +158,8 @@ class InProcessSwarm:
             end=span.blocks.stop,
             dtype=str(span.spec.dtype).removeprefix("torch."),
             quantization="none",
-            throughput=speed,
-            decode_s=1.0 / speed,
+            throughput=_ANNOUNCED_TOKENS / max(compute.seconds(_ANNOUNCED_TOKENS), _LEAST_S),
+            decode_s=compute.seconds(1),
             free_kv_tokens=1 << 20,
             mobility="loads-first",
             pushes=True,

