@@ -1,8 +1,10 @@
-"""Which servers reach which others."""
+"""Which servers reach which others, and what they call what they send."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +18,15 @@ _REST_S = 60.0
 _MAX_REST_S = 3600.0
 _MAX_PAIRS = 4096
 """Pairs remembered: identities are free."""
+
+
+class SlotNames:
+    """What the inputs of requests without a session are called while servers hand them on."""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_urlsafe(16)
+        """The same for all, so that servers keep their streams to each other."""
+        self.steps = itertools.count()
 
 
 class Hops:

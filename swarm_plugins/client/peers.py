@@ -7,7 +7,7 @@ import contextlib
 import functools
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -200,29 +200,33 @@ class Peers:
         timeout_s: float | None = None,
     ) -> M:
         """Sends one message over a kept stream and returns the answer."""
+        units = num_tokens(message)
         idle = self._idle.get((peer, rpc))
         if idle:
             # A kept stream may have died unnoticed (the server was restarted): then try a fresh one.
             with contextlib.suppress(StreamLostError):
-                return await self._request_on(idle.pop(), rpc, message, kind, blocks, timeout_s)
-        return await self._request_on(await self.open(peer, rpc), rpc, message, kind, blocks, timeout_s)
+                async with self.lending(peer, rpc) as channel:
+                    return await self.exchange(
+                        channel, message, kind, work=rpc, units=units, blocks=blocks, timeout_s=timeout_s
+                    )
+        async with self._using(await self.open(peer, rpc), rpc) as channel:
+            return await self.exchange(
+                channel, message, kind, work=rpc, units=units, blocks=blocks, timeout_s=timeout_s
+            )
 
-    async def _request_on(
-        self, channel: Channel, rpc: str, message: Message, kind: type[M], blocks: int, timeout_s: float | None
-    ) -> M:
+    @contextlib.asynccontextmanager
+    async def lending(self, peer: str, rpc: str) -> AsyncIterator[Channel]:
+        """Lends a kept stream or opens one, for one request; a kept one may have died unnoticed."""
+        idle = self._idle.get((peer, rpc))
+        async with self._using(idle.pop() if idle else await self.open(peer, rpc), rpc) as channel:
+            yield channel
+
+    @contextlib.asynccontextmanager
+    async def _using(self, channel: Channel, rpc: str) -> AsyncIterator[Channel]:
         is_reusable = False
         try:
-            answer = await self.exchange(
-                channel,
-                message,
-                kind,
-                work=rpc,
-                units=num_tokens(message),
-                blocks=blocks,
-                timeout_s=timeout_s,
-            )
+            yield channel
             is_reusable = True
-            return answer
         except (RemoteError, CapacityError):  # a failure is an answer too
             is_reusable = True
             raise

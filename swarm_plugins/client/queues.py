@@ -90,6 +90,26 @@ class Queues:
         if not (queue.asked_tokens or queue.num_waiting or queue.num_sent):
             del self._queues[peer]
 
+    def claim(self, peer: str, tokens: int, *, room: int) -> bool:
+        """Counts a request until `release`, if it may be sent at once; arguments are those of `turn`."""
+        queue = self._queues.setdefault(peer, _Queue())
+        if not queue.is_free(tokens, room):
+            return False
+        queue.asked_tokens += tokens
+        queue.num_sent += 1
+        queue.sent_tokens += tokens
+        return True
+
+    def release(self, peer: str, tokens: int) -> None:
+        """Ends what `claim` has begun."""
+        queue = self._queues[peer]
+        queue.num_sent -= 1
+        queue.sent_tokens -= tokens
+        queue.asked_tokens -= tokens
+        queue.change()
+        if not queue.asked_tokens:
+            self._queues.pop(peer, None)
+
     def refused(self, peer: str) -> bool:
         """Notes that a server had no place for a request; returns whether it may have one when others are answered."""
         queue = self._queues.get(peer)

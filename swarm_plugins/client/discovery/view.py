@@ -12,7 +12,7 @@ from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.hedging import HedgeBudget
-from swarm_plugins.client.hops import Hops
+from swarm_plugins.client.hops import Hops, SlotNames
 from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
@@ -131,6 +131,7 @@ class Servers:
     view: SwarmView
     digests: DigestCache = field(default_factory=DigestCache)
     hedges: HedgeBudget = field(default_factory=HedgeBudget)
+    slots: SlotNames = field(default_factory=SlotNames)
     _named: set[str] = field(default_factory=set)
 
     def note_unkept(self, peer: str, tokens: int) -> None:

@@ -6,12 +6,10 @@ a second backward (``retain_graph=True``) gets the same gradients.
 
 from __future__ import annotations
 
-import logging
-import time
+import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -19,10 +17,13 @@ from torch import Tensor
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
 from swarm_plugins.client.answers import OverloadedError, RefusedError, TicketLostError, check_gradients, check_outputs
 from swarm_plugins.client.digests import CallAdapters
-from swarm_plugins.client.hedging import first_answer
+from swarm_plugins.client.handing import is_handing_on
 from swarm_plugins.client.observer import BackwardCall, ForwardCall
 from swarm_plugins.client.retries import ChainRetries
-from swarm_plugins.errors import CapacityError, SwarmError, TransportError
+from swarm_plugins.client.training.posting import PostedBackwards, PostedForwards, Span
+from swarm_plugins.client.training.racing import won_answer
+from swarm_plugins.client.training.records import Attempt, Collected, SpanRun
+from swarm_plugins.errors import CapacityError, SwarmError
 from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse, Message
 
@@ -30,41 +31,7 @@ if TYPE_CHECKING:
     from swarm_plugins.client.digests import AdapterPart
     from swarm_plugins.client.discovery.view import Servers
 
-log = logging.getLogger(__name__)
-
 M = TypeVar("M", bound=Message)
-_SLACK_S = 0.02
-"""Added to what a server's requests take as a rule: a delay shorter than that is not worth a request."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SpanRun:
-    """One span of a finished forward."""
-
-    peer: str
-    inputs: SpanInputs
-    part: AdapterPart
-    request: ForwardRequest
-    response: ForwardResponse
-    has_ticket: bool
-    """Whether a backward may name the graph instead of sending the inputs along."""
-
-    def without_ticket(self) -> _SpanRun:
-        """Returns a run whose backward sends the inputs along."""
-        return replace(self, has_ticket=False)
-
-
-class _Attempt(NamedTuple):
-    """A request of a call that several requests may fail together."""
-
-    retries: ChainRetries
-    since: int
-    """The moment at which its server was chosen."""
-
-    def check(self, peer: str) -> None:
-        """Raises TransportError if another request of the call has found out that a server fails."""
-        if self.retries.has_failed(peer, self.since):
-            raise TransportError(f"server {peer} has failed meanwhile")
 
 
 class ChainCall:
@@ -82,7 +49,7 @@ class ChainCall:
         self.inputs = inputs
         self.keep = keep
         self._adapters = adapters
-        self._runs: list[_SpanRun] = []
+        self._runs: list[SpanRun] = []
 
     async def forward(self, retries: ChainRetries, chain: Sequence[SpanChoice]) -> SpanOutputs:
         """Runs the blocks on a chain, or on other servers if these fail.
@@ -91,7 +58,12 @@ class ChainCall:
             MissingBlocksError: If no server is left for some block.
             SwarmError: After too many failures.
         """
-        runs = await self._forward_blocks(self.inputs, retries, chain)
+        posted = PostedForwards(self.servers)
+        self._tell_forwards(posted, chain)
+        try:
+            runs = await self._forward_blocks(self.inputs, retries, chain, posted)
+        finally:
+            await posted.close()
         if self.keep:
             self._runs = runs
         return chain_outputs([run.response for run in runs], collect_hidden=self.inputs.collect_hidden)
@@ -101,19 +73,36 @@ class ChainCall:
         """Servers that do not keep the graph for the backward to come."""
         return [run.peer for run in self._runs if not run.has_ticket]
 
+    def _tell_forwards(self, posted: PostedForwards, chain: Sequence[SpanChoice]) -> None:
+        if not is_handing_on(self.servers, [span.peer for span in chain]):
+            return
+        spans, hidden = [], self.inputs.hidden
+        for (peer, start, end), after in itertools.zip_longest(chain, chain[1:]):
+            inputs = self.inputs.take_blocks(range(start, end), hidden)
+            part = self._adapters.part(inputs.blocks)
+            codec = self.servers.view.codecs.between(hidden, peer, *([after.peer] if after else []))
+            request = msgspec.structs.replace(self._request(inputs, part), reply_codec=codec)
+            spans.append(Span(peer, inputs.blocks, request, part.shipped, inputs.num_tokens, hidden.nbytes))
+        posted.tell(spans)
+
     async def _forward_blocks(
-        self, inputs: SpanInputs, retries: ChainRetries, chain: Sequence[SpanChoice] | None = None
-    ) -> list[_SpanRun]:
+        self,
+        inputs: SpanInputs,
+        retries: ChainRetries,
+        chain: Sequence[SpanChoice] | None = None,
+        posted: PostedForwards | None = None,
+    ) -> list[SpanRun]:
+        posted = posted or PostedForwards(self.servers)
         demand, last = Demand(tokens=inputs.num_tokens), inputs.blocks.stop
         since = retries.moment if chain is None else 0
         queue = deque(await retries.chain(inputs.blocks, demand) if chain is None else chain)
         hidden = inputs.hidden
-        runs: list[_SpanRun] = []
+        runs: list[SpanRun] = []
         while queue:
             peer, start, end = queue.popleft()
             try:
                 part = inputs.take_blocks(range(start, end), hidden)
-                runs.append(await self._forward_span(peer, part, _Attempt(retries, since)))
+                runs.append(await self._forward_span(peer, part, Attempt(retries, since), posted))
             except SwarmError as exc:
                 retries.note(peer, exc, since)
                 since = retries.moment
@@ -127,16 +116,22 @@ class ChainCall:
             retries.progressed()
         return runs
 
-    async def _forward_span(self, peer: str, inputs: SpanInputs, attempt: _Attempt) -> _SpanRun:
+    async def _forward_span(self, peer: str, inputs: SpanInputs, attempt: Attempt, posted: PostedForwards) -> SpanRun:
         part = self._adapters.part(inputs.blocks)
         request = self._request(inputs, part)
         view = self.servers.view
         sent: dict[str, ForwardRequest] = {}
 
         async def ask(peer: str) -> tuple[str, ForwardResponse]:
-            sent[peer] = msgspec.structs.replace(request, reply_codec=view.codecs.between(inputs.hidden, peer))
-            response = await self._ask(peer, part, "rpc_forward", sent[peer], ForwardResponse, inputs, attempt)
+            if (found := await posted.collect(peer, inputs.blocks, inputs.hidden)) is not None:
+                sent[peer], response = found
+            else:
+                codec = view.codecs.between(inputs.hidden, *posted.receivers(peer, inputs.blocks))
+                sent[peer] = msgspec.structs.replace(request, reply_codec=codec)
+                message = posted.handed_on(peer, inputs.blocks, sent[peer])
+                response = await self._ask(peer, part, "rpc_forward", message, ForwardResponse, inputs, attempt)
             check_outputs(response, inputs, peer)
+            posted.answered(peer, inputs.blocks, response)
             return peer, response
 
         async def accept(peer: str, response: ForwardResponse) -> None:
@@ -146,11 +141,11 @@ class ChainCall:
             )
 
         without = attempt.retries.excluded
-        peer, response = await self._first_answer(peer, "rpc_forward", inputs, without, ask, accept)
+        peer, response = await won_answer(self.servers, peer, "rpc_forward", inputs, without, ask, accept)
         has_ticket = response.ticket is not None
         if self.keep and not has_ticket:
             self.servers.note_unkept(peer, inputs.num_tokens)
-        return _SpanRun(
+        return SpanRun(
             peer=peer, inputs=inputs, part=part, request=sent[peer], response=response, has_ticket=has_ticket
         )
 
@@ -172,63 +167,6 @@ class ChainCall:
             nonce=self.servers.view.observer.nonce(),
         )
 
-    async def _first_answer(
-        self,
-        peer: str,
-        rpc: str,
-        inputs: SpanInputs,
-        without: Collection[str],
-        ask: Callable[[str], Coroutine[Any, Any, tuple[str, M]]],
-        accept: Callable[[str, M], Awaitable[None]],
-    ) -> tuple[str, M]:
-        """Asks a server, and a replica while it takes longer than it does as a rule; returns who answered what."""
-        view = self.servers.view
-        winner, answer = await self._race(peer, rpc, inputs, without, ask)
-        try:
-            await accept(winner, answer)
-        except SwarmError as exc:
-            if winner == peer:
-                raise
-            # The server itself is not to blame.
-            view.ban(winner, exc)
-            winner, answer = await ask(peer)
-            await accept(winner, answer)
-        view.bans.forgive(winner)
-        return winner, answer
-
-    async def _race(
-        self,
-        peer: str,
-        rpc: str,
-        inputs: SpanInputs,
-        without: Collection[str],
-        ask: Callable[[str], Coroutine[Any, Any, tuple[str, M]]],
-    ) -> tuple[str, M]:
-        view, paces, hedges = self.servers.view, self.servers.peers.paces, self.servers.hedges
-        size, tokens = len(inputs.blocks), inputs.num_tokens
-        usual_s = paces.usual_s(peer, rpc, blocks=size, tokens=tokens)
-        hedges.earn()
-        with self.servers.peers.queues.asking(peer, tokens) as before:
-            if usual_s is None:
-                return await ask(peer)
-            # What was seen is without a queue; those before this one in the queue take as long for each token.
-            turns = 1.0 + before / tokens
-            late_s = turns * usual_s + _SLACK_S
-
-            def ask_replica() -> Coroutine[Any, Any, tuple[str, M]] | None:
-                other = view.replica(inputs.blocks, Demand(tokens=tokens), without={peer, *without})
-                if other is None or not hedges.take():
-                    return None
-                log.info("server %s has not answered for %.2f s: %s is asked too", peer, late_s, other)
-                return ask(other)
-
-            started = time.perf_counter()
-            winner, answer = await first_answer(ask(peer), ask_replica, late_s=late_s)
-        if winner != peer:
-            # It took longer than this, and nobody will know how much.
-            paces.observe(peer, rpc, blocks=size, tokens=tokens, seconds=(time.perf_counter() - started) / turns)
-        return winner, answer
-
     async def _ask(
         self,
         peer: str,
@@ -237,7 +175,7 @@ class ChainCall:
         request: Message,
         kind: type[M],
         inputs: SpanInputs,
-        attempt: _Attempt,
+        attempt: Attempt,
     ) -> M:
         peers, blocks = self.servers.peers, len(inputs.blocks)
         room = self.servers.view.known.max_batch_tokens(peer)
@@ -274,23 +212,55 @@ class ChainCall:
             SwarmError: After too many failures.
         """
         num_adapter = len(self.inputs.adapters.tensors)
-        collected = _Collected(
+        collected = Collected(
             adapters=[None] * num_adapter,
             prefix=[None] * len(self.inputs.prefix),
             needs_adapters=any(needs[:num_adapter]),
             needs_prefix=any(needs[num_adapter:]),
         )
-        grad: Tensor | None = grads.hidden
         lowest = self._lowest_block_with_gradient(needs_hidden, needs)
-        pending = [(run, 0) for run in self._runs]
+        visited = [run for run in self._runs if run.inputs.blocks.stop > lowest]
+        posted = PostedBackwards(self.servers)
+        self._tell_backwards(posted, visited[::-1], grads, collected, lowest)
+        try:
+            grad = await self._backward_blocks(visited, grads, collected, retries, lowest, posted)
+        finally:
+            await posted.close()
+        # A kept graph serves one backward; another one starts from the inputs.
+        self._runs = [run.without_ticket() for run in self._runs]
+        return [grad if needs_hidden else None, *collected.adapters, *collected.prefix]
+
+    def _tell_backwards(
+        self, posted: PostedBackwards, runs: Sequence[SpanRun], grads: SpanOutputs, collected: Collected, lowest: int
+    ) -> None:
+        # Gradients of states between spans are added here, on the way from one to the next.
+        if self.inputs.collect_hidden or not is_handing_on(self.servers, [run.peer for run in runs]):
+            return
+        spans, grad = [], grads.hidden
+        for run, after in itertools.zip_longest(runs, runs[1:]):
+            receivers = [run.peer] if after is None else [run.peer, after.peer]
+            request = self._backward_request(run, grad, grads, collected, lowest, receivers)
+            spans.append(
+                Span(run.peer, run.inputs.blocks, request, run.part.shipped, run.inputs.num_tokens, grad.nbytes)
+            )
+        posted.tell(spans)
+
+    async def _backward_blocks(
+        self,
+        runs: Sequence[SpanRun],
+        grads: SpanOutputs,
+        collected: Collected,
+        retries: ChainRetries,
+        lowest: int,
+        posted: PostedBackwards,
+    ) -> Tensor | None:
+        grad: Tensor | None = grads.hidden
+        pending = [(run, 0) for run in runs]
         while pending and grad is not None:
             run, since = pending.pop()
-            blocks = run.inputs.blocks
-            if blocks.stop <= lowest:
-                break
             try:
-                attempt, needs_input = _Attempt(retries, since), blocks.start > lowest
-                answer = await self._backward_span(run, grad, grads, collected, attempt, needs_input=needs_input)
+                attempt = Attempt(retries, since)
+                answer = await self._backward_span(run, grad, grads, collected, attempt, lowest, posted)
             except SwarmError as exc:
                 if isinstance(exc, TicketLostError) and run.has_ticket:
                     # The server is fine, only the graph is gone: send the inputs again.
@@ -303,12 +273,10 @@ class ChainCall:
                 continue
             retries.progressed()
             grad = answer.grad_hidden
-            before = self._index(blocks.start)
+            before = self._index(run.inputs.blocks.start)
             if self.inputs.collect_hidden and before > 0 and grad is not None:
                 grad = grad + grads.hidden_states[before - 1]
-        # A kept graph serves one backward; another one starts from the inputs.
-        self._runs = [run.without_ticket() for run in self._runs]
-        return [grad if needs_hidden else None, *collected.adapters, *collected.prefix]
+        return grad
 
     def _index(self, block: int) -> int:
         return block - self.inputs.blocks.start
@@ -326,46 +294,60 @@ class ChainCall:
                 index += len(module.shapes)
         return lowest
 
-    async def _backward_span(
+    def _backward_request(
         self,
-        run: _SpanRun,
+        run: SpanRun,
         grad: Tensor,
         grads: SpanOutputs,
-        collected: _Collected,
-        attempt: _Attempt,
-        *,
-        needs_input: bool,
-    ) -> BackwardResponse:
-        view, blocks = self.servers.view, run.inputs.blocks
+        collected: Collected,
+        lowest: int,
+        receivers: Sequence[str],
+    ) -> BackwardRequest:
+        """Returns the request to the first of the receivers; another one may get the gradient of its input."""
+        blocks = run.inputs.blocks
         first, last = self._index(blocks.start), self._index(blocks.stop)
         routers = zip(grads.router_blocks, grads.router_logits, strict=True)
-        forward = msgspec.structs.replace(run.request, keep=False)
-        request = BackwardRequest(
-            ticket=run.response.ticket if run.has_ticket else None,
-            forward=None if run.has_ticket else forward,
+        # The graph is kept by the server of the forward; others run it again, with the same dropout.
+        is_kept = run.has_ticket and receivers[0] == run.peer
+        codec = self.servers.view.codecs.between(grad, *receivers)
+        return BackwardRequest(
+            ticket=run.response.ticket if is_kept else None,
+            forward=None if is_kept else msgspec.structs.replace(run.request, keep=False, reply_codec=codec),
             grad_hidden=grad.contiguous(),
             grad_hidden_states=grads.hidden_states[first : last - 1] if self.inputs.collect_hidden else (),
             grad_router_logits=tuple(gradient for block, gradient in routers if block in blocks),
-            needs_hidden=needs_input,
+            needs_hidden=blocks.start > lowest,
             needs_adapters=collected.needs_adapters and bool(run.part.indices),
             needs_prefix=collected.needs_prefix,
-            reply_codec=run.request.reply_codec,
-            nonce=view.observer.nonce(),
+            reply_codec=codec,
+            nonce=self.servers.view.observer.nonce(),
         )
 
-        def sent_to(peer: str) -> BackwardRequest:
-            if peer == run.peer:
-                return request
-            # The graph is kept by the server of the forward; others run it again, with the same dropout.
-            codec = view.codecs.between(grad, peer)
-            again = msgspec.structs.replace(forward, reply_codec=codec)
-            return msgspec.structs.replace(request, ticket=None, forward=again, reply_codec=codec)
+    async def _backward_span(
+        self,
+        run: SpanRun,
+        grad: Tensor,
+        grads: SpanOutputs,
+        collected: Collected,
+        attempt: Attempt,
+        lowest: int,
+        posted: PostedBackwards,
+    ) -> BackwardResponse:
+        view, blocks = self.servers.view, run.inputs.blocks
+        sent: dict[str, BackwardRequest] = {}
 
         async def ask(peer: str) -> tuple[str, BackwardResponse]:
-            message = sent_to(peer)
-            response = await self._ask(peer, run.part, "rpc_backward", message, BackwardResponse, run.inputs, attempt)
+            if (found := await posted.collect(peer, blocks, grad)) is not None:
+                sent[peer], response = found
+            else:
+                receivers = posted.receivers(peer, blocks)
+                sent[peer] = self._backward_request(run, grad, grads, collected, lowest, receivers)
+                message = posted.handed_on(peer, blocks, sent[peer])
+                kind, inputs = BackwardResponse, run.inputs
+                response = await self._ask(peer, run.part, "rpc_backward", message, kind, inputs, attempt)
             adapters = [tensor for adapter in run.part.shipped for tensor in adapter.tensors]
-            check_gradients(response, request, run.inputs, adapters, peer)
+            check_gradients(response, sent[peer], run.inputs, adapters, peer)
+            posted.answered(peer, blocks, response)
             return peer, response
 
         async def accept(peer: str, response: BackwardResponse) -> None:
@@ -376,24 +358,17 @@ class ChainCall:
                     forward=run.request,
                     outputs=run.response,
                     adapters=run.part.shipped,
-                    request=sent_to(peer),
+                    request=sent[peer],
                     response=response,
                 )
             )
 
         without = attempt.retries.excluded
-        _, answer = await self._first_answer(run.peer, "rpc_backward", run.inputs, without, ask, accept)
-        if request.needs_adapters:
+        peer, answer = await won_answer(self.servers, run.peer, "rpc_backward", run.inputs, without, ask, accept)
+        if sent[peer].needs_adapters:
             for index, value in zip(run.part.indices, answer.grad_adapters, strict=True):
                 collected.adapters[index] = value
-        if request.needs_prefix:
+        if sent[peer].needs_prefix:
+            first, last = self._index(blocks.start), self._index(blocks.stop)
             collected.prefix[2 * first : 2 * last] = answer.grad_prefix
         return answer
-
-
-@dataclass(kw_only=True)
-class _Collected:
-    adapters: list[Tensor | None]
-    prefix: list[Tensor | None]
-    needs_adapters: bool
-    needs_prefix: bool

@@ -108,7 +108,7 @@ async def _input(service: Service, peer: str, sent: Tensor, pushed: PushSlot | N
     if pushed is None:
         return sent
     with service.slots.waiting(peer, pushed) as inbox:
-        found = await inbox.take(timeout_s=service.limits.request_timeout_s)
+        found = await inbox.take(timeout_s=service.limits.session_lease_s)
     check_pushed(found, sent, pushed.num_bytes, charge)
     return found
 

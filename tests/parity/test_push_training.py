@@ -1,0 +1,188 @@
+"""Forwards and backwards that servers hand on to each other: the same gradients, whoever is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.client import SwarmConfig, handing
+from swarm_plugins.ledger import Charge
+from swarm_plugins.server.state.pushes import Pushes
+from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
+from swarm_plugins.transport.messages import Codec, PushTo
+from swarm_plugins.verification import user_quarantine
+
+SPANS = [(0, 1), (1, 2), (2, 4)]
+REPLICAS = [span for span in SPANS for _ in range(2)]
+ROWS = 4
+CHUNKS = pytest.mark.parametrize("chunks", [1, 2])
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def want(directory: Path) -> list[Tensor]:
+    return gradients(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(handing, "_PATIENCE_S", 0.2)
+
+
+def gradients(base: Any, **settings: Any) -> list[Tensor]:
+    """Returns the logits of a training step and the gradients of its adapters."""
+    torch.manual_seed(0)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model: Any = get_peft_model(base, lora)
+    ids = (torch.arange(ROWS * 6) % 50 + 5).reshape(ROWS, 6)
+    found = model(input_ids=ids, labels=ids, **settings)
+    found.loss.backward()
+    return [found.logits.detach(), *(one.grad for one in model.parameters() if one.requires_grad)]
+
+
+def remote(swarm: InProcessSwarm) -> Any:
+    return AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
+
+
+def swarm_of(directory: Path, spans: list[tuple[int, int]] = SPANS, **settings: Any) -> InProcessSwarm:
+    return InProcessSwarm(directory, spans=spans, config=SwarmConfig(**{"push": "on", **settings}))
+
+
+def assert_near(found: list[Tensor], want: list[Tensor]) -> None:
+    assert len(found) == len(want)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, **NEAR)
+
+
+def taken(swarm: InProcessSwarm) -> list[int]:
+    return [service.pushes.num_taken for service in swarm.services.values()]
+
+
+def refused(swarm: InProcessSwarm) -> list[int]:
+    return [service.pushes.num_refused for service in swarm.services.values()]
+
+
+@CHUNKS
+def test_outputs_and_gradients_go_from_server_to_server(directory: Path, want: list[Tensor], chunks: int) -> None:
+    with swarm_of(directory, micro_batches=chunks) as swarm:
+        assert_near(gradients(remote(swarm)), want)
+        # The output of the one before, and the gradient from the one after it.
+        assert taken(swarm) == [chunks, 2 * chunks, chunks]
+        assert refused(swarm) == [0, 0, 0]
+        found = gradients(remote(swarm))
+    with swarm_of(directory, micro_batches=chunks, push="off") as swarm:
+        for one, other in zip(gradients(remote(swarm)), found, strict=True):
+            assert one.equal(other), "bit for bit as by the client"
+        assert taken(swarm) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("send_number", [1, 3, 4, 5, 8])  # outputs of the two chunks, then gradients
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_server_that_is_lost_on_the_way_costs_no_gradient(
+    directory: Path, want: list[Tensor], is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with swarm_of(directory, REPLICAS, micro_batches=2) as swarm:
+        num_sent = num_struck = 0
+        busy: list[str] = []
+
+        async def strike() -> None:
+            nonlocal num_struck
+            num_struck += 1
+            killing = asyncio.create_task(swarm.transport.kill(sorted(busy)[min(victim, len(busy) - 1)]))
+            await asyncio.sleep(0.01)  # cancelled here, if this is its own handler
+            await killing
+
+        async def send(self: Pushes, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
+            nonlocal num_sent
+            num_sent += 1
+            own = next(peer for peer, service in swarm.services.items() if service.pushes is self)
+            busy.extend(peer for peer in (own, to.peer) if peer not in busy)
+            is_due = num_sent == send_number
+            if is_due and not is_sent:
+                await strike()
+            why = await sound_send(self, to, hidden, codec, charge)
+            if is_due and is_sent:
+                await strike()
+            return why
+
+        sound_send = Pushes.send
+        monkeypatch.setattr(Pushes, "send", send)
+        assert_near(gradients(remote(swarm)), want)
+        assert num_struck == 1
+
+
+def test_a_way_that_is_cut_between_two_servers_only(
+    directory: Path, want: list[Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    with swarm_of(directory) as swarm:
+        swarm.transport.line(swarm.peers[2], swarm.peers[1]).loses_requests = True
+        assert_near(gradients(remote(swarm)), want)
+        assert taken(swarm)[2] == 1, "by the client"
+    assert not [record.message for record in caplog.records if "failed" in record.message]
+
+
+def test_graphs_that_are_gone_run_again(directory: Path, want: list[Tensor]) -> None:
+    with swarm_of(directory) as swarm:
+        for service in swarm.services.values():
+            service.activations.put = lambda *_: "never kept"  # type: ignore[method-assign]
+        assert_near(gradients(remote(swarm)), want)
+
+
+def test_adapters_that_are_gone_are_uploaded_again(directory: Path, want: list[Tensor]) -> None:
+    with swarm_of(directory) as swarm:
+        assert_near(gradients(remote(swarm)), want)
+        for service in swarm.services.values():
+            service.adapters._held.clear()
+        assert_near(gradients(remote(swarm)), want)
+
+
+def test_what_is_collected_between_blocks_goes_by_the_client(directory: Path) -> None:
+    settings = {"output_hidden_states": True}
+    want = gradients(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), **settings)
+    with swarm_of(directory) as swarm:
+        assert_near(gradients(remote(swarm), **settings), want)
+        assert taken(swarm) == [0, 1, 1], "outputs only"
+
+
+@pytest.mark.parametrize("number", [1, 3])  # an output, a gradient
+def test_a_server_that_pushes_something_else_harms_no_other(
+    directory: Path, want: list[Tensor], number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_sent = 0
+
+    async def send(self: Pushes, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
+        nonlocal num_sent
+        num_sent += 1
+        return await sound_send(self, to, hidden * 1.05 if num_sent >= number else hidden, codec, charge)
+
+    sound_send = Pushes.send
+    monkeypatch.setattr(Pushes, "send", send)
+    with swarm_of(directory, verify="on") as swarm:
+        assert_near(gradients(remote(swarm)), want)
+        assert num_sent >= number
+        assert not user_quarantine().peers()
+    assert not [record.message for record in caplog.records if "failed" in record.message]
+
+
+def test_pushed_requests_are_checked_like_others(directory: Path, want: list[Tensor]) -> None:
+    spans = [SPANS[0], SPANS[1], SPANS[1], SPANS[2]]
+    config = SwarmConfig(push="on", verify="on")
+    with InProcessSwarm(directory, spans=spans, liars={1: Liar("scaled", factor=1.05)}, config=config) as swarm:
+        for _ in range(3):
+            assert_near(gradients(remote(swarm)), want)
+        assert list(user_quarantine().peers()) == [swarm.peers[1]]
