@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.bench.arms import decode, local_model, prompt_tokens
 from swarm_plugins.bench.decode import decoding_round
+from swarm_plugins.bench.drafting import drafting_figures
 from swarm_plugins.bench.figures import Figure, SwarmReport
 from swarm_plugins.bench.measure import Arm, interleave
 from swarm_plugins.bench.swarm import swarm_model
@@ -21,11 +22,15 @@ from swarm_plugins.bench.train import TOKENS, batch_of_texts, check_equal, promp
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.links import Link, Way
 from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.speculation.speculation import check_vocabulary
+from swarm_plugins.talk.loading import load_draft
 
 GOAL = 0.85
 _SLACK = 1.05
 """Of the goal for the network's part, over the bound."""
 BATCH = 8
+_ANSWER = 3
+"""Answers that are drafted are so many times longer than the decoded pieces."""
 
 
 def bench_network(
@@ -38,6 +43,7 @@ def bench_network(
     new_tokens: int,
     rounds: int,
     progress: Progress,
+    draft: str | None = None,
 ) -> SwarmReport:
     """Compares decoding, the first token and a training step with their bounds.
 
@@ -53,12 +59,17 @@ def bench_network(
         new_tokens: Tokens decoded in each round.
         rounds: Rounds whose medians are shown.
         progress: Shows how far it is.
+        draft: Directory of a small model that drafts for it, or ``lookup``; None: no speculation is measured.
 
     Raises:
+        ConfigError: If a directory does not hold a model, or the draft has another vocabulary.
         SwarmError: If the swarm's tokens or gradients differ from the local model's.
     """
     report = SwarmReport(command="swarm bench network", model=directory.resolve().name, headings=("bound", "swarm"))
     local = local_model(directory)
+    drafter = None if draft is None else load_draft(draft)
+    if drafter is not None and not isinstance(drafter, str):
+        check_vocabulary(local, drafter)
     prompt = prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size)
     expected = decode(local, prompt, new_tokens).tokens
     texts = batch_of_texts(directory, BATCH, local.config.vocab_size)
@@ -79,7 +90,21 @@ def bench_network(
         step = bench.compare(
             name, lambda model: timed_run(prompt_gradient(model, texts)), tokens=BATCH * TOKENS, trips=2, pushes=False
         )
-    report.figures += [*tokens, *first, *step, _bytes_per_token(routes, sent)]
+        drafting = (
+            drafting_figures(
+                directory,
+                local,
+                star,
+                pushing,
+                draft=drafter,
+                new_tokens=_ANSWER * new_tokens,
+                rounds=rounds,
+                progress=progress,
+            )
+            if drafter is not None
+            else []
+        )
+    report.figures += [*tokens, *first, *step, _bytes_per_token(routes, sent), *drafting]
     report.notes += [
         f"{num_servers} servers; to the client {_described(link)}, to each other {_described(server_link)}",
         "bound: the local model's time plus that of hidden states on the links; results equal the local model's",

@@ -85,6 +85,13 @@ def network(
         str | None, typer.Option(help="Instead of --rtt and --mbit: 1gbit-5ms, 100mbit-5ms or 100mbit-100ms.")
     ] = None,
     servers: Servers = 3,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|lookup",
+            help="Measure speculation too, with the small model in this directory, or from the text alone.",
+        ),
+    ] = None,
     prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
     new_tokens: NewTokens = 16,
     rounds: Rounds = 5,
@@ -109,6 +116,7 @@ def network(
             new_tokens=new_tokens,
             rounds=rounds,
             progress=progress,
+            draft=draft,
         )
 
     _measure("network", run, json)

@@ -35,6 +35,13 @@ def chat(
     system: System = None,
     max_new_tokens: NewTokens = 256,
     temperature: Temperature = 0.7,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL|lookup",
+            help="Draft several tokens a trip with this small model here, or from repetitions in the text.",
+        ),
+    ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Address of the adapter's Hub. Default: HF_ENDPOINT.")] = None,
 ) -> None:
     """Talk with a model on the swarm. /exit leaves, /new starts afresh; Ctrl-C ends the answer, then the program."""
@@ -49,12 +56,20 @@ def chat(
             secret_file=secret_file,
             identity=identity,
         )
-        from swarm_plugins.talk.loading import load_for_chat
+        from swarm_plugins.speculation import Speculation
+        from swarm_plugins.talk.loading import check_draft, load_draft, load_for_chat
         from swarm_plugins.talk.loop import talk
         from swarm_plugins.talk.turns import Conversation
 
+        if draft is not None:
+            check_draft(draft, model, revision)
         loaded = load_for_chat(model, peers, config, adapter=adapter, revision=revision, endpoint=endpoint)
-        talk(Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature))
+        speculation = None if draft is None else Speculation(load_draft(draft))
+        try:
+            talk(Conversation(loaded.model, loaded.tokenizer, system, max_new_tokens, temperature, speculation))
+        finally:
+            if speculation is not None:
+                typer.echo(str(speculation.counts), err=True)
 
 
 def run(

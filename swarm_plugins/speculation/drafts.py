@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 from swarm_plugins.speculation.choice import processed
@@ -95,14 +96,22 @@ class ModelDrafter:
     Args:
         model: The small model.
         processors: Of the generation: the draft's distribution should be like the model's.
+        vocab_size: Of the model that is drafted for.
         do_sample: Draw tokens instead of taking the likeliest.
         ends: Tokens that end a text, so that nothing is drafted after them.
     """
 
     def __init__(
-        self, model: PreTrainedModel, processors: LogitsProcessorList, *, do_sample: bool, ends: list[int]
+        self,
+        model: PreTrainedModel,
+        processors: LogitsProcessorList,
+        *,
+        vocab_size: int,
+        do_sample: bool,
+        ends: list[int],
     ) -> None:
         self._model = model
+        self._vocab_size = vocab_size
         self._processors = processors
         self._do_sample = do_sample
         self._ends = torch.tensor(ends)
@@ -110,6 +119,7 @@ class ModelDrafter:
         self._cache.activate_past_recording()
         self._seen = 0
         forward = inspect.signature(model.forward).parameters
+        self._last_token = int(model.config.get_text_config(decoder=True).vocab_size) - 1
         self._keeps_last = {"logits_to_keep": 1} if "logits_to_keep" in forward else {}
         self._takes_positions = "position_ids" in forward
 
@@ -144,15 +154,19 @@ class ModelDrafter:
         options: dict[str, Any] = dict(self._keeps_last)
         if self._takes_positions and places.positions is not None:
             options["position_ids"] = places.positions[:, self._seen :].to(self._model.device)
+        # Tokens that only the larger vocabulary pads are in no text, but nothing stops a model from saying one.
+        known = places.tokens[:, self._seen :].clamp(max=self._last_token)
         outputs = self._model(
-            input_ids=places.tokens[:, self._seen :].to(self._model.device),
+            input_ids=known.to(self._model.device),
             attention_mask=None if places.mask is None else places.mask.to(self._model.device),
             past_key_values=self._cache,
             use_cache=True,
             **options,
         )
         self._seen = places.length
-        logits = outputs.logits[:, -1:].float().to(places.tokens.device)  # [B, 1, V]
+        logits = outputs.logits[:, -1:].float().to(places.tokens.device)
+        # Shorter or longer by the rows that pad a vocabulary: [B, 1, V]
+        logits = functional.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)
         return _after(logits, texts, drafts, self._processors).softmax(dim=-1)
 
     def forget(self, length: int) -> None:

@@ -29,6 +29,8 @@ _FIRST_TOKENS = 4
 """Drafted in a round before any time is known."""
 _VARIED = 8
 """One round in so many is shorter if all were alike: from equal ones, the time of a token cannot be known."""
+_HOPE = 0.97
+"""With each round in which a draft did not pay, one seems cheaper by this: what was slow once is tried again."""
 _OUTLIER = 4.0
 """A time counts as at most so many times the mean: one late answer says little about the next."""
 
@@ -92,12 +94,18 @@ class Pace:
         self._draft_s = _Mean()
         self._rate = _Mean()
         self._trips = _Line()
+        self._hope = 1.0
+        self._is_declined = False
+        """Whether a draft did not pay in this round."""
         self._num_rounds = 0
 
     def limit(self, most: int) -> int:
         """Returns how many tokens to draft at most, if no more than ``most`` are of use."""
+        self._is_declined = False
         if self._rate.value() is None:
             return min(most, _FIRST_TOKENS)
+        if self._hope < 1.0:
+            return min(most, 1)
         self._num_rounds += 1
         width = self._trips.width()
         is_short = self._num_rounds % _VARIED == 0 and self._trips.is_uniform()
@@ -114,8 +122,8 @@ class Pace:
         Args:
             chances: Sum over the rows of the chance that all tokens so far are accepted.
         """
-        seconds = (self._draft_s.value() or 0.0) + self._trips.slope()
-        return chances * self._acceptance.with_guess(_PRIOR_ACCEPTANCE) > (self._rate.value() or 0.0) * seconds
+        gain = chances * self._acceptance.with_guess(_PRIOR_ACCEPTANCE)
+        return self._pays(gain, (self._draft_s.value() or 0.0) + self._trips.slope())
 
     def pays_to_verify(self, chances: float) -> bool:
         """Returns whether to verify one more token that is drafted already.
@@ -123,12 +131,19 @@ class Pace:
         Args:
             chances: Sum over the rows of the chance that it, and all before it, are accepted.
         """
-        return chances > (self._rate.value() or 0.0) * self._trips.slope()
+        return self._pays(chances, self._trips.slope())
+
+    def _pays(self, gain: float, seconds: float) -> bool:
+        """Returns whether so many tokens are more than the time brings otherwise."""
+        pays = gain > (self._rate.value() or 0.0) * seconds * self._hope
+        self._is_declined = self._is_declined or not pays
+        return pays
 
     def saw_draft(self, tokens: int, seconds: float) -> None:
         """Records the time of ``tokens`` forward passes of the draft model."""
         if tokens:
-            self._draft_s.add(seconds, tokens)
+            usual_s = self._draft_s.value()
+            self._draft_s.add(seconds if usual_s is None else min(seconds, _OUTLIER * usual_s * tokens), tokens)
 
     def saw_round(self, width: int, trip_s: float, total_s: float, tokens: int) -> None:
         """Records a round.
@@ -143,6 +158,7 @@ class Pace:
         capped_s = trip_s if usual_s is None else min(trip_s, _OUTLIER * usual_s)
         self._trips.add(width, capped_s)
         self._rate.add(tokens, total_s - trip_s + capped_s)
+        self._hope = _HOPE * self._hope if width == 1 and self._is_declined else 1.0
         for acceptance in (*self._bins, self._acceptance):
             acceptance.fade()
 

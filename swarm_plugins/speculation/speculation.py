@@ -18,6 +18,8 @@ from swarm_plugins.speculation.pace import Counts, Pace
 from swarm_plugins.speculation.rows import Places, Texts
 
 LOOKUP = "lookup"
+_PADDING_TOKENS = 512
+"""Models of a family pad the same vocabulary to different multiples."""
 
 
 class Speculation:
@@ -75,7 +77,7 @@ class Speculation:
             UnsupportedError: If the model cannot take back tokens.
         """
         self._check(model, input_ids, generation_config, model_kwargs, streamer)
-        drafter = self._drafter(logits_processor, generation_config)
+        drafter = self._drafter(model, logits_processor, generation_config)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         run = _Run(self, model, input_ids, generation_config, model_kwargs, logits_processor, drafter)
@@ -90,11 +92,15 @@ class Speculation:
         cache = run.kwargs["past_key_values"] if len(run.texts.lengths) == 1 else None
         return GenerateDecoderOnlyOutput(sequences=cast("LongTensor", run.texts.ids), past_key_values=cache)
 
-    def _drafter(self, processors: LogitsProcessorList, config: GenerationConfig) -> Drafter:
+    def _drafter(self, model: PreTrainedModel, processors: LogitsProcessorList, config: GenerationConfig) -> Drafter:
         if isinstance(self.draft, str):
             return LookupDrafter()
         return ModelDrafter(
-            self.draft, processors, do_sample=bool(config.do_sample), ends=_token_list(config.eos_token_id)
+            self.draft,
+            processors,
+            vocab_size=_vocab_size(model),
+            do_sample=bool(config.do_sample),
+            ends=_token_list(config.eos_token_id),
         )
 
     def _check(
@@ -124,13 +130,17 @@ class Speculation:
 
 
 def check_vocabulary(model: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Raises ConfigError unless both models have vocabularies of the same size."""
-    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (model, draft)]
-    if sizes[0] != sizes[1]:
+    """Raises ConfigError if the vocabularies differ by more than the rows that pad them."""
+    sizes = _vocab_size(model), _vocab_size(draft)
+    if abs(sizes[0] - sizes[1]) > _PADDING_TOKENS:
         raise ConfigError(
             f"the draft model has a vocabulary of {sizes[1]} tokens and the model of {sizes[0]}: a draft must share "
             "the model's tokenizer; choose a smaller model of the same family, or draft='lookup'"
         )
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 class _Run:

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.client.config import SwarmConfig
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.offload import OffloadConfig, load_offloaded
+from swarm_plugins.offload.formats.linears import quantize_linears
 from swarm_plugins.offload.stats import OffloadStats
+from swarm_plugins.speculation.speculation import LOOKUP
 from swarm_plugins.talk.turns import load_tokenizer
 
 
@@ -43,6 +45,40 @@ def load_for_chat(
     model: Any = AutoSwarmModelForCausalLM.from_pretrained(name, revision=revision, initial_peers=peers, swarm=config)
     tokenizer = load_tokenizer(name, revision)
     return LoadedModel(_with_adapter(model, adapter, endpoint), tokenizer)
+
+
+def check_draft(draft: str, model: str, revision: str | None) -> None:
+    """Raises ConfigError unless a draft model has the tokenizer of the model; reads no weights."""
+    if draft == LOOKUP:
+        return
+    its_own, wanted = (load_tokenizer(*one).get_vocab() for one in ((draft, None), (model, revision)))
+    if its_own != wanted:
+        raise ConfigError(
+            f"the draft model {draft!r} has another vocabulary ({len(its_own)} tokens) than {model!r} ({len(wanted)}): "
+            "a draft must share the model's tokenizer; give a smaller model of the same family, or lookup"
+        )
+
+
+def load_draft(draft: str) -> PreTrainedModel | str:
+    """Loads a draft model, from a directory or the Hub; ``lookup`` needs none.
+
+    On a CPU its linear layers are kept in 4 bits, which halves its time and hardly changes what it drafts.
+
+    Raises:
+        ConfigError: If the model does not exist or is no causal language model.
+    """
+    if draft == LOOKUP:
+        return LOOKUP
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(draft, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the draft model {draft!r} cannot be loaded ({one_line(error)}): give another one"
+        ) from error
+    model.eval().requires_grad_(False)
+    if model.device.type == "cpu":
+        quantize_linears(model, 4)
+    return model
 
 
 def load_for_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.speculation import Speculation
 
 _DEFAULT_CONTEXT_TOKENS = 2048
 
@@ -59,6 +61,7 @@ class Conversation:
         system: Instructions to the model at the start.
         max_new_tokens: Longest answer.
         temperature: 0 for greedy decoding.
+        speculation: Drafts tokens. None: each one is a step of the model.
 
     Raises:
         ConfigError: If the longest answer leaves no room for a prompt.
@@ -71,6 +74,7 @@ class Conversation:
         system: str | None = None,
         max_new_tokens: int = 256,
         temperature: float = 0.7,
+        speculation: Speculation | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
         context = getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS
@@ -85,6 +89,7 @@ class Conversation:
         self._system = [{"role": "system", "content": system}] if system else []
         self._max_new_tokens = max_new_tokens
         self._temperature = temperature
+        self._speculation = speculation
         self.turns: list[dict[str, str]] = []
         """The conversation so far."""
 
@@ -106,15 +111,22 @@ class Conversation:
             raise
         streamer = WordStreamer(self.tokenizer, write)
         sampling = {"do_sample": True, "temperature": self._temperature} if self._temperature else {"do_sample": False}
+        # transformers hands no streamer to a custom_generate.
+        speculation = self._speculation
+        way = (
+            {"streamer": streamer}
+            if speculation is None
+            else {"custom_generate": functools.partial(speculation, streamer=streamer)}
+        )
         try:
             with torch.no_grad():
                 self.model.generate(
                     input_ids=tokens,
                     attention_mask=torch.ones_like(tokens),
                     max_new_tokens=self._max_new_tokens,
-                    streamer=streamer,
                     pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
                     **sampling,
+                    **way,
                 )
         finally:
             self.turns.append({"role": "assistant", "content": streamer.text})

@@ -36,8 +36,10 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
             id="train",
         ),
         pytest.param(
-            ["network", "--rtt", "4", "--servers", "2", "--prefix", "8", "--new-tokens", "4"],
+            ["network", "--rtt", "4", "--servers", "2", "--prefix", "8", "--new-tokens", "4", "--draft", "lookup"],
             [
+                "text that repeats its prompt: a token by the client / looked up, pushed",
+                "text that repeats its prompt: looked up, tokens a trip",
                 *("a decoded token", "a decoded token, pushed"),
                 *("first token after 8", "first token after 8, pushed"),
                 *["network's part of it, pushed / star"] * 2,

@@ -75,6 +75,25 @@ def test_what_is_never_accepted_is_not_drafted_and_tried_again_when_it_is_long_a
     assert drafted(pace) > 4
 
 
+def test_a_draft_that_was_slow_once_is_tried_again_and_a_text_without_a_match_is_no_reason() -> None:
+    pace = Pace()
+    run(pace, 0.8, 0.05, 0.001, 0.1)  # as after a start on a busy machine
+    assert drafted(pace) == 0
+    rounds = next(number for number in range(200) if drafted(pace, limit=pace.limit(64)) or idle(pace))
+    assert 0 < rounds < 100
+    found_nothing = Pace()
+    run(found_nothing, 0.8, 0.2, 0.01, 0.0)
+    for _ in range(50):
+        found_nothing.limit(64)
+        found_nothing.saw_round(1, 0.2, 0.2, 1)
+    assert found_nothing.limit(64) > 1
+
+
+def idle(pace: Pace) -> bool:
+    pace.saw_round(1, 0.05, 0.05, 1)
+    return False
+
+
 def test_a_surer_draft_is_longer() -> None:
     pace = Pace()
     run(pace, 0.8, 0.2, 0.01, 0.02)

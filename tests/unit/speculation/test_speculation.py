@@ -141,9 +141,9 @@ def test_a_cache_is_continued() -> None:
 def test_what_cannot_work_is_said_in_a_sentence() -> None:
     model = tiny_model("llama").eval()
     other = tiny_model("llama").eval()
-    other.resize_token_embeddings(96)
+    other.resize_token_embeddings(700)
     cases = {
-        r"draft model has a vocabulary of 96 tokens and the model of 128: .* or draft='lookup'": (other, {}),
+        r"draft model has a vocabulary of 700 tokens and the model of 128: .* or draft='lookup'": (other, {}),
         r"needs num_beams=1, got 2": ("lookup", {"num_beams": 2}),
         r"returns tokens only: leave out output_scores": (
             "lookup",
@@ -160,6 +160,18 @@ def test_what_cannot_work_is_said_in_a_sentence() -> None:
         Speculation("small")
     with pytest.raises(ConfigError, match="max_tokens is 0, expected at least 1"):
         Speculation("lookup", max_tokens=0)
+
+
+@pytest.mark.parametrize("size", [120, 200])
+def test_a_vocabulary_padded_otherwise_is_the_same(size: int) -> None:
+    model = tiny_model("llama").eval()
+    draft = tiny_model("llama").eval()
+    draft.resize_token_embeddings(size)
+    speculation = Speculation(draft)
+    for options in ({}, {"do_sample": True}):
+        torch.manual_seed(0)
+        assert int(greedy(model, PROMPT, speculation, **options).max()) < 128
+    assert greedy(model, PROMPT, speculation).tolist() == greedy(model, PROMPT).tolist()
 
 
 def test_lookup_takes_the_longest_match() -> None:

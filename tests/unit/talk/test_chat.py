@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import ByT5Tokenizer
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.speculation import Speculation
 from swarm_plugins.talk import loop
-from swarm_plugins.talk.loading import split_tag
+from swarm_plugins.talk.loading import load_draft, split_tag
 from swarm_plugins.talk.turns import Conversation
-from swarm_plugins.testing.models import tiny_model, tiny_tokenizer
+from swarm_plugins.testing.models import save_tiny, tiny_model, tiny_tokenizer
 
+NOWHERE = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGRUXUMBKBKYJSPBpGNcGJJk2FnZbLpwfTXLNvMkVW4Rd"
 TEMPLATE = "{% for turn in messages %}{{ turn['role'][0] }}:{{ turn['content'] }};{% endfor %}a:"
 
 
@@ -129,3 +132,50 @@ def test_without_an_address_it_says_how_to_give_one(monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(app, ["chat", "anything"])
     assert result.exit_code == 2
     assert "no address of the swarm: give --initial-peers ADDRESS" in " ".join(result.output.split())
+
+
+def saved_tokenizer(folder: Path, *, words: tuple[str, ...] = ()) -> str:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(list(words))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_draft_of_another_vocabulary_is_one_sentence_before_anything_is_reached(tmp_path: Path) -> None:
+    model = saved_tokenizer(tmp_path / "model")
+    draft = saved_tokenizer(tmp_path / "draft", words=("hello",))
+    result = CliRunner().invoke(app, ["chat", model, "--initial-peers", NOWHERE, "--draft", draft])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert f"swarm chat: the draft model '{draft}' has another vocabulary (102 tokens) than '{model}' (101)" in said
+    assert "give a smaller model of the same family, or lookup" in said
+
+
+def test_a_draft_that_does_not_exist_is_one_sentence(tmp_path: Path) -> None:
+    model = saved_tokenizer(tmp_path / "model")
+    result = CliRunner().invoke(app, ["chat", model, "--initial-peers", NOWHERE, "--draft", str(tmp_path)])
+    assert result.exit_code == 1
+    assert f"swarm chat: {tmp_path}" in " ".join(result.output.split())
+
+
+def test_a_drafted_answer_is_the_plain_one_and_streams() -> None:
+    plain, words = conversation(max_new_tokens=12), list[str]()
+    plain.answer("hello", lambda _: None)
+    speculation = Speculation(tiny_model("llama").eval())
+    drafted = conversation(max_new_tokens=12, speculation=speculation)
+    drafted.answer("hello", words.append)
+    assert drafted.turns == plain.turns
+    assert "".join(words) == plain.turns[1]["content"]
+    assert speculation.counts.rounds > 0
+
+
+def test_a_draft_is_kept_in_4_bits(tmp_path: Path) -> None:
+    draft = load_draft(str(save_tiny("llama", tmp_path)))
+    assert not isinstance(draft, str)
+    kinds = {type(part).__name__ for part in draft.modules()}
+    assert "QuantizedLinear" in kinds
+    model = tiny_model("llama").eval()
+    ids = torch.arange(5, 15)[None]
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    said = model.generate(ids, custom_generate=Speculation(draft), **options)  # type: ignore[operator]
+    assert said.equal(model.generate(ids, **options))  # type: ignore[operator]
