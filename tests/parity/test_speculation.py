@@ -82,7 +82,7 @@ def test_a_lost_server_changes_no_token(
     directory = save_tiny("mixtral", tmp_path)
     local = AutoModelForCausalLM.from_pretrained(directory).eval()
     want = decode(local, batch=batch)
-    spans = [(0, 2), (2, 4), (0, 2), (2, 4)]
+    spans = [(0, 2), (2, 4)] * 3  # any two may be of the same blocks
     with InProcessSwarm(directory, spans=spans, config=SwarmConfig(max_retries=6)) as swarm:
         remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         killed: list[str] = []
