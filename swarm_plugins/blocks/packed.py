@@ -47,10 +47,6 @@ class PackedRows:
         self.length = cache.length + self.num_new
         self.attention_mask = padding_of(step)
 
-    def rows(self, packed: Tensor) -> Tensor:
-        """Cuts this session's new tokens out of ``[1, H, T, W]``, as ``[B, H, S, W]``."""
-        return _cut(packed, self.start, self.batch_size, self.num_new)
-
     def positions(self) -> Tensor:
         """Returns the position of each new token, ``[1, B * S]``."""
         positions = self.step.position_ids
@@ -100,8 +96,8 @@ class PackedPast(Past):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Appends each session's tokens to its cache."""
-        for part in self.parts:
-            part.cache.append(layer_idx, part.rows(key_states), part.rows(value_states))
+        for part, keys, values in zip(self.parts, self._cut(key_states), self._cut(value_states), strict=True):
+            part.cache.append(layer_idx, keys, values)
         if self._joined.get(layer_idx, True):
             key_states, value_states = self._join(layer_idx)
         self._handed = (layer_idx, key_states, value_states)
@@ -119,18 +115,25 @@ class PackedPast(Past):
         is_untouched = key is handed_key and value is handed_value
         self._joined.setdefault(block, not is_untouched)
         outputs = []
-        start = 0
-        for index, part in enumerate(self.parts):
-            if is_untouched:
-                keys, values = part.cache.view(block, part.length)
-            else:
-                keys, values = (_cut(each, start, part.batch_size, part.length) for each in (key, value))
-                start += part.batch_size * part.length
+        whole = [] if is_untouched else [self._cut(each, is_whole=True) for each in (key, value)]
+        for index, (part, rows) in enumerate(zip(self.parts, self._cut(query), strict=True)):
+            keys, values = part.cache.view(block, part.length) if is_untouched else (each[index] for each in whole)
             part_mask = None if mask is None else mask.of(index)
-            rows = part.rows(query)
             output = attend(self.attention, module, rows, keys, values, part_mask, **kwargs)  # [B, S, H, W]
             outputs.append(output if part.batch_size == 1 else output.reshape(1, part.num_tokens, *output.shape[2:]))
         return torch.cat(outputs, dim=1), None  # [1, T, H, W]
+
+    def _cut(self, joined: Tensor, *, is_whole: bool = False) -> list[Tensor]:
+        """Cuts ``[1, H, tokens of all sessions, W]`` by session, as ``[B, H, S, W]``; with cached tokens if whole."""
+        lengths = [part.length if is_whole else part.num_new for part in self.parts]
+        sizes = [part.batch_size * length for part, length in zip(self.parts, lengths, strict=True)]
+        pieces = zip(self.parts, lengths, joined.split(sizes, dim=2), strict=True)
+        return [
+            piece
+            if part.batch_size == 1
+            else piece.reshape(piece.shape[1], part.batch_size, length, piece.shape[3]).transpose(0, 1)
+            for part, length, piece in pieces
+        ]
 
     def _join(self, block: int) -> tuple[Tensor, Tensor]:
         keys, values = zip(*(part.cache.view(block, part.length) for part in self.parts), strict=True)
@@ -196,14 +199,6 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
         for tensor in tensors
     ]
     return torch.cat(flat, dim=2)
-
-
-def _cut(joined: Tensor, start: int, batch_size: int, length: int) -> Tensor:
-    """Cuts a session's ``[B, H, length, W]`` out of all sessions' tokens, ``[1, H, tokens, W]``."""
-    cut = joined.narrow(2, start, batch_size * length)
-    if batch_size == 1:
-        return cut
-    return cut.reshape(cut.shape[1], batch_size, length, cut.shape[3]).transpose(0, 1)
 
 
 AttentionInterface.register(PACKED, _packed_attention)

@@ -27,10 +27,12 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.count = 0
         self.products = 0
+        self.of_few = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.linear.default)
+        self.of_few += func is torch.ops.mkldnn._linear_pointwise.default
         return func(*args, **(kwargs or {}))
 
 
@@ -132,9 +134,32 @@ def test_many_rows_are_not_joined() -> None:
     joined = JoinedLinear(parts, 2)
     for rows in (1, 2, 3):
         hidden = states(1, rows, 8)
-        assert (joined.joined(hidden) is None) == (rows == 3)
-        assert [one.shape[-1] for one in joined(hidden)] == [4, 6]
-        torch.testing.assert_close(joined(hidden), [part(hidden) for part in parts])
+        assert (joined.joined(hidden, nn.functional.linear) is None) == (rows == 3)
+        found = joined(hidden, nn.functional.linear)
+        assert [one.shape[-1] for one in found] == [4, 6]
+        torch.testing.assert_close(found, [part(hidden) for part in parts])
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch comes without oneDNN")
+def test_packs_of_a_few_sessions_are_multiplied_by_onednn(llama: Pair) -> None:
+    sessions = [llama.span.new_cache(1, BLOCKS) for _ in range(17)]
+    hidden = [states(1, 1, WIDTH, seed=seed) for seed in range(len(sessions))]
+    alone = [llama.step(session, one) for session, one in zip(sessions, hidden, strict=True)]
+    counts = []
+    for num_packed in (3, 4, 16, 17):
+        for session in sessions:
+            session.crop(0)
+        steps = [
+            StepInputs(cache=session, blocks=BLOCKS, hidden=one)
+            for session, one in list(zip(sessions, hidden, strict=True))[:num_packed]
+        ]
+        with Operations() as seen:
+            together = llama.span.step(steps)
+        counts.append(seen.of_few)
+        torch.testing.assert_close([one.hidden for one in together], alone[:num_packed], rtol=1e-4, atol=2e-5)
+    assert counts == [0, 4 * len(BLOCKS), 4 * len(BLOCKS), 0]
+    for session in sessions:
+        session.close()
 
 
 def test_the_gated_activation_keeps_its_two_inputs_and_has_autograds_gradient() -> None:
