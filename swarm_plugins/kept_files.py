@@ -9,7 +9,7 @@ from pathlib import Path
 _MAX_DAMAGED = 3
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Writes a file that others read meanwhile: they see the old content or the new one. Its folder is made if needed.
 
     Raises:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from swarm_plugins.checkpoint.files import Piece, read_pieces
 from swarm_plugins.errors import CheckpointError
+from swarm_plugins.kept_files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +77,7 @@ class RangeCache:
             if free < len(data) + _SPARE_BYTES:
                 self._warn(f"only {free} bytes are free")
                 return
-            descriptor, temporary = tempfile.mkstemp(prefix=".part-", dir=path.parent)
-            try:
-                with os.fdopen(descriptor, "wb") as stream:
-                    stream.write(data)
-                Path(temporary).replace(path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+            write_whole(path, data)
         except OSError as exc:
             self._warn(str(exc))
 

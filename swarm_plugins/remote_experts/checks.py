@@ -11,10 +11,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from swarm_plugins.client.observer import NoObserver, WrongAnswerError
 from swarm_plugins.errors import SwarmError, UnsupportedError, one_line
 from swarm_plugins.transport.messages import ExpertsRequest
 from swarm_plugins.transport.server_info import ServerInfo
+from swarm_plugins.verification.background import BackgroundChecks
 from swarm_plugins.verification.local_blocks import Kind, UncheckableError
 from swarm_plugins.verification.quarantine import Quarantine
 from swarm_plugins.verification.rates import CheckRates
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 _MAX_ROWS = 64
 """Rows of the expert that are computed again."""
-_MAX_WAITING = 4
-"""Checks in the background; an answer that is to be checked beyond these waits for its check."""
 _UNCHECKED_S = 60.0
 """Pause after an answer could not be checked."""
 
@@ -114,14 +113,14 @@ class HolderChecks(NoObserver):
         self._checkpoint: Checkpoint | None = None
         self._lock = threading.Lock()
         """One expert is in memory at a time."""
-        self._running: set[asyncio.Task[None]] = set()
+        self._background = BackgroundChecks()
         self._unchecked: dict[_Asked, float] = {}
         """Holders whose answers could not be checked, and when to try again."""
 
     @property
     def is_busy(self) -> bool:
         """Whether checks are under way in the background."""
-        return bool(self._running)
+        return self._background.is_busy
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a holder is in quarantine."""
@@ -153,30 +152,14 @@ class HolderChecks(NoObserver):
             return
         # The answer is its caller's from here on; the request's tensors are the owner's.
         check = self._check(peers, asked, request, answer.clone(), _sample(request))
-        if when == "before" or len(self._running) >= _MAX_WAITING:
+        if when == "before" or self._background.is_full:
             await check
         else:
-            self._start(check, f"check {what} of {peer}")
+            self._background.start(check, f"check {what} of {peer}")
 
     async def close(self) -> None:
         """Ends the checks in the background. Idempotent."""
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-    def _start(self, check: Coroutine[Any, Any, None], name: str) -> None:
-        async def run() -> None:
-            try:
-                await check
-            except WrongAnswerError as exc:
-                log.warning("an answer that has already been used was wrong: %s", exc)
-            except SwarmError as exc:
-                log.warning("an answer that has already been used could not be checked: %s", exc)
-
-        task = asyncio.create_task(run(), name=name)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        await self._background.close()
 
     async def _check(
         self, peers: Peers, asked: _Asked, request: ExpertsRequest, answer: Tensor, sample: _Sample

@@ -7,16 +7,15 @@ and the call goes to another one.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.client.observer import (
@@ -30,6 +29,7 @@ from swarm_plugins.client.observer import (
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import ProtocolError, SwarmError, one_line
 from swarm_plugins.transport.receipts import check_receipt
+from swarm_plugins.verification.background import BackgroundChecks
 from swarm_plugins.verification.evidence import Evidence, Witnessed, evidence_of, evidence_of_session, save_evidence
 from swarm_plugins.verification.examiner import NONCE_BYTES, Examiner
 from swarm_plugins.verification.followed import FollowedSession
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_WAITING = 4
-"""Checks in the background; a call that is to be checked beyond these waits for its check."""
 _MAX_SHADOWS = 8
 """Sessions followed at a time."""
 _FIRST_STEPS = 4
@@ -101,7 +99,7 @@ class Verifier:
         self._blocks = blocks
         self._norms = NormRanges()
         self._examiner = Examiner(servers, blocks)
-        self._running: set[asyncio.Task[None]] = set()
+        self._background = BackgroundChecks()
         self._shadows: weakref.WeakKeyDictionary[History, tuple[FollowedSession, When]] = weakref.WeakKeyDictionary()
         self._unchecked: dict[Server, float] = {}
         """Servers whose answers could not be checked, and when to try again."""
@@ -109,7 +107,7 @@ class Verifier:
     @property
     def is_busy(self) -> bool:
         """Whether checks are under way in the background."""
-        return bool(self._running)
+        return self._background.is_busy
 
     def is_excluded(self, peer: str) -> bool:
         """Returns whether a peer is in quarantine."""
@@ -158,8 +156,8 @@ class Verifier:
             await self._compare(server, session)
             if len(history.steps) == _FIRST_STEPS and len(self._shadows) > _MAX_SHADOWS:
                 del self._shadows[history]
-        elif session.shadow.num_waiting >= _STEPS_AT_ONCE and len(self._running) < _MAX_WAITING:
-            self._start(self._compare(server, session), f"check a session of {call.peer}")
+        elif session.shadow.num_waiting >= _STEPS_AT_ONCE and not self._background.is_full:
+            self._background.start(self._compare(server, session), f"check a session of {call.peer}")
 
     async def _compare(self, server: Server, session: FollowedSession) -> None:
         """Compares the last steps of a session that is followed."""
@@ -189,7 +187,7 @@ class Verifier:
         if when == "before":
             await check
         else:
-            self._start(check, f"check a session of {call.peer}")
+            self._background.start(check, f"check a session of {call.peer}")
 
     async def stand_in(self, blocks: range) -> str:
         """Knows no other peer."""
@@ -197,10 +195,7 @@ class Verifier:
 
     async def close(self) -> None:
         """Ends the checks in the background. Idempotent."""
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._background.close()
 
     async def _examine(self, call: ForwardCall | BackwardCall, what: str) -> None:
         info = call.info
@@ -222,10 +217,10 @@ class Verifier:
             log.debug("adapters have changed since %s answered: its answer cannot be checked", call.peer)
             return
         check = self._check(server, call, asked)
-        if when == "before" or len(self._running) >= _MAX_WAITING:
+        if when == "before" or self._background.is_full:
             await check
         else:
-            self._start(check, f"check {what} of {call.peer}")
+            self._background.start(check, f"check {what} of {call.peer}")
 
     def _when(self, server: Server) -> When:
         return "never" if time.monotonic() < self._unchecked.get(server, 0.0) else self.rates.when(server)
@@ -234,19 +229,6 @@ class Verifier:
         """Refuses answers of a server that was caught meanwhile: by a check in the background, or another client."""
         if peer in self.quarantine:
             raise WrongAnswerError(f"server {peer} is in quarantine")
-
-    def _start(self, check: Coroutine[Any, Any, None], name: str) -> None:
-        async def run() -> None:
-            try:
-                await check
-            except WrongAnswerError as exc:
-                log.warning("an answer that has already been used was wrong: %s", exc)
-            except SwarmError as exc:
-                log.warning("an answer that has already been used could not be checked: %s", exc)
-
-        task = asyncio.create_task(run(), name=name)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
 
     async def _check(self, server: Server, call: ForwardCall | BackwardCall, asked: Asked) -> None:
         try:

@@ -17,7 +17,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from swarm_plugins.client import SwarmConfig
-from swarm_plugins.client.training.chain_call import ChainCall
+from swarm_plugins.client.discovery.view import Servers
+from swarm_plugins.client.training import racing
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny
@@ -72,16 +73,16 @@ def test_a_server_that_comes_back_in_another_type(llama: Path, config: SwarmConf
 
 
 def test_a_backward_that_a_replica_has_answered(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    race = ChainCall._race
+    race = racing._race
 
-    async def late(self: ChainCall, peer: str, rpc: str, inputs: Any, without: Any, ask: Any) -> Any:
+    async def late(servers: Servers, peer: str, rpc: str, inputs: Any, without: Any, ask: Any) -> Any:
         if rpc != "rpc_backward":
-            return await race(self, peer, rpc, inputs, without, ask)
-        other = self.servers.view.replica(inputs.blocks, Demand(tokens=inputs.num_tokens), without={peer, *without})
+            return await race(servers, peer, rpc, inputs, without, ask)
+        other = servers.view.replica(inputs.blocks, Demand(tokens=inputs.num_tokens), without={peer, *without})
         assert other is not None
         return await ask(other)
 
-    monkeypatch.setattr(ChainCall, "_race", late)
+    monkeypatch.setattr(racing, "_race", late)
     with InProcessSwarm(llama, spans=[(0, 4), (0, 4)], config=WHOLE) as swarm:
         model = get_peft_model(all_checked(swarm), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
         for _ in range(2):
