@@ -18,7 +18,7 @@ from swarm_plugins.routing.ways import direct_ways
 
 _LONGEST_S = 1e6
 _LEAST_S = 1e-6
-_ALIKE = 0.02
+_ALIKE = 0.04
 """Difference of two servers that is within the noise of what is known of them."""
 
 
