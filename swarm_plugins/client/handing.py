@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,6 +81,15 @@ async def feeding(servers: Servers, way: Handover, tensor: Tensor, *, is_sent: b
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def started_s(servers: Servers, way: Handover, *, is_sent: bool) -> float:
+    """Returns since when a server's answer is awaited, by ``time.perf_counter``, as if this client sent its input now.
+
+    The client's way counts in a server's pace. So one that is farther from the server before than both of them announce
+    looks slower by that much.
+    """
+    return time.perf_counter() - (servers.view.saved_s(way.sender, way.receiver) if is_sent else 0.0)
 
 
 def check_handed(servers: Servers, way: Handover, input_hash: bytes, tensor: Tensor) -> None:

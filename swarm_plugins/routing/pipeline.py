@@ -7,7 +7,7 @@ Servers with the same blocks share the chunks by their speed, as in Ryabinin et 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,7 +30,12 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    servers: Sequence[ServerEntry], blocks: range, chunk_tokens: Sequence[int], *, seed: int | None = None
+    servers: Sequence[ServerEntry],
+    blocks: range,
+    chunk_tokens: Sequence[int],
+    *,
+    seed: int | None = None,
+    closed: Collection[tuple[str, str]] | None = None,
 ) -> Schedule | None:
     """Returns chains for chunks of so many tokens, or None if some block has no server.
 
@@ -44,7 +49,7 @@ def schedule(
     for tokens in chunk_tokens:
         demand = Demand(tokens=tokens)
         laden = [_laden(server, work_s.get(server.peer, 0.0) / unit_s) if unit_s else server for server in servers]
-        chain = plan(laden, blocks, demand, seed=seed)
+        chain = plan(laden, blocks, demand, seed=seed, closed=closed)
         if chain is None:
             return None
         chains.append(chain)
@@ -86,7 +91,12 @@ def _seconds(
 
 
 def best_schedule(
-    servers: Sequence[ServerEntry], blocks: range, options: Iterable[Sequence[int]], *, seed: int | None = None
+    servers: Sequence[ServerEntry],
+    blocks: range,
+    options: Iterable[Sequence[int]],
+    *,
+    seed: int | None = None,
+    closed: Collection[tuple[str, str]] | None = None,
 ) -> Schedule | None:
     """Returns the schedule of the first option, or that of a later one if it saves enough; None: no server.
 
@@ -95,12 +105,13 @@ def best_schedule(
         blocks: The blocks to cover.
         options: Tokens of the chunks, for ever more chunks.
         seed: As in `plan`.
+        closed: As in `plan`.
     """
     best: Schedule | None = None
     for chunk_tokens in options:
         if best is not None and best.seconds < _LEAST_GAIN_S:
             break
-        found = schedule(servers, blocks, chunk_tokens, seed=seed)
+        found = schedule(servers, blocks, chunk_tokens, seed=seed, closed=closed)
         if found is None:
             break
         if best is None or best.seconds - found.seconds >= max(_LEAST_GAIN * best.seconds, _LEAST_GAIN_S):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig, handing
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.ledger import Charge
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
@@ -77,9 +78,17 @@ def refused(swarm: InProcessSwarm) -> list[int]:
 
 
 @CHUNKS
-def test_outputs_and_gradients_go_from_server_to_server(directory: Path, want: list[Tensor], chunks: int) -> None:
+def test_outputs_and_gradients_go_from_server_to_server(
+    directory: Path, want: list[Tensor], chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving: set[tuple[str, str]] = set()
+    saved_s = SwarmView.saved_s
     with swarm_of(directory, micro_batches=chunks) as swarm:
-        assert_near(gradients(remote(swarm)), want)
+        with monkeypatch.context() as patched:
+            patched.setattr(SwarmView, "saved_s", lambda self, *way: saving.add(way) or saved_s(self, *way))
+            assert_near(gradients(remote(swarm)), want)
+        one, two, three = swarm.peers
+        assert saving == {(one, two), (two, three), (three, two), (two, one)}, "what it was to save is noted"
         # The output of the one before, and the gradient from the one after it.
         assert taken(swarm) == [chunks, 2 * chunks, chunks]
         assert refused(swarm) == [0, 0, 0]

@@ -69,9 +69,7 @@ class SwarmView(ServerView):
         return chain
 
     def _plan(self, blocks: range, demand: Demand, without: Collection[str]) -> list[SpanChoice] | None:
-        # Only steps of sessions are handed on.
-        closed = self.hops.closed() if demand.kv_tokens and self.config.push != "off" else None
-        usable = self.believed(without)
+        usable, closed = self.believed(without), self._closed()
         roomy = [entry for entry in usable if not self.is_small(entry.peer)]
         chain = plan(roomy, blocks, demand, seed=self.seed, closed=closed)
         if chain is None and len(roomy) < len(usable):
@@ -82,7 +80,12 @@ class SwarmView(ServerView):
         """Returns chains for the chunks of a batch; see `best_schedule`."""
         believed = self.believed(without)
         roomy = [entry for entry in believed if not self.is_small(entry.peer)]
-        return best_schedule(believed if missing_blocks(roomy, blocks) else roomy, blocks, options, seed=self.seed)
+        servers = believed if missing_blocks(roomy, blocks) else roomy
+        return best_schedule(servers, blocks, options, seed=self.seed, closed=self._closed())
+
+    def _closed(self) -> Collection[tuple[str, str]] | None:
+        """Returns which servers hand nothing on to which others; None: no server is to."""
+        return None if self.config.push == "off" else self.hops.closed()
 
     def believed(self, without: Collection[str] = frozenset()) -> list[ServerEntry]:
         """Returns the usable servers, with what was seen of their speed instead of what they announce."""

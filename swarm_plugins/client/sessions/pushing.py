@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, feeding
+from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, feeding, started_s
 from swarm_plugins.client.sessions.span_session import SpanSession
 from swarm_plugins.errors import SwarmError, UnknownAdapterError, printable
 from swarm_plugins.transport.admission.pushing import plain_step, push_token
@@ -136,15 +135,12 @@ class PushedSteps:
         request, tokens, before = sent.request, hidden.shape[0] * hidden.shape[1], self._before.get(current)
         peers, blocks = self._servers.peers, len(current.blocks)
         way = None if before is None else Handover(before.peer, current.peer, current.name, sent.step)
-        started = time.perf_counter()
+        started: float | None = None
         async with contextlib.AsyncExitStack() as stack:
             channel = await stack.enter_async_context(current.streaming())
             if way is not None:
                 is_sent = (current, sent.step) in self._fed
-                if is_sent:
-                    # As if by this client, whose way counts in a server's pace: one that is farther from the server
-                    # before than both say looks slower by that much.
-                    started -= self._servers.view.saved_s(way.sender, way.receiver)
+                started = started_s(self._servers, way, is_sent=is_sent)
                 await stack.enter_async_context(feeding(self._servers, way, hidden, is_sent=is_sent))
             response = await peers.collect(
                 channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=blocks, started=started

@@ -89,11 +89,11 @@ async def measure_all(swarm: Swarm) -> None:
         swarm.describe(peer, round_trips=await round_trips(swarm.at(peer), swarm.infos[peer]))
 
 
-async def planned(swarm: Swarm, **config: Any) -> list[str]:
+async def planned(swarm: Swarm, demand: Demand = Demand(kv_tokens=1), **config: Any) -> list[str]:  # noqa: B008
     settings = SwarmConfig(**config)
     peers = Peers(swarm.transport, settings)
     view = SwarmView(swarm.transport, peers, settings, version=VERSION, num_blocks=8)
-    chain = await view.chain(range(8), Demand(kv_tokens=1))
+    chain = await view.chain(range(8), demand)
     await peers.close()
     return [span.peer for span in chain]
 
@@ -110,6 +110,7 @@ def test_a_client_plans_with_distances_that_both_ends_measured() -> None:
         assert dict(swarm.infos["a"].round_trips) == pytest.approx({"near": 0.02, "far": 0.08}, abs=1e-3)
         assert dict(swarm.infos["near"].round_trips) == pytest.approx({"a": 0.02}, abs=1e-3), "none to a replica"
         assert await planned(swarm) == ["a", "near"]
+        assert await planned(swarm, Demand(tokens=16)) == ["a", "near"], "in training, too"
         assert await planned(swarm, push="off") == ["a", "far"]
         # What only one of two says attracts nothing.
         swarm.describe("far", round_trips=(("a", 0.0),))
