@@ -94,8 +94,8 @@ class SwarmServer:
         # What idle sessions give back when it is needed is free.
         idle = sum(one.held_tokens for one in self._service.sessions.expired(self.config.limits.session_lease_s))
         free = self._spans.free_tokens + idle // max(1, len(self._spans.spec.blocks))
-        unkept = self._service.activations.num_unkept
-        return msgspec.structs.replace(info, free_kv_tokens=free, unkept_graphs=unkept)
+        unkept, refused = self._service.activations.num_unkept, self._service.pushes.num_refused
+        return msgspec.structs.replace(info, free_kv_tokens=free, unkept_graphs=unkept, refused_pushes=refused)
 
     @property
     def memory(self) -> dict[str, int]:

@@ -69,6 +69,8 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True):
     """``(start, end, first, end expert)``: experts of the served blocks that this server fetches from other peers."""
     pushes: bool = False
     """Whether it sends hidden states to other servers, and takes theirs."""
+    refused_pushes: int = 0
+    """Hidden states of other servers that it has refused: forged, late, repeated or of a wrong shape."""
     unkept_graphs: int = 0
     """Forwards whose graph it did not keep until their backward, which ran them again."""
     codecs: tuple[str, ...] = ()

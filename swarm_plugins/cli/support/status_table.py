@@ -96,7 +96,7 @@ def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
 def _remarks(server: ServerStatus) -> list[str]:
     """Returns what does not fit into the table: why a server is not used, its experts, its adapters."""
     adapters = ", ".join(server.info.adapters)
-    unkept = server.info.unkept_graphs
+    unkept, refused = server.info.unkept_graphs, server.info.refused_pushes
     # Most reasons begin with the peer, as the line does.
     reason = server.reason.removeprefix(f"peer {server.peer} ")
     lost = reason if reason != server.reason else f"is not used: {reason}"
@@ -106,6 +106,7 @@ def _remarks(server: ServerStatus) -> list[str]:
         _experts(server.info): True,
         f"holds the adapters {adapters}": adapters,
         f"ran forwards again for their backward: {unkept}; more --activation-bytes would save it that": unkept,
+        f"refused hidden states that other servers pushed, late or not allowed: {refused}": refused,
     }
     return [remark for remark, applies in found.items() if remark and applies]
 

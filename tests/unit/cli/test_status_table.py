@@ -53,6 +53,14 @@ def test_table_names_holders_of_experts_and_what_no_one_holds() -> None:
     assert "  swarm serve path/to/tiny --blocks 0:8 --experts 2:4 --initial-peers ADDRESS\n" in text
 
 
+def test_table_names_servers_that_refuse_what_others_push() -> None:
+    servers = [server("QmAttacked", 0, 8, refused_pushes=7), server("QmCalm", 0, 8)]
+    out = io.StringIO()
+    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 8, servers)], Console(file=out, width=150))
+    remarks = [line for line in out.getvalue().splitlines() if "pushed" in line]
+    assert remarks == ["QmAttacked refused hidden states that other servers pushed, late or not allowed: 7"]
+
+
 def test_table_names_servers_that_run_forwards_twice() -> None:
     servers = [server("QmScarce", 0, 8, unkept_graphs=3), server("QmAmple", 0, 8)]
     out = io.StringIO()
