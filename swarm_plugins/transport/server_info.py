@@ -15,8 +15,11 @@ class InfoRequest(BaseMessage, frozen=True, kw_only=True):
     """Asks a server for its `ServerInfo`."""
 
 
-class ServerInfo(BaseMessage, frozen=True, kw_only=True):
-    """A server's description of itself, in ``rpc_info`` and (signed) in the DHT."""
+class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """A server's description of itself, in ``rpc_info`` and (signed) in the DHT.
+
+    What a later version adds is ignored here: its servers stay visible.
+    """
 
     version: str
     """Served model version."""

@@ -43,6 +43,7 @@ from swarm_plugins.transport.records import (
     sign_record,
 )
 from swarm_plugins.transport.server_info import ServerInfo
+from swarm_plugins.transport.wire import decode, encode
 
 INFO = ServerInfo(version="v1", model="m", num_blocks=8, start=0, end=4, dtype="float32", quantization="none")
 
@@ -143,6 +144,19 @@ def test_a_record_has_four_kibibytes_at_most(owner: Identity) -> None:
         sign_record(owner, key, ServerRecord(info=large), expiration)
     with pytest.raises(ProtocolError, match="record has 4097 bytes, the limit is 4096"):
         open_record(key_id(key), owner.peer_id, bytes(4097), expiration)
+
+
+def test_what_a_later_version_says_of_its_servers_is_ignored(owner: Identity) -> None:
+    class LaterInfo(ServerInfo, frozen=True, kw_only=True, tag="ServerInfo"):
+        novelty: int = 1
+
+    later = LaterInfo(**{**msgspec.structs.asdict(INFO)})
+    expiration = soon()
+    key = own_server_key("v1", owner.peer_id)
+    blob = sign_record(owner, key, ServerRecord(info=later), expiration)
+    assert b"novelty" in blob
+    assert open_record(key_id(key), owner.peer_id, blob, expiration) == ServerRecord(info=INFO)
+    assert decode(b"".join(encode(later))) == INFO  # type: ignore[arg-type]
 
 
 def test_round_trips_are_left_out_where_they_do_not_fit(owner: Identity) -> None:
