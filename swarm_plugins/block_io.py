@@ -96,6 +96,8 @@ class SpanInputs:
     """K then V for each block, ``[B, kv heads, P, head width]``."""
     collect_hidden: bool = False
     """Whether to also return the outputs of all blocks but the last."""
+    hidden_of: frozenset[int] | None = None
+    """The blocks whose outputs are wanted then; any tensor may stand for the others. None: all."""
     collect_router: bool = False
     """Whether to also return the router logits of mixture-of-experts blocks."""
 
@@ -103,6 +105,13 @@ class SpanInputs:
     def num_tokens(self) -> int:
         """Rows times new tokens."""
         return self.hidden.shape[0] * self.hidden.shape[1]
+
+    @property
+    def collects_inner(self) -> bool:
+        """Whether the output of some block but the last is wanted."""
+        if self.hidden_of is None:
+            return self.collect_hidden
+        return self.collect_hidden and any(block in self.hidden_of for block in self.blocks[:-1])
 
     @property
     def differentiable(self) -> tuple[Tensor, ...]:

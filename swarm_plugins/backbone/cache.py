@@ -277,6 +277,6 @@ def _run_once(remote: RemoteBlocks, inputs: SpanInputs, state: RemoteCacheState)
             "gradients cannot flow through a KV cache that lives on servers; run under torch.no_grad(), "
             "or pass the whole sequence with use_cache=False"
         )
-    outputs = remote.forward(with_prefix)
+    outputs = remote.forward(replace(with_prefix, hidden_of=None))
     state.owe(inputs)
     return outputs

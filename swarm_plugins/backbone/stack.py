@@ -153,6 +153,7 @@ class RemoteStack:
             attention_mask=arguments.attention_mask,
             adapters=self._reader.select(structure_version(), blocks, hidden.shape[0]),
             collect_hidden="hidden_states" in collector and len(blocks) > 1,
+            hidden_of=_blocks_of(collector) if arguments.cache is not None else None,
             collect_router="router_logits" in collector,
         )
         if arguments.cache is None:
@@ -184,6 +185,15 @@ class RemoteStack:
         twin.in_tuple = self.in_tuple
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
+
+
+def _blocks_of(collector: dict[str, Any]) -> frozenset[int] | None:
+    """Returns the blocks whose outputs are wanted of all hidden states; None: all.
+
+    transformers counts hidden states from the embeddings: the first one is the input of block 0.
+    """
+    selected = collector.get("_hidden_states_layers")
+    return None if selected is None else frozenset(index - 1 for index in selected)
 
 
 def _open_checkpoint(model: str | None, version: ModelVersion) -> Checkpoint:

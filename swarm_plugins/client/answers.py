@@ -104,7 +104,7 @@ def check_outputs(outputs: SpanOutputs, inputs: SpanInputs, peer: str) -> None:
     """Raises ProtocolError unless every requested tensor is present, finite and of the right shape."""
     hidden, span = inputs.hidden, inputs.blocks
     check_tensor(outputs.hidden, hidden, peer, "the hidden states")
-    expected = len(span) - 1 if inputs.collect_hidden else 0
+    expected = len(span) - 1 if inputs.collects_inner else 0
     if len(outputs.hidden_states) != expected:
         raise ProtocolError(
             f"server {peer} returned {len(outputs.hidden_states)} inner hidden states, expected {expected}"

@@ -11,7 +11,7 @@ from swarm_plugins.transport.limits import DEFAULT_LIMITS
 def tokens_per_message(inputs: SpanInputs) -> int:
     """Returns how many tokens of an input fit in one request, so that its answer stays within the message limit."""
     num_blocks = len(inputs.blocks)
-    num_states = (num_blocks if inputs.collect_hidden else 1) + (num_blocks if inputs.collect_router else 0)
+    num_states = (num_blocks if inputs.collects_inner else 1) + (num_blocks if inputs.collect_router else 0)
     token_bytes = inputs.hidden.shape[-1] * inputs.hidden.element_size()
     return max(1, DEFAULT_LIMITS.max_message_bytes // (num_states * token_bytes))
 

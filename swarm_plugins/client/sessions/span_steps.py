@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs, join_outputs
 from swarm_plugins.client.answers import check_outputs, check_same_routers
 from swarm_plugins.client.observer import SentSession, StepCall
@@ -159,7 +161,7 @@ class SpanSteps:
             ops=() if ahead else tuple(current.unsent_ops),
             adapters=part.digests,
             adapter_rows=inputs.adapters.rows,
-            collect_hidden=inputs.collect_hidden,
+            collect_hidden=inputs.collects_inner,
             collect_router=inputs.collect_router,
             reply_codec=self.servers.view.codecs.between(inputs.hidden, *(receivers or [current.peer])),
             nonce=self.servers.view.observer.nonce(),
@@ -205,6 +207,11 @@ class SpanSteps:
                 response=response,
             )
         )
+        if inputs.collect_hidden and not inputs.collects_inner:
+            # Something in the place of what was not asked for, so that the others keep theirs along the chain.
+            stand_ins = (response.hidden,) * (len(inputs.blocks) - 1)
+            filled: SpanOutputs = msgspec.structs.replace(response, hidden_states=stand_ins)
+            return filled
         return response
 
 
