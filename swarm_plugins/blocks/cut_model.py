@@ -18,7 +18,7 @@ from swarm_plugins.blocks.apply import TokenRows, adapter_patches
 from swarm_plugins.blocks.attending import SDPA
 from swarm_plugins.blocks.calls import BlockList, Call, CallStack, SkippedBlock, Watched
 from swarm_plugins.blocks.eager import EAGER
-from swarm_plugins.blocks.fused import Rotation, fused_block
+from swarm_plugins.blocks.fused import FusedBlock, Rotation, fused_block, rotates_then_runs_blocks
 from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.packed import PACKED, PackedPast, PackedRows, packed_past, padding_of
 from swarm_plugins.blocks.past import Past, PrefixPast, SessionPast
@@ -68,6 +68,8 @@ class CutModel:
         if self.attention == SDPA:
             for block in blocks:
                 self._blocks[block] = fused_block(self.layers[block], self._calls, rotation) or self.layers[block]
+        is_fused = all(isinstance(self._blocks[block], FusedBlock) for block in blocks)
+        self._is_direct = is_fused and rotates_then_runs_blocks(model)
         self._tables: dict[tuple[int, int], list[Any]] = {}
         self._joined: dict[int, bool] = {}
         # Adapters name modules in every step; only existing ones are kept, so it is bounded.
@@ -105,7 +107,10 @@ class CutModel:
         use = _Use(step.adapters, cache.batch_size, step.hidden.shape[1], cache.length)
         call = self._call(step.blocks, [use], [step])
         past = SessionPast(cache, self._joined)
-        return call.outputs(self.run(call, step.hidden, padding_of(step), step.position_ids, past))
+        padding = padding_of(step)
+        if self._is_direct and padding is None and step.hidden.shape[1] == 1:
+            return call.outputs(self._run_single(call, step.hidden, step.position_ids, past))
+        return call.outputs(self.run(call, step.hidden, padding, step.position_ids, past))
 
     def step_packed(self, steps: Sequence[StepInputs], caches: Sequence[KVCache]) -> list[SpanOutputs]:
         """Runs the new tokens of several sessions in one forward and writes to their caches."""
@@ -120,7 +125,10 @@ class CutModel:
         call = self._call(steps[0].blocks, uses, steps)
         call.attention = PACKED
         with packed_past(PackedPast(parts, self.attention, self._joined)) as past:
-            hidden = self.run(call, hidden, None, positions, past)
+            if self._is_direct and all(part.num_new == 1 and part.attention_mask is None for part in parts):
+                hidden = self._run_single(call, hidden, positions, past)
+            else:
+                hidden = self.run(call, hidden, None, positions, past)
         return [part.outputs(hidden, call) for part in parts]
 
     def run(
@@ -142,6 +150,24 @@ class CutModel:
             )
         last: Tensor = output.last_hidden_state
         return last
+
+    def _run_single(self, call: Call, hidden: Tensor, positions: Tensor | None, past: Past) -> Tensor:
+        """Does what `run` does for one new token of each row, without the model's own preparations."""
+        if positions is None:
+            positions = torch.arange(past.length, past.length + 1, device=hidden.device)[None]
+        model: Any = self.model
+        with self._calls.running(call):
+            rotation = model.rotary_emb(hidden, position_ids=positions)
+            for run in call.table:
+                hidden = run(
+                    hidden,
+                    attention_mask=None,
+                    position_embeddings=rotation,
+                    position_ids=positions,
+                    past_key_values=past,
+                    use_cache=True,
+                )
+        return hidden
 
     def table(self, blocks: range) -> list[Any]:
         """Returns a call's table that runs ``blocks`` and skips all others."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -32,6 +33,7 @@ from swarm_plugins.blocks.calls import CallStack
 from swarm_plugins.blocks.packed import PACKED
 from swarm_plugins.moe.activation import gated_silu
 
+_MODELS = (llama.LlamaModel, mistral.MistralModel, mixtral.MixtralModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
 _LAYERS = (llama.LlamaDecoderLayer, mixtral.MixtralDecoderLayer)
 _PLAIN_ATTENTION = (llama.LlamaAttention, mixtral.MixtralAttention, qwen2.Qwen2Attention)
 _NORMED_ATTENTION = (qwen3.Qwen3Attention,)
@@ -197,6 +199,16 @@ def fused_block(layer: nn.Module, calls: CallStack, rotation: Rotation) -> Fused
     if _is_any(attention, _NORMED_ATTENTION):
         norms += [attention.q_norm, attention.k_norm]
     return FusedBlock(layer, calls, rotation) if all(_is_any(norm, _NORMS) for norm in norms) else None
+
+
+def rotates_then_runs_blocks(model: nn.Module) -> bool:
+    """Returns whether a cut-down model does nothing for a single token but to embed its position and to run its blocks.
+
+    Its mask for one token without padding and windows is None then.
+    """
+    config: Any = model.config
+    has_window = getattr(config, "sliding_window", None) is not None
+    return not has_window and _is_any(model, _MODELS) and isinstance(model.norm, nn.Identity)
 
 
 def _is_any(module: object, references: Sequence[Any]) -> bool:

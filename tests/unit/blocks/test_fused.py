@@ -5,6 +5,7 @@ That their results are transformers', bit by bit, is what the tests of forwards 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from blocks_kit import BLOCKS, WIDTH, Pair, states
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swarm_plugins.blocks import SpanInputs, StepInputs, load_span
+from swarm_plugins.blocks import KVCache, SpanInputs, StepInputs, load_span
 from swarm_plugins.blocks.fused import FusedBlock, JoinedLinear
 from swarm_plugins.moe.activation import gated_silu
 from swarm_plugins.testing.models import FAMILIES
@@ -72,6 +73,41 @@ def test_families_with_the_code_of_llama_run_with_fewer_operations(family: str, 
         assert ours.count < 0.75 * theirs.count
     else:
         assert (ours.count < theirs.count) == (family in KNOWN)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_single_tokens_run_without_the_models_own_forward(
+    llama: Pair, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def session(tokens: int) -> KVCache:
+        cache = llama.span.new_cache(rows, BLOCKS)
+        llama.step(cache, states(rows, tokens, WIDTH))
+        return cache
+
+    def decoded() -> list[Tensor]:
+        sessions = [session(3), session(5)]
+        token = states(rows, 1, WIDTH, seed=1)
+        positions = torch.full((rows, 1), 7)
+        steps = [StepInputs(cache=one, blocks=BLOCKS, hidden=token) for one in sessions]
+        steps[1] = dataclasses.replace(steps[1], position_ids=positions)
+        outputs = [llama.span.step([steps[0]])[0], *llama.span.step(steps)]
+        for one in sessions:
+            one.close()
+        return [one.hidden for one in outputs]
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return forward(*args, **kwargs)
+
+    calls: list[Any] = []
+    forward = llama.span.model.forward
+    monkeypatch.setattr(llama.span.model, "forward", count)
+    found = decoded()
+    assert len(calls) == 2, "only prompts"
+    monkeypatch.setattr(llama.span._cut, "_is_direct", False)
+    expected = decoded()
+    assert len(calls) == 6
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_parameters_are_views_of_the_joined_weights(llama: Pair) -> None:
