@@ -37,8 +37,7 @@ def test_clients_and_servers_have_links_of_their_own(tmp_path: Path) -> None:
         model = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection)
         before = swarm.traffic()
         assert model.generate(IDS, max_new_tokens=NEW_TOKENS, do_sample=False).equal(want)
-        after = swarm.traffic()
-        return Traffic(*(getattr(after, name) - getattr(before, name) for name in Traffic.__struct_fields__))
+        return since(before, swarm)
 
     with LocalSwarm(
         directory, spans=[(0, 2), (2, 4)], link=link, server_link=server_link, announce_every_s=1.0
@@ -59,9 +58,30 @@ def test_clients_and_servers_have_links_of_their_own(tmp_path: Path) -> None:
             sent = used(swarm, connection)
             assert sent.between > hop_bytes
             assert hop_bytes < sent.to_servers < 2 * hop_bytes
+            # In training too, each batch and each gradient goes up once, and on from server to server.
+            sent, step_bytes = trained(swarm, connection), IDS.numel() * local.config.hidden_size * 4
+            assert step_bytes < sent.between < 4 * step_bytes
+            assert step_bytes < sent.to_servers < 3 * step_bytes
+            assert sent.from_servers > 2 * step_bytes
             one, two = (server.peer_id for server in swarm.servers)
             assert neighbours(connection, one)[two] >= 1e-3
             assert neighbours(connection, two)[one] >= 1e-3
+
+
+def since(before: Traffic, swarm: LocalSwarm) -> Traffic:
+    """Returns the bytes that have gone by each kind of link meanwhile."""
+    after = swarm.traffic()
+    return Traffic(*(getattr(after, name) - getattr(before, name) for name in Traffic.__struct_fields__))
+
+
+def trained(swarm: LocalSwarm, connection: SwarmConnection) -> Traffic:
+    """Returns the bytes of a training step."""
+    model = AutoSwarmModelForCausalLM.from_pretrained(swarm.model, connection=connection)
+    weight = model.get_input_embeddings().weight.requires_grad_(True)
+    before = swarm.traffic()
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    assert float(weight.grad.norm()) > 0
+    return since(before, swarm)
 
 
 def neighbours(connection: SwarmConnection, peer: str) -> Mapping[str, float]:
