@@ -85,7 +85,7 @@ def _worth_verifying(confidences: Tensor, texts: Texts, pace: Pace) -> int:
     chances = torch.ones(confidences.shape[0])
     for place in range(confidences.shape[1]):
         chances *= torch.tensor([pace.acceptance(one) if one else 0.0 for one in confidences[:, place].tolist()])
-        if not pace.pays_to_verify(sum_of(chances, texts.active)):
+        if not pace.pays_to_verify(sum_of(chances, texts.active), place):
             return place
     return confidences.shape[1]
 
@@ -131,7 +131,7 @@ class ModelDrafter:
         distributions: list[Tensor] = []
         chances = torch.ones(rows)
         timed, timed_s = 0, 0.0
-        while drafts.shape[1] < limit and pace.pays_to_draft(sum_of(chances, texts.active)):
+        while drafts.shape[1] < limit and pace.pays_to_draft(sum_of(chances, texts.active), drafts.shape[1]):
             started = time.perf_counter()
             is_prompt = self._seen == 0
             probabilities = self._next(texts, places.with_drafts(drafts), drafts)  # [B, V]
@@ -140,7 +140,7 @@ class ModelDrafter:
             if not is_prompt:
                 timed, timed_s = timed + 1, timed_s + time.perf_counter() - started
             chances = chances * torch.tensor([pace.acceptance(one) for one in certain.tolist()])
-            if not pace.pays_to_verify(sum_of(chances, texts.active)):
+            if not pace.pays_to_verify(sum_of(chances, texts.active), drafts.shape[1]):
                 break
             drafts = torch.cat((drafts, tokens), dim=1)
             confidences = torch.cat((confidences, certain[:, None]), dim=1)

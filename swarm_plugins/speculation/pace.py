@@ -1,20 +1,24 @@
 """How much to draft: running estimates of what a drafted token costs and brings.
 
 A round drafts k tokens, verifies them in one trip and gains 1 to k + 1 tokens. Among all rules for stopping a draft,
-the one with the most tokens per second goes on while a further token is expected to bring more than its time brings
-elsewhere: while ``chance * acceptance > rate * seconds`` (Dinkelbach's condition for the best ratio of two means, with
-the rate that was reached so far). For a constant acceptance it gives the k that maximizes the expected tokens over
-time of Leviathan, Kalman and Matias (2023), theorem 3.8, with a measured trip instead of a free one.
+the one with the most tokens per second goes on while some number of further tokens is expected to bring more than their
+time brings elsewhere (Dinkelbach's condition for the best ratio of two means, with the rate that was reached so far).
+For a constant acceptance it gives the k that maximizes the expected tokens over time of Leviathan, Kalman and Matias
+(2023), theorem 3.8, with a measured trip instead of a free one.
+
+A trip's time is taken to grow with the square root of its tokens: in mixtures of experts the first ones cost most,
+as each reads experts of its own, and later ones share them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-_KEPT = 0.95
+_KEPT = 0.9
 """Weight of what was known, each time that something new is seen."""
 _KEPT_ACCEPTANCE = 0.98
 """The same for acceptance, also of each round: what failed long ago is tried again."""
@@ -22,13 +26,17 @@ _NUM_BINS = 10
 _PRIOR_TOKENS = 2.0
 """Drafted tokens that the first guess of an acceptance counts as."""
 _PRIOR_ACCEPTANCE = 0.7
-_PRIOR_SLOPE = 1.0 / 32.0
-"""First guess of the time of a further verified token, as a share of a trip."""
-_RIDGE = 0.1
+_PRIOR_SLOPE = 0.1
+"""First guess of how much longer a trip is with four tokens than with one, as a share of it."""
+_RIDGE = 0.02
+_LOOK_AHEAD = 9
+"""Numbers of further tokens that are considered."""
 _FIRST_TOKENS = 4
 """Drafted in a round before any time is known."""
 _VARIED = 8
 """One round in so many is shorter if all were alike: from equal ones, the time of a token cannot be known."""
+_UNIFORM = 0.05
+"""Variance of the root of widths below which these count as equal."""
 _HOPE = 0.97
 """With each round in which a draft did not pay, one seems cheaper by this: what was slow once is tried again."""
 _OUTLIER = 4.0
@@ -105,39 +113,47 @@ class Pace:
         if self._rate.value() is None:
             return min(most, _FIRST_TOKENS)
         if self._hope < 1.0:
-            return min(most, 1)
+            return min(most, _FIRST_TOKENS)
         self._num_rounds += 1
-        width = self._trips.width()
         is_short = self._num_rounds % _VARIED == 0 and self._trips.is_uniform()
-        return min(most, int(width) // 2) if is_short else most
+        return min(most, int(self._trips.width()) // 2) if is_short else most
 
     def acceptance(self, confidence: float) -> float:
         """Returns the chance that a token of this confidence is accepted, if those before it are."""
         index = _bin(confidence)
         return self._bins[index].with_guess((index + 0.5) / _NUM_BINS)
 
-    def pays_to_draft(self, chances: float) -> bool:
-        """Returns whether to draft one more token.
+    def pays_to_draft(self, chances: float, drafted: int) -> bool:
+        """Returns whether to draft on.
 
         Args:
             chances: Sum over the rows of the chance that all tokens so far are accepted.
+            drafted: Tokens so far.
         """
-        gain = chances * self._acceptance.with_guess(_PRIOR_ACCEPTANCE)
-        return self._pays(gain, (self._draft_s.value() or 0.0) + self._trips.slope())
+        return self._pays(chances, drafted, known=0)
 
-    def pays_to_verify(self, chances: float) -> bool:
+    def pays_to_verify(self, chances: float, drafted: int) -> bool:
         """Returns whether to verify one more token that is drafted already.
 
         Args:
             chances: Sum over the rows of the chance that it, and all before it, are accepted.
+            drafted: Tokens before it.
         """
-        return self._pays(chances, self._trips.slope())
+        return self._pays(chances, drafted, known=1)
 
-    def _pays(self, gain: float, seconds: float) -> bool:
-        """Returns whether so many tokens are more than the time brings otherwise."""
-        pays = gain > (self._rate.value() or 0.0) * seconds * self._hope
-        self._is_declined = self._is_declined or not pays
-        return pays
+    def _pays(self, chances: float, drafted: int, *, known: int) -> bool:
+        """Returns whether some number of further tokens, ``known`` of them drafted, is worth its time."""
+        price = (self._rate.value() or 0.0) * self._hope
+        share, draft_s = self._acceptance.with_guess(_PRIOR_ACCEPTANCE), self._draft_s.value() or 0.0
+        gain, chance = known * chances, chances
+        for more in range(1 - known, _LOOK_AHEAD):
+            if more:
+                chance *= share
+                gain += chance
+            if gain > price * (more * draft_s + self._trips.longer_s(1 + drafted, known + more)):
+                return True
+        self._is_declined = True
+        return False
 
     def saw_draft(self, tokens: int, seconds: float) -> None:
         """Records the time of ``tokens`` forward passes of the draft model."""
@@ -171,19 +187,20 @@ class Pace:
 
 
 class _Line:
-    """A straight line through the times of trips by their width, by least squares that forget."""
+    """The times of trips by the root of their width, as a line of least squares that forget."""
 
     def __init__(self) -> None:
-        self._width, self._seconds = _Mean(), _Mean()
+        self._root, self._seconds = _Mean(), _Mean()
         self._square, self._product = _Mean(), _Mean()
         self._last_slope: float | None = None
         """When widths differed last."""
 
     def add(self, width: int, seconds: float) -> None:
-        self._width.add(width)
+        root = math.sqrt(width)
+        self._root.add(root)
         self._seconds.add(seconds)
-        self._square.add(width * width)
-        self._product.add(width * seconds)
+        self._square.add(width)
+        self._product.add(root * seconds)
         if not self.is_uniform():
             self._last_slope = self.slope()
 
@@ -191,22 +208,26 @@ class _Line:
         return self._seconds.value()
 
     def width(self) -> float:
-        return self._width.value() or 0.0
+        return (self._root.value() or 0.0) ** 2
 
     def is_uniform(self) -> bool:
         """Returns whether widths hardly differ."""
-        return self._moments()[0] < 1.0
+        return self._moments()[0] < _UNIFORM
+
+    def longer_s(self, width: int, more: int) -> float:
+        """Returns how much longer a trip of ``width`` tokens takes with some more."""
+        return self.slope() * (math.sqrt(width + more) - math.sqrt(width))
 
     def slope(self) -> float:
-        """Returns the seconds of a further token; a ridge keeps it near what is known where widths hardly differ."""
+        """Returns the seconds of a unit of the root; a ridge keeps it near what is known where widths hardly differ."""
         variance, covariance = self._moments()
         guess = _PRIOR_SLOPE * (self.mean() or 0.0) if self._last_slope is None else self._last_slope
         return max(0.0, (covariance + _RIDGE * guess) / (variance + _RIDGE))
 
     def _moments(self) -> tuple[float, float]:
-        width, seconds = self.width(), self.mean() or 0.0
+        root, seconds = self._root.value() or 0.0, self.mean() or 0.0
         square, product = self._square.value() or 0.0, self._product.value() or 0.0
-        return square - width * width, product - width * seconds
+        return square - root * root, product - root * seconds
 
 
 def _bin(confidence: float) -> int:

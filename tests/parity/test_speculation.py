@@ -27,8 +27,8 @@ NEW_TOKENS = 16
 
 @pytest.fixture(autouse=True)
 def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "pays_to_draft", lambda self, chances: chances > 0)
-    monkeypatch.setattr(Pace, "pays_to_verify", lambda self, chances: True)
+    monkeypatch.setattr(Pace, "pays_to_draft", lambda self, chances, drafted: chances > 0)
+    monkeypatch.setattr(Pace, "pays_to_verify", lambda self, chances, drafted: True)
 
 
 @pytest.fixture

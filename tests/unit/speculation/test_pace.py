@@ -14,9 +14,9 @@ ROUNDS = 200
 
 def drafted(pace: Pace, confidence: float = CONFIDENCE, limit: int = 64) -> int:
     chance, count = 1.0, 0
-    while count < limit and pace.pays_to_draft(chance):
+    while count < limit and pace.pays_to_draft(chance, count):
         chance *= pace.acceptance(confidence)
-        if not pace.pays_to_verify(chance):
+        if not pace.pays_to_verify(chance, count):
             break
         count += 1
     return count

@@ -45,8 +45,8 @@ def greedy(model: PreTrainedModel, ids: Tensor, speculation: Any = None, **optio
 @pytest.fixture(autouse=True)
 def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting never pays with a draft as large as its model; what is tested here is what becomes of drafts."""
-    monkeypatch.setattr(Pace, "pays_to_draft", lambda self, chances: chances > 0)
-    monkeypatch.setattr(Pace, "pays_to_verify", lambda self, chances: True)
+    monkeypatch.setattr(Pace, "pays_to_draft", lambda self, chances, drafted: chances > 0)
+    monkeypatch.setattr(Pace, "pays_to_verify", lambda self, chances, drafted: True)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
