@@ -92,6 +92,15 @@ def network(
             help="Measure speculation too, with the small model in this directory, or from the text alone.",
         ),
     ] = None,
+    waiting: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Measure training in chunks too, also through servers that wait so long in a forward of 16 x 64 "
+            "tokens instead of computing it, such as 1.6.",
+            min=0.01,
+        ),
+    ] = None,
     prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
     new_tokens: NewTokens = 16,
     rounds: Rounds = 5,
@@ -117,6 +126,7 @@ def network(
             rounds=rounds,
             progress=progress,
             draft=draft,
+            waiting_s=waiting,
         )
 
     _measure("network", run, json)

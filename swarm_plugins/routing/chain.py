@@ -112,7 +112,7 @@ def _shortest(
     """Returns the shortest chain; ``ways``, ``[M, M]``: seconds from server to server. None: by the client."""
     if not servers or missing_blocks(servers, blocks):
         return None
-    block_s, hop_s = costs(servers, demand)  # [M], [M]
+    block_s, hop_s = _costs(servers, demand)  # [M], [M]
     last_resort_s = _last_resort_s(servers, demand)  # [M]
     if seed is not None:
         draw = np.array([_draw(seed, server.peer) for server in servers])  # [M]
@@ -174,7 +174,7 @@ def expected(
 
 def _seconds(chain: Sequence[SpanChoice], servers: Mapping[str, ServerEntry], demand: Demand) -> float:
     used = [servers[span.peer] for span in chain]
-    block_s, hop_s = costs(used, demand)
+    block_s, hop_s = _costs(used, demand)
     lengths = [span.end - span.start for span in chain]
     return float((block_s * lengths + hop_s + _last_resort_s(used, demand)).sum())
 
@@ -194,7 +194,7 @@ def _is_sane(server: ServerEntry) -> bool:
     )
 
 
-def costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:
+def _costs(servers: Sequence[ServerEntry], demand: Demand) -> tuple[np.ndarray, np.ndarray]:
     """Returns the seconds of one block, and those of the way there and back, for each server, ``[M]``."""
     # A batched request is bound by throughput, a single token by the step time: whichever is longer.
     block_s = np.array([max(s.step_s, demand.tokens / s.throughput if s.throughput > 0 else 0.0) for s in servers])

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, costs, plan
+from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, plan
 
 _REQUEST_S = 0.002
 """What a request takes of its server and its client besides the blocks."""
@@ -47,14 +47,12 @@ def schedule(
     unit_s = 0.0
     chains: list[list[SpanChoice]] = []
     for tokens in chunk_tokens:
-        demand = Demand(tokens=tokens)
         laden = [_laden(server, work_s.get(server.peer, 0.0) / unit_s) if unit_s else server for server in servers]
-        chain = plan(laden, blocks, demand, seed=seed, closed=closed)
+        chain = plan(laden, blocks, Demand(tokens=tokens), seed=seed, closed=closed)
         if chain is None:
             return None
         chains.append(chain)
-        block_s, _ = costs([entries[span.peer] for span in chain], demand)
-        took = [(span.end - span.start) * one + _REQUEST_S for span, one in zip(chain, block_s.tolist(), strict=True)]
+        took = [_span_s(span, entries[span.peer], tokens) for span in chain]
         unit_s = unit_s or max(took)
         for span, seconds in zip(chain, took, strict=True):
             work_s[span.peer] = work_s.get(span.peer, 0.0) + seconds
@@ -66,28 +64,31 @@ def _laden(server: ServerEntry, units: float) -> ServerEntry:
     return replace(server, step_s=server.step_s * factor, throughput=server.throughput / factor)
 
 
+def _span_s(span: SpanChoice, server: ServerEntry, tokens: int) -> float:
+    """Returns how long a server works on a chunk: its weights are read once for each, however small it is."""
+    token_s = 1.0 / server.throughput if server.throughput > 0 else 0.0
+    return (span.end - span.start) * (server.step_s + tokens * token_s) + _REQUEST_S
+
+
 def _seconds(
     chains: Sequence[Sequence[SpanChoice]], entries: Mapping[str, ServerEntry], tokens: Sequence[int]
 ) -> float:
     """Returns when the last chunk is through, if each server takes them in the order in which they come."""
-    stages = []
-    for chain, one in zip(chains, tokens, strict=True):
-        block_s, hop_s = costs([entries[span.peer] for span in chain], Demand(tokens=one))
-        lengths = [span.end - span.start for span in chain]
-        stages.append([(length * s + _REQUEST_S, hop) for length, s, hop in zip(lengths, block_s, hop_s, strict=True)])
-    coming = [(stage[0][1] / 2, chunk, 0) for chunk, stage in enumerate(stages)]
+    hops_s = [[entries[span.peer].round_trip_s for span in chain] for chain in chains]
+    coming = [(hop_s[0] / 2, chunk, 0) for chunk, hop_s in enumerate(hops_s)]
     heapq.heapify(coming)
     free_at: dict[str, float] = {}
     end = 0.0
     while coming:
         at, chunk, index = heapq.heappop(coming)
-        peer, (seconds, hop_s) = chains[chunk][index].peer, stages[chunk][index]
-        done = free_at[peer] = max(at, free_at.get(peer, 0.0)) + seconds
-        back = done + hop_s / 2
-        if index + 1 < len(stages[chunk]):
-            heapq.heappush(coming, (back + stages[chunk][index + 1][1] / 2, chunk, index + 1))
+        span, hop_s = chains[chunk][index], hops_s[chunk]
+        seconds = _span_s(span, entries[span.peer], tokens[chunk])
+        done = free_at[span.peer] = max(at, free_at.get(span.peer, 0.0)) + seconds
+        back = done + hop_s[index] / 2
+        if index + 1 < len(hop_s):
+            heapq.heappush(coming, (back + hop_s[index + 1] / 2, chunk, index + 1))
         end = max(end, back)
-    return float(end)
+    return end
 
 
 def best_schedule(

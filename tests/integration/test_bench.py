@@ -67,6 +67,22 @@ def test_bench_shows_a_ratio_for_each_figure(
     assert all(name in result.stdout for name in figures)
 
 
+@pytest.mark.slow
+@pytest.mark.swarm
+def test_bench_of_training_in_chunks(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    arguments = ["--rtt", "4", "--servers", "2", "--prefix", "8", "--new-tokens", "4", "--waiting", "0.1"]
+    result = bench("network", *arguments, *QUICK, "--model", str(tiny), "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    names = [one["name"] for one in json.loads(path.read_text())["figures"]]
+    assert [name for name in names if name.startswith("training")] == [
+        "training through 3 servers that wait, 20 ms, 8 chunks / 1",
+        "training through 3 servers that wait, 20 ms, 8 chunks",
+        "training through servers that wait, 2 for each span / 1, 16 chunks",
+        "training through 2 servers with a core each, 4 ms, 4 chunks / 1",
+    ]
+
+
 @pytest.mark.swarm
 def test_bench_of_remote_experts(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"

@@ -1,0 +1,179 @@
+"""Training at a distance with the batch in chunks, so that all servers of a chain work at the same time.
+
+Servers that compute at once need cores of their own; where there are fewer, servers that wait instead show what a chain
+gains (`SimulatedCompute`): they are in this process, with the links of the test kit.
+
+Letters: ``N`` servers of a chain, ``C`` chunks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from rich.progress import Progress
+from transformers import PreTrainedModel
+
+from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
+from swarm_plugins.bench.arms import frozen, local_model
+from swarm_plugins.bench.figures import Figure
+from swarm_plugins.bench.measure import Arm, interleave
+from swarm_plugins.bench.swarm import swarm_model
+from swarm_plugins.bench.train import TOKENS, batch_of_texts, check_equal, prompt_gradient, timed_run
+from swarm_plugins.client import SwarmConfig
+from swarm_plugins.links import Link
+from swarm_plugins.local_swarm import LocalSwarm
+from swarm_plugins.testing.compute import SimulatedCompute
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny
+
+CHUNKS, REPLICA_CHUNKS, COMPUTING_CHUNKS = 8, 16, 4
+GOAL_WAITING, GOAL_COMPUTING, GOAL_REPLICAS, GOAL_BOUND = 2.0, 1.5, 1.7, 0.85
+_ROWS = 16
+_CALL_S = 1e-4
+"""What a chunk takes of a server that waits, however small it is."""
+_BACKWARD = 2.0
+"""What a backward takes, in forwards."""
+_NEAR = Link(rtt_ms=20)
+_TINY_BLOCKS = 6
+_MOST_ROUNDS = 3
+
+
+class Pipeline:
+    """Compares training steps in chunks with unsplit ones, and two replicas of each span with one.
+
+    Args:
+        directory: The model whose blocks are computed; others wait.
+        link: Between the client and servers that compute.
+        waiting_s: What a forward of a whole batch takes of a server that waits.
+        rounds: Rounds whose medians are shown.
+        progress: Shows how far it is.
+    """
+
+    def __init__(self, directory: Path, *, link: Link, waiting_s: float, rounds: int, progress: Progress) -> None:
+        self._directory = directory
+        self._link = link
+        self._waiting_s = waiting_s
+        self._rounds = rounds
+        self._progress = progress
+
+    def figures(self) -> list[Figure]:
+        """Runs everything.
+
+        Raises:
+            SwarmError: If the gradients differ from the local model's.
+        """
+        with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
+            tiny = save_tiny("llama", Path(folder) / "tiny", num_layers=_TINY_BLOCKS)
+            return [*self._waiting_chain(tiny), self._waiting_replicas(tiny), self._computing()]
+
+    def _waiting_chain(self, tiny: Path) -> list[Figure]:
+        """Compares chunks with a whole batch through three servers, and with their bound."""
+        name = f"training through 3 servers that wait, {_NEAR.rtt_ms:g} ms, {CHUNKS} chunks"
+        spans = [(0, 2), (2, 4), (4, 6)]
+        with self._waiting(tiny, spans, 1) as whole, self._waiting(tiny, spans, CHUNKS) as cut:
+            arms = self._compared(f"{name} / 1", tiny, CHUNKS, (_model_on(whole), _model_on(cut)))
+        spans_s = (part * self._waiting_s * CHUNKS / _ROWS for part in (1.0, _BACKWARD))
+        bound_s = sum(pipelined_s(3, CHUNKS, span_s, _NEAR.rtt_ms * 1e-3) for span_s in spans_s)
+        bounded = Figure(
+            name=name,
+            unit="ms",
+            local=bound_s * 1e3,
+            swarm=arms[1].median_s * 1e3,
+            ratio=bound_s / arms[1].median_s,
+            goal=GOAL_BOUND,
+            rounds=len(arms[1].samples),
+        )
+        return [_tokens_per_s(f"{name} / 1", CHUNKS, arms, GOAL_WAITING), bounded]
+
+    def _waiting_replicas(self, tiny: Path) -> Figure:
+        """Compares two servers for each span with one."""
+        name = f"training through servers that wait, 2 for each span / 1, {REPLICA_CHUNKS} chunks"
+        spans = [(0, 3), (3, 6)]
+        with self._waiting(tiny, spans, REPLICA_CHUNKS) as one, self._waiting(tiny, spans * 2, REPLICA_CHUNKS) as two:
+            arms = self._compared(name, tiny, _ROWS, (_model_on(one), _model_on(two)))
+        return _tokens_per_s(name, _ROWS, arms, GOAL_REPLICAS)
+
+    def _computing(self) -> Figure:
+        """Compares chunks with a whole batch through two servers of the given model, each on a core of its own."""
+        name = f"training through 2 servers with a core each, {self._link.rtt_ms:g} ms, {COMPUTING_CHUNKS} chunks / 1"
+        with LocalSwarm(self._directory, num_servers=2, dtype="float32", threads=1, link=self._link) as swarm:
+            pids = [server.pid for server in swarm.servers]
+            cores = sorted(os.sched_getaffinity(0))
+            for index, pid in enumerate(pids):
+                _pin(pid, cores[index % len(cores)])
+            whole, cut = (
+                swarm_model(self._directory, swarm.initial_peers, SwarmConfig(micro_batches=chunks))
+                for chunks in (1, COMPUTING_CHUNKS)
+            )
+            arms = self._compared(name, self._directory, CHUNKS, (whole, cut), pids)
+        return _tokens_per_s(name, CHUNKS, arms, GOAL_COMPUTING)
+
+    def _waiting(self, tiny: Path, spans: Sequence[tuple[int, int]], chunks: int) -> InProcessSwarm:
+        length = spans[0][1] - spans[0][0]
+        token_s = self._waiting_s / (length * _ROWS * TOKENS)
+        compute = SimulatedCompute(token_s=token_s, call_s=_CALL_S / length, backward=_BACKWARD)
+        config = SwarmConfig(micro_batches=chunks)
+        return InProcessSwarm(tiny, spans=spans, compute=[compute] * len(spans), config=config)
+
+    def _compared(
+        self,
+        name: str,
+        directory: Path,
+        rows: int,
+        models: tuple[PreTrainedModel, PreTrainedModel],
+        pids: Sequence[int] = (),
+    ) -> tuple[Arm, Arm]:
+        """Times training steps of two models in turns, after a look at their gradients."""
+        local = local_model(directory)
+        texts = batch_of_texts(directory, rows, local.config.vocab_size)
+        expected = prompt_gradient(local, texts)()
+        steps = [prompt_gradient(model, texts) for model in models]
+        for step in steps:
+            check_equal("gradient", expected, step())
+        first, second = (Arm(timed_run(step), (os.getpid(), *pids)) for step in steps)
+        rounds = self._rounds if pids else min(self._rounds, _MOST_ROUNDS)
+        bar = self._progress.add_task(name, total=rounds + 1)
+        interleave([first, second], rounds=rounds, on_round=lambda: self._progress.advance(bar))
+        return first, second
+
+
+def pipelined_s(num_servers: int, chunks: int, span_s: float, trip_s: float) -> float:
+    """Returns the least seconds of a pass through a chain of servers that take ``span_s`` each for the whole batch.
+
+    The first chunk fills the chain, the others follow one after another: ``N + C - 1`` steps, each of a C-th part
+    (Huang et al. 2019, "GPipe", section 2.3), and a trip to each server.
+    """
+    return num_servers * trip_s + (num_servers + chunks - 1) * span_s / chunks
+
+
+def _model_on(swarm: InProcessSwarm) -> PreTrainedModel:
+    """Loads the client's share of a model whose servers wait, some way from it."""
+    for peer in swarm.peers:
+        swarm.transport.line(peer).link = _NEAR
+    model = AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection, dtype=torch.float32)
+    return frozen(model)
+
+
+def _tokens_per_s(name: str, rows: int, arms: tuple[Arm, Arm], goal: float) -> Figure:
+    base, other = arms
+    return Figure(
+        name=name,
+        unit="tokens/s",
+        local=rows * TOKENS / base.median_s,
+        swarm=rows * TOKENS / other.median_s,
+        ratio=base.median_s / other.median_s,
+        goal=goal,
+        cpu_ratio=other.cpu_ratio(base),
+        rounds=len(other.samples),
+    )
+
+
+def _pin(pid: int, core: int) -> None:
+    """Restricts a process, whose threads have been started, to a core."""
+    for thread in psutil.Process(pid).threads():
+        os.sched_setaffinity(thread.id, {core})
