@@ -17,7 +17,6 @@ from swarm_plugins.bench.decode import decoding_round
 from swarm_plugins.bench.drafting import drafting_figures
 from swarm_plugins.bench.figures import Figure, SwarmReport
 from swarm_plugins.bench.measure import Arm, interleave
-from swarm_plugins.bench.pipeline import Pipeline
 from swarm_plugins.bench.swarm import swarm_model
 from swarm_plugins.bench.train import TOKENS, batch_of_texts, check_equal, prompt_gradient, timed_run
 from swarm_plugins.client import SwarmConfig
@@ -45,7 +44,6 @@ def bench_network(
     rounds: int,
     progress: Progress,
     draft: str | None = None,
-    waiting_s: float | None = None,
 ) -> SwarmReport:
     """Compares decoding, the first token and a training step with their bounds.
 
@@ -62,7 +60,6 @@ def bench_network(
         rounds: Rounds whose medians are shown.
         progress: Shows how far it is.
         draft: Directory of a small model that drafts for it, or ``lookup``; None: no speculation is measured.
-        waiting_s: Seconds of a forward through servers that wait; None: no training in chunks is measured.
 
     Raises:
         ConfigError: If a directory does not hold a model, or the draft has another vocabulary.
@@ -108,10 +105,6 @@ def bench_network(
             else []
         )
     report.figures += [*tokens, *first, *step, _bytes_per_token(routes, sent), *drafting]
-    if waiting_s is not None:
-        report.figures += Pipeline(
-            directory, link=link, waiting_s=waiting_s, rounds=rounds, progress=progress
-        ).figures()
     report.notes += [
         f"{num_servers} servers; to the client {_described(link)}, to each other {_described(server_link)}",
         "bound: the local model's time plus that of hidden states on the links; results equal the local model's",

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
@@ -24,11 +26,10 @@ from swarm_plugins.bench.figures import Figure
 from swarm_plugins.bench.measure import Arm, interleave
 from swarm_plugins.bench.swarm import swarm_model
 from swarm_plugins.bench.train import TOKENS, batch_of_texts, check_equal, prompt_gradient, timed_run
-from swarm_plugins.client import SwarmConfig
+from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.links import Link
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.testing.compute import SimulatedCompute
-from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
 CHUNKS, REPLICA_CHUNKS, COMPUTING_CHUNKS = 8, 16, 4
@@ -43,20 +44,37 @@ _TINY_BLOCKS = 6
 _MOST_ROUNDS = 3
 
 
+class Connected(Protocol):
+    """Servers, as far as a model needs to know them; an `InProcessSwarm` is such."""
+
+    connection: SwarmConnection
+
+
 class Pipeline:
     """Compares training steps in chunks with unsplit ones, and two replicas of each span with one.
 
     Args:
         directory: The model whose blocks are computed; others wait.
         link: Between the client and servers that compute.
+        swarm: Starts servers that wait: `InProcessSwarm`.
         waiting_s: What a forward of a whole batch takes of a server that waits.
         rounds: Rounds whose medians are shown.
         progress: Shows how far it is.
     """
 
-    def __init__(self, directory: Path, *, link: Link, waiting_s: float, rounds: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        link: Link,
+        swarm: Callable[..., AbstractContextManager[Connected]],
+        waiting_s: float,
+        rounds: int,
+        progress: Progress,
+    ) -> None:
         self._directory = directory
         self._link = link
+        self._swarm = swarm
         self._waiting_s = waiting_s
         self._rounds = rounds
         self._progress = progress
@@ -76,7 +94,7 @@ class Pipeline:
         name = f"training through 3 servers that wait, {_NEAR.rtt_ms:g} ms, {CHUNKS} chunks"
         spans = [(0, 2), (2, 4), (4, 6)]
         with self._waiting(tiny, spans, 1) as whole, self._waiting(tiny, spans, CHUNKS) as cut:
-            arms = self._compared(f"{name} / 1", tiny, CHUNKS, (_model_on(whole), _model_on(cut)))
+            arms = self._compared(f"{name} / 1", tiny, CHUNKS, (_model_on(tiny, whole), _model_on(tiny, cut)))
         spans_s = (part * self._waiting_s * CHUNKS / _ROWS for part in (1.0, _BACKWARD))
         bound_s = sum(pipelined_s(3, CHUNKS, span_s, _NEAR.rtt_ms * 1e-3) for span_s in spans_s)
         bounded = Figure(
@@ -95,7 +113,7 @@ class Pipeline:
         name = f"training through servers that wait, 2 for each span / 1, {REPLICA_CHUNKS} chunks"
         spans = [(0, 3), (3, 6)]
         with self._waiting(tiny, spans, REPLICA_CHUNKS) as one, self._waiting(tiny, spans * 2, REPLICA_CHUNKS) as two:
-            arms = self._compared(name, tiny, _ROWS, (_model_on(one), _model_on(two)))
+            arms = self._compared(name, tiny, _ROWS, (_model_on(tiny, one), _model_on(tiny, two)))
         return _tokens_per_s(name, _ROWS, arms, GOAL_REPLICAS)
 
     def _computing(self) -> Figure:
@@ -113,12 +131,12 @@ class Pipeline:
             arms = self._compared(name, self._directory, CHUNKS, (whole, cut), pids)
         return _tokens_per_s(name, CHUNKS, arms, GOAL_COMPUTING)
 
-    def _waiting(self, tiny: Path, spans: Sequence[tuple[int, int]], chunks: int) -> InProcessSwarm:
+    def _waiting(self, tiny: Path, spans: Sequence[tuple[int, int]], chunks: int) -> AbstractContextManager[Connected]:
         length = spans[0][1] - spans[0][0]
         token_s = self._waiting_s / (length * _ROWS * TOKENS)
         compute = SimulatedCompute(token_s=token_s, call_s=_CALL_S / length, backward=_BACKWARD)
         config = SwarmConfig(micro_batches=chunks)
-        return InProcessSwarm(tiny, spans=spans, compute=[compute] * len(spans), config=config)
+        return self._swarm(tiny, spans=spans, compute=[compute] * len(spans), link=_NEAR, config=config)
 
     def _compared(
         self,
@@ -151,12 +169,10 @@ def pipelined_s(num_servers: int, chunks: int, span_s: float, trip_s: float) -> 
     return num_servers * trip_s + (num_servers + chunks - 1) * span_s / chunks
 
 
-def _model_on(swarm: InProcessSwarm) -> PreTrainedModel:
-    """Loads the client's share of a model whose servers wait, some way from it."""
-    for peer in swarm.peers:
-        swarm.transport.line(peer).link = _NEAR
-    model = AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection, dtype=torch.float32)
-    return frozen(model)
+def _model_on(directory: Path, swarm: Connected) -> PreTrainedModel:
+    return frozen(
+        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)
+    )
 
 
 def _tokens_per_s(name: str, rows: int, arms: tuple[Arm, Arm], goal: float) -> Figure:

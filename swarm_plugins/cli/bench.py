@@ -94,12 +94,7 @@ def network(
     ] = None,
     waiting: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Measure training in chunks too, also through servers that wait so long in a forward of 16 x 64 "
-            "tokens instead of computing it, such as 1.6.",
-            min=0.01,
-        ),
+        typer.Option(help="Measure chunks of 16 x 64 tokens too, through servers that wait so many seconds.", min=0.01),
     ] = None,
     prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
     new_tokens: NewTokens = 16,
@@ -110,13 +105,15 @@ def network(
 
     def run(progress: Progress) -> Report:
         from swarm_plugins.bench.network import bench_network
+        from swarm_plugins.bench.pipeline import Pipeline
         from swarm_plugins.errors import ConfigError
         from swarm_plugins.links import NETWORKS, Link
+        from swarm_plugins.testing.in_process import InProcessSwarm
 
         if preset is not None and preset not in NETWORKS:
             raise ConfigError(f"unknown --preset {preset!r}: choose from {', '.join(NETWORKS)}")
         link = Link(rtt_ms=rtt, mbit=mbit) if preset is None else NETWORKS[preset]
-        return bench_network(
+        report = bench_network(
             model,
             link=link,
             server_link=link if server_rtt is None else Link(rtt_ms=server_rtt, mbit=link.mbit),
@@ -126,8 +123,13 @@ def network(
             rounds=rounds,
             progress=progress,
             draft=draft,
-            waiting_s=waiting,
         )
+        if waiting is not None:
+            pipeline = Pipeline(
+                model, link=link, swarm=InProcessSwarm, waiting_s=waiting, rounds=rounds, progress=progress
+            )
+            report.figures += pipeline.figures()
+        return report
 
     _measure("network", run, json)
 

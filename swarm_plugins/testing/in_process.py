@@ -16,6 +16,7 @@ from swarm_plugins.blocks.load import load_span
 from swarm_plugins.blocks.span import Span
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
+from swarm_plugins.links import Link
 from swarm_plugins.routing.placement import Move
 from swarm_plugins.server.compute.scheduler import Scheduler
 from swarm_plugins.server.config import ServeConfig
@@ -51,6 +52,7 @@ class InProcessSwarm:
         config: How the client behaves.
         liars: Servers that lie, by index.
         compute: What the blocks of each server take. None: what they take here.
+        link: Between the client and each server that is started with the swarm. None: no distance.
         drain_s: How long a server that moves waits for open sessions.
     """
 
@@ -63,6 +65,7 @@ class InProcessSwarm:
         config: SwarmConfig | None = None,
         liars: Mapping[int, Liar] | None = None,
         compute: Sequence[SimulatedCompute] | None = None,
+        link: Link | None = None,
         drain_s: float = 0.0,
     ) -> None:
         self.directory = directory
@@ -71,6 +74,7 @@ class InProcessSwarm:
         self.config = config or SwarmConfig()
         self.liars = dict(liars or {})
         self.compute = compute
+        self.link = link
         self.drain_s = drain_s
         self.peers: list[str] = []
         """Ids of the servers: ``peer0`` and so on; those of keys, if answers are verified."""
@@ -90,7 +94,8 @@ class InProcessSwarm:
         num_blocks = int(checkpoint.config.get_text_config(decoder=True).num_hidden_layers)
         spans = self.spans or [(0, num_blocks // 2), (num_blocks // 2, num_blocks)]
         for index, (start, end) in enumerate(spans):
-            self._add(index, range(start, end), self.liars.get(index))
+            peer = self._add(index, range(start, end), self.liars.get(index))
+            self.transport.line(peer).link = self.link or Link()
         self.connection.start()
         return self
 
