@@ -3,13 +3,14 @@
 Pure torch: a decoder accepts only a payload of exactly the size that dtype, shape and codec imply. (The compiled
 blockwise decoders of other packages trust lengths inside the payload.)
 
-``rotated8`` splits a flat tensor into blocks of 64 numbers. A block ``x`` is multiplied with the Hadamard matrix ``H``
-(Sylvester's, entries 1 and -1), which spreads an outlier over the whole block, and each number of ``r = H x / 64``
-becomes a whole number ``q`` from -127 to 127 of steps ``s = max |r| / 127``. Steps are rounded to bfloat16: with the
-range of float32, they overflow for no block. Unpacked, the block is ``s H q``. The payload holds the numbers after the
-last whole block as they are, then all steps, then all whole numbers: 66 bytes for 64 numbers. Rotations that tame
-outliers before a quantization: QuIP# (arXiv 2402.04396) for weights, QuaRot (arXiv 2404.00456) for activations. Random
-signs before the rotation, as there, changed nothing that was measured, so there are none.
+``rotated8`` splits a flat tensor into blocks of 128 numbers. One that is at least twice as large as any other of its
+block travels by itself, in bfloat16, and leaves a zero. What remains, ``x``, is multiplied with the Hadamard matrix
+``H`` (Sylvester's, entries 1 and -1), which spreads large numbers over the whole block, and each number of
+``r = H x / 128`` becomes a whole number ``q`` from -127 to 127 of steps ``s = max |r| / 127``. Steps are rounded to
+bfloat16: with the range of float32, they overflow for no block. Unpacked, the block is ``s H q``, with the outlier put
+back. 133 bytes hold 128 numbers; those after the last whole block travel as they are. Rotations that tame outliers
+before a quantization: QuIP# (arXiv 2402.04396) for weights, QuaRot (arXiv 2404.00456) for activations. Random signs
+before the rotation, as there, changed nothing that was measured, so there are none.
 
 Both ends, a server that hands its output on, and whoever checks an answer must see the same numbers. So unpacking is
 exact up to one product with the scale (``H q`` are whole numbers below 2**24), packing is made of sums in a fixed
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +29,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from swarm_plugins.transport.messages import Codec
 
-BLOCK_ELEMENTS = 64
+BLOCK_ELEMENTS = 128
 """Numbers of ``rotated8`` that are rotated together and share a scale."""
 
 MIN_PACKED_ELEMENTS = 1024
 """Smaller tensors travel unpacked: packing would cost more than it saves."""
 
-_BLOCK_BYTES = BLOCK_ELEMENTS + 2
-_BLOCKS_AT_ONCE = 4096
+_BLOCK_BYTES = BLOCK_ELEMENTS + 5
+_BLOCKS_AT_ONCE = 2048
 """1 MiB of float32: what packing and unpacking need beyond their result is a few MiB, in the processor's cache."""
 _LARGEST = 127
 _MAX = {torch.float16: 65504.0, torch.bfloat16: torch.finfo(torch.bfloat16).max, torch.float32: 3.4028234663852886e38}
@@ -44,6 +45,11 @@ _ORDINARY = (2.0**-100, 2.0**100)
 _LEAST_SCALE = 2.0**-120
 """Blocks with smaller scales become zeros."""
 _MOST_TRIES = 8
+_CLEAR = 2.0
+"""An outlier is so many times as large as any other number of its block."""
+_CLOSE = 1.8
+"""One that is less than so many times as large does not become one by what packing loses."""
+_CLEARER = 1 + 2.0**-6
 _PACKABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -129,82 +135,128 @@ def _hadamard() -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < BLOCK_ELEMENTS:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix  # [64, 64]
+    return matrix  # [128, 128]
 
 
 _HADAMARD = _hadamard()
 
 
+class _Blocks(NamedTuple):
+    """Coded blocks; views of a payload, or on their way into one."""
+
+    steps: Tensor
+    """``[blocks]``, bfloat16; NaN for a block with numbers that are not finite."""
+    outliers: Tensor
+    """``[blocks]``, bfloat16; 0: none."""
+    codes: Tensor
+    """``[blocks, 128]``, int8."""
+    places: Tensor
+    """``[blocks]``, uint8: of the outliers."""
+
+    def at(self, index: Tensor | slice) -> _Blocks:
+        """Returns some of the blocks."""
+        return _Blocks(*(part[index] for part in self))
+
+    def put(self, index: Tensor | slice, other: _Blocks) -> None:
+        """Replaces some of the blocks."""
+        for mine, part in zip(self, other, strict=True):
+            mine[index] = part
+
+
 def _to_rotated8(tensor: Tensor) -> Tensor | None:
     flat = tensor.reshape(-1)
     packed = torch.empty(packed_bytes("rotated8", flat.dtype, flat.numel()), dtype=torch.uint8)
-    rest, all_scales, all_codes = _parts(packed, flat.dtype, flat.numel())
-    blocks = flat[: all_codes.numel()].view(-1, BLOCK_ELEMENTS)
-    rest.copy_(flat[all_codes.numel() :])
-    for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
+    rest, coded = _parts(packed, flat.dtype, flat.numel())
+    numbers = flat[: coded.codes.numel()].view(-1, BLOCK_ELEMENTS)
+    rest.copy_(flat[numbers.numel() :])
+    for first in range(0, len(numbers), _BLOCKS_AT_ONCE):
         part = slice(first, first + _BLOCKS_AT_ONCE)
-        quantized = _quantized(blocks[part])
-        if quantized is None:
+        found = _lasting(numbers[part])
+        if found is None:
             return None
-        all_scales[part], all_codes[part] = quantized[0], quantized[1].t()
+        coded.put(part, found)
     return packed
 
 
 def _from_rotated8(payload: Tensor, dtype: torch.dtype, num_elements: int) -> Tensor:
-    rest, scales, codes = _parts(payload, dtype, num_elements)
+    rest, coded = _parts(payload, dtype, num_elements)
     values = torch.empty(num_elements, dtype=dtype)
-    blocks = values[: codes.numel()].view(-1, BLOCK_ELEMENTS)
-    values[codes.numel() :] = rest
-    for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
+    numbers = values[: coded.codes.numel()].view(-1, BLOCK_ELEMENTS)
+    values[numbers.numel() :] = rest
+    for first in range(0, len(numbers), _BLOCKS_AT_ONCE):
         part = slice(first, first + _BLOCKS_AT_ONCE)
-        blocks[part] = _restored(scales[part], codes[part].float(), dtype)
+        numbers[part] = _restored(coded.at(part), dtype)
     return values
 
 
-def _parts(payload: Tensor, dtype: torch.dtype, num_elements: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of a payload: numbers after the last block, steps ``[blocks]``, whole numbers ``[blocks, 64]``."""
-    num_blocks, rest = divmod(num_elements, BLOCK_ELEMENTS)
-    raw, scales, codes = payload.split([rest * dtype.itemsize, 2 * num_blocks, BLOCK_ELEMENTS * num_blocks])
-    return raw.view(dtype), scales.view(torch.bfloat16), codes.view(torch.int8).view(num_blocks, BLOCK_ELEMENTS)
+def _parts(payload: Tensor, dtype: torch.dtype, num_elements: int) -> tuple[Tensor, _Blocks]:
+    """Returns views of a payload: the numbers after the last block, and the blocks."""
+    n, rest = divmod(num_elements, BLOCK_ELEMENTS)
+    raw, steps, outliers, codes, places = payload.split([rest * dtype.itemsize, 2 * n, 2 * n, BLOCK_ELEMENTS * n, n])
+    whole = codes.view(torch.int8).view(n, BLOCK_ELEMENTS)
+    return raw.view(dtype), _Blocks(steps.view(torch.bfloat16), outliers.view(torch.bfloat16), whole, places)
 
 
-def _quantized(blocks: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Returns steps ``[blocks]`` and whole numbers ``[64, blocks]`` that survive unpacking and packing again.
+def _lasting(numbers: Tensor) -> _Blocks | None:
+    """Codes blocks, ``[blocks, 128]``, so that they survive unpacking and packing again; None if that fails.
 
-    Rounding to 16 bits can move a number across the border between two steps. What packing then makes of the moved
-    numbers is taken instead, until nothing moves any more: nearly always at once.
+    Rounding to 16 bits can move a number across the border between two steps, and what is lost can make an outlier of a
+    number, or none. What packing then makes of the moved numbers is taken instead, until nothing moves any more.
     """
-    scales, codes = _rotated(blocks)
+    coded, is_close = _coded(numbers)
     least, most = _ORDINARY
-    is_certain = (scales == 0) | ((scales > least) & (scales < most))
-    if blocks.dtype == torch.float32 and bool(is_certain.all()):
-        return scales, codes
-    at = torch.arange(len(scales))
+    is_certain = ~is_close & ((coded.steps == 0) | ((coded.steps > least) & (coded.steps < most)))
+    moving = (~is_certain if numbers.dtype == torch.float32 else torch.ones_like(is_certain)).nonzero()[:, 0]
     for _ in range(_MOST_TRIES):
-        scales_again, codes_again = _rotated(_restored(scales[at], codes[:, at].t().float(), blocks.dtype))
-        has_moved = (codes_again != codes[:, at]).any(dim=0)
-        has_moved |= scales_again.view(torch.int16) != scales[at].view(torch.int16)
-        scales[at], codes[:, at] = scales_again, codes_again
-        at = at[has_moved]
-        if len(at) == 0:
-            return scales, codes
+        if len(moving) == 0:
+            return coded
+        before = coded.at(moving)
+        restored = _restored(before, numbers.dtype)
+        again, _ = _coded(restored)
+        wavers = ((again.outliers != 0) != (before.outliers != 0)).nonzero()[:, 0]
+        if len(wavers):
+            # A little larger, so that it stays an outlier. Its place is 0 where it was none.
+            place = torch.maximum(again.places, before.places)[wavers].long()
+            larger = restored[wavers, place].float() * _CLEARER
+            restored[wavers, place] = larger.clamp(-_MAX[numbers.dtype], _MAX[numbers.dtype]).to(numbers.dtype)
+            again.put(wavers, _coded(restored[wavers])[0])
+        is_same = (before.codes == again.codes).all(dim=1) & (before.places == again.places)
+        for one, other in ((before.steps, again.steps), (before.outliers, again.outliers)):
+            is_same &= one.view(torch.int16) == other.view(torch.int16)  # NaN too
+        coded.put(moving, again)
+        moving = moving[~is_same]
     return None
 
 
-def _rotated(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    # Blocks side by side, so that all sums are of long rows; divided first, so that the largest floats cannot overflow.
-    rows = torch.empty(BLOCK_ELEMENTS, len(blocks)).copy_(blocks.t()).mul_(1 / BLOCK_ELEMENTS)
-    rotated = _times_hadamard(rows)  # [64, blocks]
-    scales = (rotated.abs().amax(dim=0) / _LARGEST).to(torch.bfloat16)  # [blocks]; NaN for NaN and infinity
-    scales = torch.where(scales < _LEAST_SCALE, 0.0, scales)
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    inverse = torch.where(scales > 0, scales.float().reciprocal(), 0.0)
+def _coded(numbers: Tensor) -> tuple[_Blocks, Tensor]:
+    """Codes blocks, ``[blocks, 128]``; also returns which of them have an outlier, or nearly one."""
+    # Blocks side by side, so that all sums are of long rows.
+    rows = torch.empty(BLOCK_ELEMENTS, len(numbers)).copy_(numbers.t())
+    outliers, places, is_close = _cut_outliers(rows)
+    # Divided first, so that the largest floats cannot overflow.
+    rotated = _times_hadamard(rows.mul_(1 / BLOCK_ELEMENTS))  # [128, blocks]
+    steps = (rotated.abs().amax(dim=0) / _LARGEST).to(torch.bfloat16)  # [blocks]; NaN for NaN and infinity
+    steps = torch.where(steps < _LEAST_SCALE, 0.0, steps)
+    steps = torch.where(steps.isfinite(), steps, torch.nan)
+    inverse = torch.where(steps > 0, steps.float().reciprocal(), 0.0)
     codes = rotated.mul_(inverse).round_().clamp_(-_LARGEST, _LARGEST).nan_to_num_(0.0).to(torch.int8)
-    return scales, codes
+    return _Blocks(steps, outliers, codes.t(), places), is_close
+
+
+def _cut_outliers(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Replaces the outliers in ``[128, blocks]`` by zeros; returns them, their places, and which blocks were close."""
+    sizes = rows.abs()
+    largest, at = sizes.max(dim=0)  # [blocks]
+    others = sizes.scatter_(0, at[None], 0.0).amax(dim=0)
+    values = rows.gather(0, at[None])[0]
+    outliers = torch.where(largest >= _CLEAR * others, _saturated(values, torch.bfloat16), 0.0)
+    is_outlier = outliers != 0
+    rows.scatter_(0, at[None], torch.where(is_outlier, 0.0, values)[None])
+    return outliers, torch.where(is_outlier, at, 0).to(torch.uint8), largest >= _CLOSE * others
 
 
 def _times_hadamard(rows: Tensor) -> Tensor:
-    """Multiplies the Hadamard matrix with ``[64, blocks]``, overwriting it, by six rounds of sums and differences.
+    """Multiplies the Hadamard matrix with ``[128, blocks]``, overwriting it, by seven rounds of sums and differences.
 
     A product of matrices would add in another order on another machine, or for another number of blocks.
     """
@@ -217,13 +269,20 @@ def _times_hadamard(rows: Tensor) -> Tensor:
     return rows
 
 
-def _restored(scales: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns numbers ``[blocks, 64]`` from ``[blocks]`` scales and ``[blocks, 64]`` whole numbers."""
-    # Whole numbers of at most 64 * 128: exact in any order. Given its output, autocast leaves the product alone.
-    values = torch.mm(codes, _HADAMARD, out=torch.empty(codes.shape)).mul_(scales.float()[:, None])
-    if dtype == torch.float16 or bool((scales > _ORDINARY[1]).any()):
+def _restored(coded: _Blocks, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of blocks, ``[blocks, 128]``."""
+    codes = coded.codes.float()
+    # Whole numbers of at most 128 * 128: exact in any order. Given its output, autocast leaves the product alone.
+    values = torch.mm(codes, _HADAMARD, out=torch.empty(codes.shape)).mul_(coded.steps.float()[:, None])
+    outliers, most = coded.outliers.float(), _MAX[dtype]
+    if dtype == torch.float16 or bool((coded.steps > _ORDINARY[1]).any()):
         # A step beyond the largest number, not an infinity. NaN stays.
-        values.clamp_(-_MAX[dtype], _MAX[dtype])
+        values.clamp_(-most, most)
+    has_outlier = (outliers != 0).nonzero()[:, 0]
+    if len(has_outlier):
+        kept = outliers[has_outlier]
+        place = coded.places[has_outlier].long() % BLOCK_ELEMENTS
+        values[has_outlier, place] = torch.where(kept.isinf(), kept, kept.clamp(-most, most))
     return values.to(dtype)
 
 

@@ -277,13 +277,13 @@ def test_other_numbers_that_pack_to_the_signed_answer_accuse_nobody(llama: Path)
         opened = SessionOpen(version=service.version, start=0, end=2, batch_size=1)
         hidden = torch.randn(1, 64, service.runner.spec.hidden_size, generator=torch.Generator().manual_seed(0))
         # An outlier in each block of the packing makes its steps wide.
-        hidden.view(-1, 64)[:, 0] *= 16
+        hidden.view(-1, 128)[:, :2] *= 16
         step = step_of(hidden, 0, reply_codec="rotated8")
         (answer,) = asyncio.run(played(swarm, opened, [step]))
         assert isinstance(answer, SessionStepResponse)
         packed = pack(answer.hidden, "rotated8")
         assert packed is not None
-        blocks = answer.hidden.reshape(-1, 64)
+        blocks = answer.hidden.reshape(-1, 128)
         # As unpacked, and then with the mean of each block, its first rotated number, moved by nearly half a step.
         steps = packed[: 2 * len(blocks)].view(torch.bfloat16).float()[:, None]
         can_move = (blocks.mean(dim=1, keepdim=True) / steps).abs() < 126
@@ -300,13 +300,13 @@ def test_other_numbers_that_pack_to_the_signed_answer_accuse_nobody(llama: Path)
 
 @pytest.mark.parametrize("outlier", [64, 1000])
 def test_what_a_codec_loses_accuses_nobody(llama: Path, cache: Path, outlier: int) -> None:
-    # One number of each 64 is so large that little is left of the others.
+    # One number of each 128 is so large that little is left of the others.
     with InProcessSwarm(llama, config=SwarmConfig(verify="on", codec="rotated8")) as swarm:
         service = swarm.services[swarm.peers[0]]
         assert service.identity is not None
         opened = SessionOpen(version=service.version, start=0, end=2, batch_size=1)
         hidden = torch.randn(1, 64, service.runner.spec.hidden_size, generator=torch.Generator().manual_seed(0))
-        hidden.view(-1, 64)[:, 0] *= outlier
+        hidden.view(-1, 128)[:, 0] *= outlier
         step = step_of(hidden, 0, reply_codec="rotated8")
         (answer,) = asyncio.run(played(swarm, opened, [step]))
         assert not is_wrong(accusation(swarm, opened, [step], [answer]), llama)
