@@ -44,12 +44,15 @@ _ORDINARY = (2.0**-100, 2.0**100)
 """Scales with which float32 unpacks to numbers that certainly pack to the same bytes."""
 _LEAST_SCALE = 2.0**-120
 """Blocks with smaller scales become zeros."""
-_MOST_TRIES = 8
+_MOST_TRIES = 12
 _CLEAR = 2.0
 """An outlier is so many times as large as any other number of its block."""
-_CLOSE = 1.8
-"""One that is less than so many times as large does not become one by what packing loses."""
+_CLOSE = (1.8, 2.5)
+"""One less than so many times as large does not become one by what packing loses; one above the second remains one."""
+_MOST_MOVED = 0.2
+"""Share of a step by which the rotated numbers may move so that they and the step stay what they are; see `_moved`."""
 _CLEARER = 1 + 2.0**-6
+_NUDGE = 1 - 2.0**-8
 _PACKABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -204,14 +207,19 @@ def _lasting(numbers: Tensor) -> _Blocks | None:
     number, or none. What packing then makes of the moved numbers is taken instead, until nothing moves any more.
     """
     coded, is_close = _coded(numbers)
-    least, most = _ORDINARY
-    is_certain = ~is_close & ((coded.steps == 0) | ((coded.steps > least) & (coded.steps < most)))
-    moving = (~is_certain if numbers.dtype == torch.float32 else torch.ones_like(is_certain)).nonzero()[:, 0]
-    for _ in range(_MOST_TRIES):
+    may_move = torch.ones_like(is_close)
+    if numbers.dtype == torch.float32:
+        least, most = _ORDINARY
+        is_ordinary = (coded.steps == 0) | ((coded.steps > least) & (coded.steps < most))
+        may_move = is_close | ~is_ordinary | (_moved(coded) > _MOST_MOVED)
+    moving = may_move.nonzero()[:, 0]
+    for attempt in range(_MOST_TRIES):
         if len(moving) == 0:
             return coded
         before = coded.at(moving)
         restored = _restored(before, numbers.dtype)
+        if attempt % 3 == 2:
+            restored *= _NUDGE  # some blocks go to and fro between two steps
         again, _ = _coded(restored)
         wavers = ((again.outliers != 0) != (before.outliers != 0)).nonzero()[:, 0]
         if len(wavers):
@@ -228,8 +236,21 @@ def _lasting(numbers: Tensor) -> _Blocks | None:
     return None
 
 
+def _moved(coded: _Blocks) -> Tensor:
+    """Returns by how much of a step packing again moves all rotated numbers of each block, ``[blocks]``.
+
+    An outlier replaces what the whole numbers add up to in its place, and the zero there is rotated again.
+    """
+    moved = torch.zeros(coded.steps.shape)
+    has_outlier = (coded.outliers != 0).nonzero()[:, 0]
+    if len(has_outlier):
+        lost = coded.codes[has_outlier].float().mul_(_HADAMARD[coded.places[has_outlier].long()]).sum(dim=1)
+        moved[has_outlier] = lost.abs() / BLOCK_ELEMENTS
+    return moved
+
+
 def _coded(numbers: Tensor) -> tuple[_Blocks, Tensor]:
-    """Codes blocks, ``[blocks, 128]``; also returns which of them have an outlier, or nearly one."""
+    """Codes blocks, ``[blocks, 128]``; also returns in which of them a rounding could make an outlier, or none."""
     # Blocks side by side, so that all sums are of long rows.
     rows = torch.empty(BLOCK_ELEMENTS, len(numbers)).copy_(numbers.t())
     outliers, places, is_close = _cut_outliers(rows)
@@ -249,10 +270,12 @@ def _cut_outliers(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest, at = sizes.max(dim=0)  # [blocks]
     others = sizes.scatter_(0, at[None], 0.0).amax(dim=0)
     values = rows.gather(0, at[None])[0]
-    outliers = torch.where(largest >= _CLEAR * others, _saturated(values, torch.bfloat16), 0.0)
-    is_outlier = outliers != 0
+    outliers = _saturated(values, torch.bfloat16)
+    is_outlier = (largest >= _CLEAR * others) & (outliers != 0)
+    outliers = torch.where(is_outlier, outliers, 0.0)  # never -0
     rows.scatter_(0, at[None], torch.where(is_outlier, 0.0, values)[None])
-    return outliers, torch.where(is_outlier, at, 0).to(torch.uint8), largest >= _CLOSE * others
+    is_close = (largest >= _CLOSE[0] * others) & (largest < _CLOSE[1] * others)
+    return outliers, torch.where(is_outlier, at, 0).to(torch.uint8), is_close
 
 
 def _times_hadamard(rows: Tensor) -> Tensor:

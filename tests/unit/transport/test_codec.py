@@ -37,6 +37,10 @@ def packed_of(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
 
 
 def restore(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
+    if tensor.dtype == torch.float16 and pack(tensor, codec) is None:
+        # Subnormal numbers, whose own steps are as wide as those of their block: they travel unpacked.
+        assert tensor.abs().max() < 1e-3
+        return tensor
     return unpack(packed_of(tensor, codec), codec, tensor.dtype, tensor.numel())
 
 
@@ -96,6 +100,20 @@ def test_what_was_unpacked_packs_to_the_same_bytes(codec: Codec, dtype: torch.dt
     once = b"".join(encode(SessionStep(hidden=tensor, cached_tokens=0), codec=codec))
     arrived = decode(once)
     assert b"".join(encode(arrived, codec=codec)) == once
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_odd_blocks_pack_to_the_same_bytes_again(dtype: torch.dtype) -> None:
+    """Outliers that hardly are some, few numbers among zeros of both signs, and whole numbers: many ties."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(2000, BLOCK_ELEMENTS, generator=generator)
+    border, few = normal.clone(), normal * (torch.rand(normal.shape, generator=generator) < 0.03)
+    border[:, 5] = border.abs().amax(dim=1) * (2 + 0.02 * normal[:, 0])
+    whole = torch.randint(-3, 4, normal.shape, generator=generator).float()
+    for blocks in (border, few, whole, 3 + 0.01 * normal, torch.zeros_like(normal).neg()):
+        payload = packed_of(blocks.to(dtype).view(-1), "rotated8")
+        restored = unpack(payload, "rotated8", dtype, blocks.numel())
+        assert packed_of(restored, "rotated8").equal(payload)
 
 
 def test_rotated8_takes_five_bytes_more_for_128_numbers() -> None:
