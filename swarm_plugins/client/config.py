@@ -44,7 +44,7 @@ class SwarmConfig:
 
     codec: Literal["none", "float16", "bfloat16", "rotated8", "auto"] = "none"
     """How hidden states and their gradients are packed on the wire. ``none`` keeps every bit, the 16-bit ones halve
-    the bytes of float32, ``rotated8`` (8 bits of rotated blocks of 64) quarters them. ``auto``: ``rotated8`` for
+    the bytes of float32, ``rotated8`` (8 bits of rotated blocks) quarters them. ``auto``: ``rotated8`` for
     messages of 64 KiB and more with servers some milliseconds away, else ``none``. ``none`` also with servers that do
     not know the codec."""
 

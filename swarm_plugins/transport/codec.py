@@ -218,7 +218,8 @@ def _lasting(numbers: Tensor) -> _Blocks | None:
             return coded
         before = coded.at(moving)
         restored = _restored(before, numbers.dtype)
-        if attempt % 3 == 2:
+        is_nudged = attempt % 3 == 2
+        if is_nudged:
             restored *= _NUDGE  # some blocks go to and fro between two steps
         again, _ = _coded(restored)
         wavers = ((again.outliers != 0) != (before.outliers != 0)).nonzero()[:, 0]
@@ -231,8 +232,10 @@ def _lasting(numbers: Tensor) -> _Blocks | None:
         is_same = (before.codes == again.codes).all(dim=1) & (before.places == again.places)
         for one, other in ((before.steps, again.steps), (before.outliers, again.outliers)):
             is_same &= one.view(torch.int16) == other.view(torch.int16)  # NaN too
+        is_same[wavers] = False
         coded.put(moving, again)
-        moving = moving[~is_same]
+        if not is_nudged:
+            moving = moving[~is_same]
     return None
 
 

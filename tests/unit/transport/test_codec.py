@@ -39,7 +39,7 @@ def packed_of(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
 def restore(tensor: torch.Tensor, codec: Codec) -> torch.Tensor:
     if tensor.dtype == torch.float16 and pack(tensor, codec) is None:
         # Subnormal numbers, whose own steps are as wide as those of their block: they travel unpacked.
-        assert tensor.abs().max() < 1e-3
+        assert tensor.float().abs().median() < 1e-4
         return tensor
     return unpack(packed_of(tensor, codec), codec, tensor.dtype, tensor.numel())
 
