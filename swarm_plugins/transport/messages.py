@@ -112,7 +112,7 @@ class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     peer: str
     session: str
-    """Id of the session, or the slot's name."""
+    """What the client calls the session, or the slot."""
     step: int
     token: ShortBytes
     """Shows that the client allows it."""
@@ -205,8 +205,10 @@ class SessionOpen(BaseMessage, kw_only=True):
     """Session of the same client whose cache is copied."""
     prefix: tuple[Tensor, ...] = ()
     """Keys and values the cache starts with, K then V for each block."""
-    pushes: bool = False
-    """Whether other servers will send some steps' hidden states."""
+    push_name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """What servers that push hidden states to the session call it; chosen by the client. Empty: none push."""
+    push_key: ShortBytes = b""
+    """Secret by which the client allows them to."""
 
 
 class SessionOpened(BaseMessage, kw_only=True):
@@ -216,8 +218,6 @@ class SessionOpened(BaseMessage, kw_only=True):
     """Id of the session, for forks."""
     max_tokens: int
     """Longest sequence the server will hold for the session."""
-    push_key: ShortBytes = b""
-    """Secret by which the client allows other servers to push to the session."""
 
 
 class PushedHidden(BaseMessage, kw_only=True):

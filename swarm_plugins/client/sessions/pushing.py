@@ -80,7 +80,7 @@ class PushedSteps:
         if after is not None and after in self._sent:
             number = step + self._leads[current]
             token = push_token(after.push_key, current.peer, number)
-            to = PushTo(peer=after.peer, session=after.name, step=number, token=token)
+            to = PushTo(peer=after.peer, session=after.push_name, step=number, token=token)
             request = msgspec.structs.replace(request, push_to=to)
         try:
             await self._servers.peers.upload(current.peer, adapters)
@@ -134,7 +134,7 @@ class PushedSteps:
     async def _answer(self, current: SpanSession, sent: _Sent, hidden: Tensor) -> SessionStepResponse:
         request, tokens, before = sent.request, hidden.shape[0] * hidden.shape[1], self._before.get(current)
         peers, blocks = self._servers.peers, len(current.blocks)
-        way = None if before is None else Handover(before.peer, current.peer, current.name, sent.step)
+        way = None if before is None else Handover(before.peer, current.peer, current.push_name, sent.step)
         started: float | None = None
         async with contextlib.AsyncExitStack() as stack:
             channel = await stack.enter_async_context(current.streaming())
@@ -142,6 +142,7 @@ class PushedSteps:
                 is_sent = (current, sent.step) in self._fed
                 started = started_s(self._servers, way, is_sent=is_sent)
                 await stack.enter_async_context(feeding(self._servers, way, hidden, is_sent=is_sent))
+            await current.confirm(peers)
             response = await peers.collect(
                 channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=blocks, started=started
             )

@@ -97,6 +97,7 @@ class ClientSession:
                     # If the copy fails, the twin replays its history at its first step.
                     try:
                         await self._steps.open(twin, batch_size=current.history.batch_size, fork_of=current.name)
+                        await twin.confirm(self.servers.peers)  # before the source takes its next step
                         twin.unsent_ops = list(current.unsent_ops)
                     except SwarmError:
                         await twin.close()

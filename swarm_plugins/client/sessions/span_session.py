@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.client.paces import StepTimes
 from swarm_plugins.client.sessions.history import History
 from swarm_plugins.errors import CapacityError, SessionLostError, SwarmError, UnknownAdapterError
-from swarm_plugins.transport.messages import Message, SessionStep, SessionStepResponse
+from swarm_plugins.transport.messages import SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 
 if TYPE_CHECKING:
     from swarm_plugins.client.observer import SentSession
     from swarm_plugins.client.peers import Peers
     from swarm_plugins.transport.channel import Channel
-
-M = TypeVar("M", bound=Message)
 
 
 class SpanSession:
@@ -29,8 +28,12 @@ class SpanSession:
         self.history = history
         self.channel: Channel | None = None
         self.name = ""
+        """By which the server knows it, once it has confirmed it."""
+        self.push_name = ""
+        """By which other servers know it; empty if none may send this one its input."""
         self.push_key = b""
-        """By which another server may send this one its input; empty if none may."""
+        """By which the client allows them to."""
+        self._unconfirmed: SessionOpen | None = None
         self.num_steps = 0
         """Steps sent over the stream, failed ones too."""
         self.room = (0, 0)
@@ -78,12 +81,48 @@ class SpanSession:
                 "are needed: shorten the prompt, use fewer rows, or serve with more room"
             )
 
-    async def ask(self, peers: Peers, request: Message, kind: type[M], *, work: str, units: int) -> M:
-        """Sends one message over the session's stream and returns the answer."""
+    async def open(self, peers: Peers, request: SessionOpen) -> None:
+        """Sends the first message of a stream; it is confirmed before the first answer to a step."""
+        self.channel = await peers.open(self.peer, "rpc_session")
+        self.unsent_ops, self.num_steps, self.room = [], 0, (0, 0)
+        self.push_name, self.push_key = request.push_name, request.push_key
+        self._unconfirmed = request
         async with self.streaming() as channel:
-            self.num_steps += isinstance(request, SessionStep)
-            blocks = len(self.blocks) if kind is SessionStepResponse else 0
-            return await peers.exchange(channel, request, kind, work=work, units=units, blocks=blocks)
+            await peers.post(channel, request)
+
+    async def confirm(self, peers: Peers) -> None:
+        """Waits until the session is open, if it was not confirmed yet.
+
+        Raises:
+            SwarmError: If the server refuses it, or does not answer in time.
+        """
+        request, self._unconfirmed = self._unconfirmed, None
+        if request is None:
+            return
+        # Copying takes time: the prefix, or all tokens of the session to fork.
+        copied = self.history.length if request.prefix or request.fork_of else 0
+        async with self.streaming() as channel:
+            opened = await peers.collect(
+                channel, request, SessionOpened, work="open session", units=max(1, request.batch_size * copied)
+            )
+        self.name, self.room = opened.session, (request.batch_size, opened.max_tokens)
+
+    async def ask(self, peers: Peers, request: SessionStep, *, units: int) -> SessionStepResponse:
+        """Sends a step over the session's stream and returns the answer."""
+        async with self.streaming() as channel:
+            self.num_steps += 1
+            started = time.perf_counter()
+            await peers.post(channel, request)
+            await self.confirm(peers)
+            return await peers.collect(
+                channel,
+                request,
+                SessionStepResponse,
+                work="rpc_session",
+                units=units,
+                blocks=len(self.blocks),
+                started=started,
+            )
 
     @contextlib.asynccontextmanager
     async def streaming(self) -> AsyncIterator[Channel]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from swarm_plugins.client.sessions.span_session import SpanSession
 from swarm_plugins.client.splitting import tokens_per_message
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand, SpanChoice
-from swarm_plugins.transport.messages import SessionOpen, SessionOpened, SessionStep, SessionStepResponse
+from swarm_plugins.transport.admission.pushing import new_push_key
+from swarm_plugins.transport.messages import SessionOpen, SessionStep, SessionStepResponse
 
 if TYPE_CHECKING:
     from swarm_plugins.client.discovery.view import Servers
@@ -92,10 +94,8 @@ class SpanSteps:
                 await current.close()  # the error shows at its turn
 
     async def open(self, current: SpanSession, *, batch_size: int, fork_of: str | None = None) -> None:
-        """Opens a session, empty but for the history's prefix, or as the copy of another one."""
-        peers = self.servers.peers
-        current.channel = await peers.open(current.peer, "rpc_session")
-        current.unsent_ops = []
+        """Begins to open a session, empty but for the history's prefix, or as the copy of another one."""
+        is_pushed = self.takes_pushes(current)
         request = SessionOpen(
             version=self.servers.view.version.key,
             start=current.blocks.start,
@@ -103,13 +103,10 @@ class SpanSteps:
             batch_size=batch_size,
             fork_of=fork_of,
             prefix=() if fork_of else current.history.prefix,
-            pushes=self.takes_pushes(current),
+            push_name=secrets.token_urlsafe(16) if is_pushed else "",
+            push_key=new_push_key() if is_pushed else b"",
         )
-        # Copying takes time: the prefix, or all tokens of the session to fork.
-        tokens = max(1, batch_size * current.history.length) if request.prefix or fork_of else 1
-        opened = await current.ask(peers, request, SessionOpened, work="open session", units=tokens)
-        current.name, current.room = opened.session, (batch_size, opened.max_tokens)
-        current.push_key, current.num_steps = opened.push_key, 0
+        await current.open(self.servers.peers, request)
         current.sent = None if fork_of else SentSession(request)
 
     def takes_pushes(self, current: SpanSession) -> bool:
@@ -176,7 +173,7 @@ class SpanSteps:
         response = await peers.with_adapters(
             current.peer,
             adapters,
-            lambda: current.ask(peers, request, SessionStepResponse, work="rpc_session", units=units),
+            lambda: current.ask(peers, request, units=units),
         )
         return await self.finish(current, inputs, request, adapters, response, started)
 

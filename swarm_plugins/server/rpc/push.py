@@ -7,6 +7,8 @@ replays them when a server is lost.
 
 from __future__ import annotations
 
+import asyncio
+
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
@@ -15,9 +17,15 @@ from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_hidden
 from swarm_plugins.server.rpc.handlers import send_failure
 from swarm_plugins.server.service import Service
+from swarm_plugins.server.state.sessions import Session
+from swarm_plugins.server.state.slots import Slot
 from swarm_plugins.transport.admission.pushing import is_push_allowed
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import PushedHidden
+
+_EARLY_S = 0.004
+_LONGEST_PAUSE_S = 0.5
+"""Pauses before nobody is believed to wait for hidden states: about a second in all."""
 
 
 async def push_handler(service: Service, channel: Channel) -> None:
@@ -55,8 +63,19 @@ def check_pushed(hidden: Tensor, placeholder: Tensor, num_bytes: int, charge: Ch
     charge.claim(hidden.nbytes)
 
 
+async def _awaited(service: Service, pushed: PushedHidden) -> Session | Slot | None:
+    """Returns what hidden states are for; they may overtake the client's own message by a moment."""
+    pause_s = _EARLY_S
+    while True:
+        to = service.sessions.pushed_to(pushed.session) or service.slots.find(pushed.session, pushed.step)
+        if to is not None or pause_s > _LONGEST_PAUSE_S:
+            return to
+        await asyncio.sleep(pause_s)
+        pause_s *= 2
+
+
 async def _deliver(service: Service, sender: str, pushed: PushedHidden) -> None:
-    to = service.sessions.pushed_to(pushed.session) or service.slots.find(pushed.session, pushed.step)
+    to = await _awaited(service, pushed)
     is_own = to is not None and to.peer == sender
     # The same words whether there is such a session or not: a stranger learns nothing.
     if to is None or not (is_own or is_push_allowed(to.push_key, sender, pushed.step, pushed.token)):

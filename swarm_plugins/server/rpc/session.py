@@ -28,7 +28,7 @@ from swarm_plugins.server.rpc.proofs import hidden_hash, opening_history, signed
 from swarm_plugins.server.rpc.push import check_pushed
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
-from swarm_plugins.transport.admission.pushing import new_push_key, plain_step
+from swarm_plugins.transport.admission.pushing import plain_step
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
 
@@ -100,10 +100,10 @@ class _Stream:
             except BaseException:
                 service.sessions.release(self._peer)
                 raise
-            push_key = new_push_key() if request.pushes and service.pushes.is_possible else b""
-            self._session = Session(self._peer, blocks, cache, push_key=push_key, history=history)
+            name, key = request.push_name, request.push_key
+            self._session = Session(self._peer, blocks, cache, push_name=name, push_key=key, history=history)
             service.sessions.add(self._session)
-        return SessionOpened(session=self._session.name, max_tokens=max_tokens, push_key=push_key)
+        return SessionOpened(session=self._session.name, max_tokens=max_tokens)
 
     def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
         """Returns the tokens of all rows that memory is taken for at once: none for an empty cache."""

@@ -31,8 +31,10 @@ class Session:
     """Whether a step is waiting or running."""
     used_at: float = field(default_factory=time.monotonic)
     """When the last step ended."""
+    push_name: str = ""
+    """What other servers that push to it call it; empty if its client lets none do that."""
     push_key: bytes = b""
-    """By which its client lets other servers push; empty if it does not."""
+    """By which it lets them."""
     inbox: Inbox = field(default_factory=Inbox)
     history: bytes = b""
     """Hash of all that the cache has come from, for receipts; empty since a step whose result is not signed."""
@@ -64,6 +66,7 @@ class SessionTable:
     def __init__(self, max_per_peer: int) -> None:
         self.max_per_peer = max_per_peer
         self._sessions: dict[str, Session] = {}
+        self._pushed: dict[str, Session] = {}
         self._per_peer: Counter[str] = Counter()
         self._growing: Counter[str] = Counter()
 
@@ -92,12 +95,20 @@ class SessionTable:
             del self._per_peer[peer]
 
     def add(self, session: Session) -> None:
-        """Lists an open session."""
+        """Lists an open session.
+
+        Raises:
+            BadRequestError: If other servers call another one as this one.
+        """
+        if session.push_name and self._pushed.setdefault(session.push_name, session) is not session:
+            raise BadRequestError("another session is open under this push_name: choose a random one")
         self._sessions[session.name] = session
 
     def remove(self, session: Session) -> None:
         """Forgets a session. Idempotent."""
         self._sessions.pop(session.name, None)
+        if self._pushed.get(session.push_name) is session:
+            del self._pushed[session.push_name]
 
     def find(self, peer: str, name: str) -> Session:
         """Returns a session of ``peer``.
@@ -111,8 +122,8 @@ class SessionTable:
         return session
 
     def pushed_to(self, name: str) -> Session | None:
-        """Returns the open session of this name, whoever owns it; the caller checks whether the sender may push."""
-        session = self._sessions.get(name)
+        """Returns the session that others call so, whoever owns it; the caller checks whether the sender may push."""
+        session = self._pushed.get(name)
         return None if session is None or session.is_closed else session
 
     def num_outside(self, blocks: range) -> int:

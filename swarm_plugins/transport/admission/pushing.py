@@ -1,6 +1,6 @@
 """What allows a server to send hidden states to another one on a client's behalf.
 
-A session has a secret, which its server tells the client that opens it. From that the client makes a token for each
+A session has a secret, which the client that opens it tells its server. From that the client makes a token for each
 step, for the one peer that may push it: a token that is passed on, or used again, allows nothing.
 """
 
@@ -19,7 +19,7 @@ _DOMAIN = b"swarm_plugins push 1"
 
 
 def new_push_key() -> bytes:
-    """Returns a secret for a session."""
+    """Returns a secret for a session or a slot."""
     return secrets.token_bytes(32)
 
 

@@ -26,7 +26,8 @@ from swarm_plugins.transport.messages import (
     SessionStepResponse,
 )
 
-PUSHING = msgspec.structs.replace(OPEN, pushes=True)
+NAME, KEY = "chosen by alice", bytes(range(32))
+PUSHING = msgspec.structs.replace(OPEN, push_name=NAME, push_key=KEY)
 AWAITED = msgspec.structs.replace(step_of(1, 0), hidden=torch.zeros(1, 1, 0), pushed_bytes=4 * WIDTH)
 
 
@@ -38,15 +39,14 @@ def _reaches_others(service: Service) -> None:
 async def opened(channel: Channel) -> SessionOpened:
     answer = await ask(channel, PUSHING)
     assert isinstance(answer, SessionOpened)
-    assert len(answer.push_key) == 32
     return answer
 
 
-def pushed(to: SessionOpened, sender: str, step: int = 0, *, value: float = 2.0, **changes: Any) -> PushedHidden:
+def pushed(sender: str, step: int = 0, *, value: float = 2.0, **changes: Any) -> PushedHidden:
     message = PushedHidden(
-        session=to.session,
+        session=NAME,
         step=step,
-        token=push_token(to.push_key, sender, step),
+        token=push_token(KEY, sender, step),
         hidden=torch.full((1, 1, WIDTH), value),
     )
     return msgspec.structs.replace(message, **changes)
@@ -60,8 +60,8 @@ async def push(transport: LocalTransport, sender: str, message: Message) -> Chan
 
 def test_a_step_takes_what_the_allowed_server_pushes(service: Service) -> None:
     async def scene(channel: Channel, transport: LocalTransport) -> None:
-        to = await opened(channel)
-        before = await push(transport, "bob", pushed(to, "bob"))
+        await opened(channel)
+        before = await push(transport, "bob", pushed("bob"))
         first = await ask(channel, AWAITED)
         assert isinstance(first, SessionStepResponse)
         assert float(first.hidden[0, 0, 0]) == 2.0 + ADDED
@@ -70,7 +70,7 @@ def test_a_step_takes_what_the_allowed_server_pushes(service: Service) -> None:
         await ask(channel, step_of(1, 1))
         await channel.send(msgspec.structs.replace(AWAITED, cached_tokens=2))
         await asyncio.sleep(0.05)
-        await before.send(pushed(to, "bob", 2, value=5.0))
+        await before.send(pushed("bob", 2, value=5.0))
         third = await channel.receive(timeout_s=5)
         assert isinstance(third, SessionStepResponse)
         assert float(third.hidden[0, 0, 0]) == 5.0 + ADDED
@@ -81,8 +81,8 @@ def test_a_step_takes_what_the_allowed_server_pushes(service: Service) -> None:
 
 def test_the_client_itself_may_push_without_a_token(service: Service) -> None:
     async def scene(channel: Channel, transport: LocalTransport) -> None:
-        to = await opened(channel)
-        await push(transport, "alice", pushed(to, "alice", token=b""))
+        await opened(channel)
+        await push(transport, "alice", pushed("alice", token=b""))
         assert isinstance(await ask(channel, AWAITED), SessionStepResponse)
 
     play(service, scene)
@@ -104,15 +104,15 @@ def test_who_may_not_push_is_refused(
     service: Service, sender: str, changes: dict[str, Any], kind: str, words: str
 ) -> None:
     async def scene(channel: Channel, transport: LocalTransport) -> None:
-        to = await opened(channel)
-        stream = await push(transport, sender, msgspec.structs.replace(pushed(to, "bob"), **changes))
+        await opened(channel)
+        stream = await push(transport, sender, msgspec.structs.replace(pushed("bob"), **changes))
         answer = await stream.receive(timeout_s=5)
         assert isinstance(answer, Failure)
         assert answer.kind == kind
         assert words in answer.message
         assert await stream.receive(timeout_s=5) is None, "the stream is over"
         # The session is not.
-        await push(transport, "bob", pushed(to, "bob"))
+        await push(transport, "bob", pushed("bob"))
         assert isinstance(await ask(channel, AWAITED), SessionStepResponse)
 
     play(service, scene)
@@ -124,11 +124,11 @@ def test_who_may_not_push_is_refused(
 )
 def test_steps_that_are_over_or_far_ahead_are_refused(service: Service, step: int, words: str) -> None:
     async def scene(channel: Channel, transport: LocalTransport) -> None:
-        to = await opened(channel)
+        await opened(channel)
         await ask(channel, step_of(1, 0))
-        await push(transport, "bob", pushed(to, "bob", 1))
+        await push(transport, "bob", pushed("bob", 1))
         await ask(channel, msgspec.structs.replace(AWAITED, cached_tokens=1))
-        answer = await (await push(transport, "bob", pushed(to, "bob", step))).receive(timeout_s=5)
+        answer = await (await push(transport, "bob", pushed("bob", step))).receive(timeout_s=5)
         assert isinstance(answer, Failure)
         assert words in answer.message
 
@@ -137,10 +137,10 @@ def test_steps_that_are_over_or_far_ahead_are_refused(service: Service, step: in
 
 def test_a_step_is_pushed_once(service: Service) -> None:
     async def scene(channel: Channel, transport: LocalTransport) -> None:
-        to = await opened(channel)
-        await push(transport, "bob", pushed(to, "bob", value=2.0))
+        await opened(channel)
+        await push(transport, "bob", pushed("bob", value=2.0))
         await asyncio.sleep(0.05)
-        second = await push(transport, "bob", pushed(to, "bob", value=3.0))
+        second = await push(transport, "bob", pushed("bob", value=3.0))
         assert isinstance(await second.receive(timeout_s=5), Failure)
         answer = await ask(channel, AWAITED)
         assert isinstance(answer, SessionStepResponse)
@@ -151,8 +151,8 @@ def test_a_step_is_pushed_once(service: Service) -> None:
 
 def test_what_is_pushed_must_fit_the_step(service: Service) -> None:
     async def scene(channel: Channel, transport: LocalTransport) -> None:
-        to = await opened(channel)
-        await push(transport, "bob", pushed(to, "bob", hidden=torch.zeros(1, 2, WIDTH)))
+        await opened(channel)
+        await push(transport, "bob", pushed("bob", hidden=torch.zeros(1, 2, WIDTH)))
         answer = await ask(channel, AWAITED)
         assert isinstance(answer, Failure)
         assert "was pushed for a request of [1, 1, 0] and" in answer.message
@@ -164,11 +164,11 @@ def test_neither_side_waits_for_ever(service: Service) -> None:
     service.limits = limits_with(service, session_lease_s=0.1)
 
     async def scene(channel: Channel, transport: LocalTransport) -> None:
-        to = await opened(channel)
+        await opened(channel)
         answer = await ask(channel, AWAITED)
         assert isinstance(answer, Failure)
         assert answer.kind == "not_pushed"
-        answer = await (await push(transport, "bob", pushed(to, "bob", 1))).receive(timeout_s=5)
+        answer = await (await push(transport, "bob", pushed("bob", 1))).receive(timeout_s=5)
         assert isinstance(answer, Failure)
         assert answer.kind == "not_pushed"
 
@@ -177,10 +177,8 @@ def test_neither_side_waits_for_ever(service: Service) -> None:
 
 def test_sessions_take_nothing_that_their_client_did_not_ask_for(service: Service) -> None:
     async def scene(channel: Channel, transport: LocalTransport) -> None:
-        to = await ask(channel, OPEN)
-        assert isinstance(to, SessionOpened)
-        assert to.push_key == b""
-        answer = await (await push(transport, "bob", pushed(to, "bob"))).receive(timeout_s=5)
+        assert isinstance(await ask(channel, OPEN), SessionOpened)
+        answer = await (await push(transport, "bob", pushed("bob"))).receive(timeout_s=5)
         assert isinstance(answer, Failure)
         assert answer.kind == "refused"
 

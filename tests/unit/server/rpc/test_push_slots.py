@@ -123,17 +123,17 @@ def test_who_may_not_push_is_refused(service: Service, sender: str, changes: dic
     assert service.pushes.num_refused == 1
 
 
-def test_nothing_is_taken_early_late_or_twice(service: Service) -> None:
+def test_what_overtakes_the_request_waits_a_moment_and_nothing_is_taken_twice(service: Service) -> None:
     async def scene(_: Channel, transport: LocalTransport) -> None:
-        early = await push(transport, "bob", pushed())
-        assert isinstance(await early.receive(timeout_s=5), Failure)
-        forward = await awaited(service, transport)
         await push(transport, "bob", pushed())
+        await asyncio.sleep(0.02)
+        forward = await asked(transport, AWAITED)
         assert isinstance(await forward.receive(timeout_s=5), ForwardResponse)
         late = await push(transport, "bob", pushed())
         assert isinstance(await late.receive(timeout_s=5), Failure)
 
     play(service, scene)
+    assert (service.pushes.num_taken, service.pushes.num_refused) == (1, 1)
 
 
 @pytest.mark.parametrize(
