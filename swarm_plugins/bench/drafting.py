@@ -106,7 +106,7 @@ def drafting_figures(
                 local=1.0,
                 swarm=trip,
                 ratio=trip,
-                goal=_CHAT_GOAL if drafter is draft else None,
+                goal=None if drafter == LOOKUP else _CHAT_GOAL,
                 rounds=rounds,
             ),
         ]
