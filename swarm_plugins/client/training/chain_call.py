@@ -310,6 +310,8 @@ class ChainCall:
         # The graph is kept by the server of the forward; others run it again, with the same dropout.
         is_kept = run.has_ticket and receivers[0] == run.peer
         codec = self.servers.view.codecs.between(grad, *receivers)
+        if codec != run.request.reply_codec:
+            codec = "none"  # a check tells from the forward how far a gradient may be off
         return BackwardRequest(
             ticket=run.response.ticket if is_kept else None,
             forward=None if is_kept else msgspec.structs.replace(run.request, keep=False, reply_codec=codec),
