@@ -355,7 +355,8 @@ def _as_sent(call: ForwardCall | BackwardCall) -> ForwardCall | BackwardCall:
     codec = call.request.reply_codec
     return replace(
         call,
-        forward=travelled(call.forward, codec),
+        # Of a kept graph, the forward travelled as it said itself.
+        forward=travelled(call.forward, call.forward.reply_codec if call.request.forward is None else codec),
         outputs=travelled(call.outputs, "none"),
         request=travelled(call.request, codec),
         response=travelled(call.response, "none"),
