@@ -88,7 +88,7 @@ def bench_network(
         first = bench.compare(f"first token after {prefix_tokens}", partial(_first_token, prompt), tokens=prefix_tokens)
         name = f"forward + backward, {BATCH} x {TOKENS} tokens"
         step = bench.compare(
-            name, lambda model: timed_run(prompt_gradient(model, texts)), tokens=BATCH * TOKENS, trips=2, pushes=False
+            name, lambda model: timed_run(prompt_gradient(model, texts)), tokens=BATCH * TOKENS, trips=2
         )
         drafting = (
             drafting_figures(
@@ -161,32 +161,30 @@ class _Bench:
         *,
         tokens: int,
         trips: int = 1,
-        pushes: bool = True,
     ) -> list[Figure]:
         """Runs a work by the models in turns; ``tokens`` hidden states take ``trips`` trips along the chain."""
-        sides = ("local", "star", "pushed") if pushes else ("local", "star")
+        sides = ("local", "star", "pushed")
         arms = [Arm(work(self._models[side]), self._pids[: 1 if side == "local" else None]) for side in sides]
         bar = self._progress.add_task(name, total=self._rounds + 1)
         interleave(arms, rounds=self._rounds, on_round=lambda: self._progress.advance(bar))
-        local, star, *pushed = arms
-        figures = [self._figure(name, local, star, trips * self._routes.star_s(tokens))]
-        if pushed:
-            bound_s = self._routes.pushed_s(tokens)
-            figures.append(self._figure(f"{name}, pushed", local, pushed[0], bound_s))
-            waits = [(arm.median_s - local.median_s) * 1e3 for arm in (star, pushed[0])]
-            goal = _SLACK * bound_s / self._routes.star_s(tokens)
-            share = Figure(
-                name="network's part of it, pushed / star",
-                unit="ms",
-                local=waits[0],
-                swarm=waits[1],
-                ratio=waits[1] / waits[0],
-                goal=goal,
-                goal_is_upper_bound=True,
-                rounds=self._rounds,
-            )
-            figures.append(share)
-        return figures
+        local, star, pushed = arms
+        star_s, pushed_s = trips * self._routes.star_s(tokens), trips * self._routes.pushed_s(tokens)
+        waits = [(arm.median_s - local.median_s) * 1e3 for arm in (star, pushed)]
+        share = Figure(
+            name="network's part of it, pushed / star",
+            unit="ms",
+            local=waits[0],
+            swarm=waits[1],
+            ratio=waits[1] / waits[0],
+            goal=_SLACK * pushed_s / star_s,
+            goal_is_upper_bound=True,
+            rounds=self._rounds,
+        )
+        return [
+            self._figure(name, local, star, star_s),
+            self._figure(f"{name}, pushed", local, pushed, pushed_s),
+            share,
+        ]
 
     def _figure(self, name: str, local: Arm, there: Arm, links_s: float) -> Figure:
         bound_s = local.median_s + links_s

@@ -1,4 +1,4 @@
-"""Training at a distance with the batch in chunks, so that all servers of a chain work at the same time.
+"""Training and prompts at a distance, in chunks, so that all servers of a chain work at the same time.
 
 Servers that compute at once need cores of their own; where there are fewer, servers that wait instead show what a chain
 gains (`SimulatedCompute`): they are in this process, with the links of the test kit.
@@ -12,13 +12,15 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 import torch
 from rich.progress import Progress
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.bench.arms import frozen, local_model
@@ -33,7 +35,7 @@ from swarm_plugins.testing.compute import SimulatedCompute
 from swarm_plugins.testing.models import save_tiny
 
 CHUNKS, REPLICA_CHUNKS, COMPUTING_CHUNKS = 8, 16, 4
-GOAL_WAITING, GOAL_COMPUTING, GOAL_REPLICAS, GOAL_BOUND = 2.0, 1.5, 1.7, 0.85
+GOAL_WAITING, GOAL_COMPUTING, GOAL_REPLICAS, GOAL_BOUND, GOAL_PROMPT = 2.0, 1.5, 1.7, 0.85, 0.5
 _ROWS = 16
 _CALL_S = 1e-4
 """What a chunk takes of a server that waits, however small it is."""
@@ -41,6 +43,10 @@ _BACKWARD = 2.0
 """What a backward takes, in forwards."""
 _NEAR = Link(rtt_ms=20)
 _TINY_BLOCKS = 6
+_SPANS = ((0, 2), (2, 4), (4, 6))
+_PROMPT = 1024
+_STEP_S = 0.02
+"""What a chunk of a prompt takes of a server that waits, however small it is: about as much as a single token."""
 _MOST_ROUNDS = 3
 
 
@@ -51,7 +57,7 @@ class Connected(Protocol):
 
 
 class Pipeline:
-    """Compares training steps in chunks with unsplit ones, and two replicas of each span with one.
+    """Compares training steps and prompts in chunks with unsplit ones, and two replicas of each span with one.
 
     Args:
         directory: The model whose blocks are computed; others wait.
@@ -87,32 +93,55 @@ class Pipeline:
         """
         with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
             tiny = save_tiny("llama", Path(folder) / "tiny", num_layers=_TINY_BLOCKS)
-            return [*self._waiting_chain(tiny), self._waiting_replicas(tiny), self._computing()]
+            AutoConfig.from_pretrained(tiny, max_position_embeddings=_PROMPT).save_pretrained(tiny)
+            prompts = self._waiting_prompt(tiny)
+            return [*prompts, *self._waiting_chain(tiny), self._waiting_replicas(tiny), self._computing()]
+
+    def _waiting_prompt(self, tiny: Path) -> list[Figure]:
+        """Compares the first token after a prompt with the prompt's way through span after span, and with its bound."""
+        name = f"first token after {_PROMPT} through 3 servers that wait, {_NEAR.rtt_ms:g} ms"
+        local = local_model(tiny)
+        prompt = torch.arange(_PROMPT)[None] % (local.config.vocab_size - 1) + 1
+        config = SwarmConfig(push="on")
+        with self._waiting(tiny, _SPANS, config, call_s=_STEP_S) as swarm:
+            model = _model_on(tiny, swarm)
+            check_equal("logits", *(one(prompt, use_cache=True).logits for one in (local, model)))
+            # Without a cache, a row goes through the chain as a whole.
+            whole, cut = (timed_run(partial(_run, model, prompt, use_cache=cached)) for cached in (False, True))
+            arms = self._timed(name, Arm(whole, (os.getpid(),)), Arm(cut, (os.getpid(),)))
+        trips_s = (len(_SPANS) + 1) * 0.5e-3 * _NEAR.rtt_ms
+        bound_s = trips_s + min(
+            (count + len(_SPANS) - 1) * (_STEP_S + self._waiting_s / count) for count in range(1, _PROMPT)
+        )
+        bounded = _bounded(name, bound_s, arms[1])
+        share = Figure(
+            name=f"{name}, in chunks / span after span",
+            unit="ms",
+            local=arms[0].median_s * 1e3,
+            swarm=arms[1].median_s * 1e3,
+            ratio=arms[1].median_s / arms[0].median_s,
+            goal=GOAL_PROMPT,
+            goal_is_upper_bound=True,
+            rounds=len(arms[1].samples),
+        )
+        return [share, bounded]
 
     def _waiting_chain(self, tiny: Path) -> list[Figure]:
         """Compares chunks with a whole batch through three servers, and with their bound."""
         name = f"training through 3 servers that wait, {_NEAR.rtt_ms:g} ms, {CHUNKS} chunks"
-        spans = [(0, 2), (2, 4), (4, 6)]
-        with self._waiting(tiny, spans, 1) as whole, self._waiting(tiny, spans, CHUNKS) as cut:
+        configs = [SwarmConfig(micro_batches=count) for count in (1, CHUNKS)]
+        with self._waiting(tiny, _SPANS, configs[0]) as whole, self._waiting(tiny, _SPANS, configs[1]) as cut:
             arms = self._compared(f"{name} / 1", tiny, CHUNKS, (_model_on(tiny, whole), _model_on(tiny, cut)))
         spans_s = (part * self._waiting_s * CHUNKS / _ROWS for part in (1.0, _BACKWARD))
         bound_s = sum(pipelined_s(3, CHUNKS, span_s, _NEAR.rtt_ms * 1e-3) for span_s in spans_s)
-        bounded = Figure(
-            name=name,
-            unit="ms",
-            local=bound_s * 1e3,
-            swarm=arms[1].median_s * 1e3,
-            ratio=bound_s / arms[1].median_s,
-            goal=GOAL_BOUND,
-            rounds=len(arms[1].samples),
-        )
-        return [_tokens_per_s(f"{name} / 1", CHUNKS, arms, GOAL_WAITING), bounded]
+        return [_tokens_per_s(f"{name} / 1", CHUNKS, arms, GOAL_WAITING), _bounded(name, bound_s, arms[1])]
 
     def _waiting_replicas(self, tiny: Path) -> Figure:
         """Compares two servers for each span with one."""
         name = f"training through servers that wait, 2 for each span / 1, {REPLICA_CHUNKS} chunks"
         spans = [(0, 3), (3, 6)]
-        with self._waiting(tiny, spans, REPLICA_CHUNKS) as one, self._waiting(tiny, spans * 2, REPLICA_CHUNKS) as two:
+        config = SwarmConfig(micro_batches=REPLICA_CHUNKS)
+        with self._waiting(tiny, spans, config) as one, self._waiting(tiny, spans * 2, config) as two:
             arms = self._compared(name, tiny, _ROWS, (_model_on(tiny, one), _model_on(tiny, two)))
         return _tokens_per_s(name, _ROWS, arms, GOAL_REPLICAS)
 
@@ -131,11 +160,12 @@ class Pipeline:
             arms = self._compared(name, self._directory, CHUNKS, (whole, cut), pids)
         return _tokens_per_s(name, CHUNKS, arms, GOAL_COMPUTING)
 
-    def _waiting(self, tiny: Path, spans: Sequence[tuple[int, int]], chunks: int) -> AbstractContextManager[Connected]:
+    def _waiting(
+        self, tiny: Path, spans: Sequence[tuple[int, int]], config: SwarmConfig, *, call_s: float = _CALL_S
+    ) -> AbstractContextManager[Connected]:
         length = spans[0][1] - spans[0][0]
         token_s = self._waiting_s / (length * _ROWS * TOKENS)
-        compute = SimulatedCompute(token_s=token_s, call_s=_CALL_S / length, backward=_BACKWARD)
-        config = SwarmConfig(micro_batches=chunks)
+        compute = SimulatedCompute(token_s=token_s, call_s=call_s / length, backward=_BACKWARD)
         return self._swarm(tiny, spans=spans, compute=[compute] * len(spans), link=_NEAR, config=config)
 
     def _compared(
@@ -153,8 +183,11 @@ class Pipeline:
         steps = [prompt_gradient(model, texts) for model in models]
         for step in steps:
             check_equal("gradient", expected, step())
-        first, second = (Arm(timed_run(step), (os.getpid(), *pids)) for step in steps)
-        rounds = self._rounds if pids else min(self._rounds, _MOST_ROUNDS)
+        arms = (Arm(timed_run(step), (os.getpid(), *pids)) for step in steps)
+        return self._timed(name, *arms, rounds=self._rounds if pids else None)
+
+    def _timed(self, name: str, first: Arm, second: Arm, *, rounds: int | None = None) -> tuple[Arm, Arm]:
+        rounds = min(self._rounds, _MOST_ROUNDS) if rounds is None else rounds
         bar = self._progress.add_task(name, total=rounds + 1)
         interleave([first, second], rounds=rounds, on_round=lambda: self._progress.advance(bar))
         return first, second
@@ -172,6 +205,24 @@ def pipelined_s(num_servers: int, chunks: int, span_s: float, trip_s: float) -> 
 def _model_on(directory: Path, swarm: Connected) -> PreTrainedModel:
     return frozen(
         AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)
+    )
+
+
+def _run(model: PreTrainedModel, prompt: Tensor, *, use_cache: bool) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(prompt, use_cache=use_cache, logits_to_keep=1).logits
+    return logits
+
+
+def _bounded(name: str, bound_s: float, arm: Arm) -> Figure:
+    return Figure(
+        name=name,
+        unit="ms",
+        local=bound_s * 1e3,
+        swarm=arm.median_s * 1e3,
+        ratio=bound_s / arm.median_s,
+        goal=GOAL_BOUND,
+        rounds=len(arm.samples),
     )
 
 

@@ -52,7 +52,7 @@ class InProcessSwarm:
         config: How the client behaves.
         liars: Servers that lie, by index.
         compute: What the blocks of each server take. None: what they take here.
-        link: Between the client and each server that is started with the swarm. None: no distance.
+        link: Between the client and each server that is started with the swarm, and between these. None: no distance.
         drain_s: How long a server that moves waits for open sessions.
     """
 
@@ -96,6 +96,8 @@ class InProcessSwarm:
         for index, (start, end) in enumerate(spans):
             peer = self._add(index, range(start, end), self.liars.get(index))
             self.transport.line(peer).link = self.link or Link()
+            for other in self.peers[:index]:
+                self.transport.line(peer, other).link = self.transport.line(other, peer).link = self.link or Link()
         self.connection.start()
         return self
 
