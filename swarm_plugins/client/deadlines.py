@@ -45,10 +45,17 @@ class Deadlines:
         pace = self._token_s.get((peer, rpc))
         if pace is not None:
             return min(_FACTOR * pace * tokens + self.slack_s, self.longest_s)
+        first_s = _FIRST_SLACK_S + self.usual_s(peer, rpc, tokens)
+        return min(first_s * _PATIENCE ** min(self._missed.get((peer, rpc), 0), 32), self.longest_s)
+
+    def usual_s(self, peer: str, rpc: str, tokens: int) -> float:
+        """Returns how long the answer takes as a rule; of a peer whose pace is not known, a generous guess."""
+        pace = self._token_s.get((peer, rpc))
+        if pace is not None:
+            return pace * tokens
         step_s, token_s = self._announced.get(peer, (0.0, 0.0))
         announced_s = min(_FIRST_FACTOR * max(step_s, token_s * tokens), _MAX_ANNOUNCED_S)
-        first_s = _FIRST_SLACK_S + max(announced_s, _FIRST_UNIT_S * tokens)
-        return min(first_s * _PATIENCE ** min(self._missed.get((peer, rpc), 0), 32), self.longest_s)
+        return max(announced_s, _FIRST_UNIT_S * tokens)
 
     def announce(self, peer: str, *, step_s: float, token_s: float) -> None:
         """Notes what a server says of its speed: seconds of the smallest request, and of each token of a large one."""

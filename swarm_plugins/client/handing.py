@@ -18,9 +18,14 @@ from swarm_plugins.transport.messages import PushedHidden
 
 if TYPE_CHECKING:
     from swarm_plugins.client.discovery.view import Servers
+    from swarm_plugins.client.peers import Peers
 
 _PATIENCE_S = 2.0
-"""A server that has not answered so long after the one before it gets its input from here, too."""
+"""A server whose answer comes later than usual by this, and by the way of its input, gets that from here, too."""
+_SLOW_BYTES_PER_S = 1_250_000.0
+"""10 Mbit/s: longer than a way of that rate takes for it, an input is not waited for."""
+_PART_OF_DEADLINE = 0.5
+"""By then it gets its input in any case."""
 _WORTH_S = 0.003
 """Round trip to the farthest server from which pushing saves more time than its messages take: it saves no computing.
 The way from one server to another is at most as long as that from one to the client and on to the other."""
@@ -60,12 +65,12 @@ def is_handing_on(servers: Servers, peers: Sequence[str]) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def feeding(servers: Servers, way: Handover, tensor: Tensor, *, is_sent: bool) -> AsyncIterator[None]:
+async def feeding(servers: Servers, way: Handover, rpc: str, tensor: Tensor, *, is_sent: bool) -> AsyncIterator[None]:
     """Sends a server its input while its answer is awaited: at once, or, if it is believed to be there, when late."""
 
     async def feed() -> None:
         if is_sent:
-            await asyncio.sleep(_PATIENCE_S)
+            await asyncio.sleep(_patience_s(servers.peers, way.receiver, rpc, tensor))
             servers.hops.failed(way.sender, way.receiver, "its input has not arrived in time")
         message = PushedHidden(session=way.name, step=way.step, hidden=tensor)
         with contextlib.suppress(SwarmError):
@@ -81,6 +86,15 @@ async def feeding(servers: Servers, way: Handover, tensor: Tensor, *, is_sent: b
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _patience_s(peers: Peers, receiver: str, rpc: str, tensor: Tensor) -> float:
+    """Returns how long a server's answer may take until its input is believed not to have arrived."""
+    tokens = tensor.shape[0] * tensor.shape[1]
+    tokens += peers.queues.tokens_before(receiver, tokens)
+    usual_s = 2 * peers.deadlines.usual_s(receiver, rpc, tokens)
+    most_s = _PART_OF_DEADLINE * peers.deadlines.timeout_s(receiver, rpc, tokens)
+    return max(_PATIENCE_S, min(_PATIENCE_S + usual_s + tensor.nbytes / _SLOW_BYTES_PER_S, most_s))
 
 
 def started_s(servers: Servers, way: Handover, *, is_sent: bool) -> float:

@@ -46,7 +46,7 @@ def want(model: Path) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handing, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(handing, "_patience_s", lambda *_: 0.2)
     monkeypatch.setattr(pipe, "_LEAST_TOKENS", 1)
     monkeypatch.setattr(pipe, "num_chunks", lambda *_: NUM_CHUNKS)
 

@@ -44,7 +44,7 @@ def want(model: Path) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(handing, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(handing, "_patience_s", lambda *_: 0.2)
 
 
 def decode(model: PreTrainedModel, **options: object) -> torch.Tensor:
@@ -92,7 +92,7 @@ def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, co
 def test_a_token_crosses_the_network_once_more_than_there_are_servers_and_by_the_client_twice_for_each(
     model: Path, want: torch.Tensor, spans: list[tuple[int, int]], push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handing, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(handing, "_patience_s", lambda *_: 60.0)
     with swarm_of(model, spans, push=push) as swarm:
         trips, me = swarm.transport.trips, swarm.transport.client
         at_tokens: list[int] = []

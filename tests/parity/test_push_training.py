@@ -41,7 +41,7 @@ def want(directory: Path) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(handing, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(handing, "_patience_s", lambda *_: 0.2)
 
 
 def gradients(base: Any, **settings: Any) -> list[Tensor]:

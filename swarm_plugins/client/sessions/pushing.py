@@ -141,7 +141,7 @@ class PushedSteps:
             if way is not None:
                 is_sent = (current, sent.step) in self._fed
                 started = started_s(self._servers, way, is_sent=is_sent)
-                await stack.enter_async_context(feeding(self._servers, way, hidden, is_sent=is_sent))
+                await stack.enter_async_context(feeding(self._servers, way, "rpc_session", hidden, is_sent=is_sent))
             await current.confirm(peers)
             response = await peers.collect(
                 channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=blocks, started=started

@@ -152,7 +152,7 @@ class Posted(ABC, Generic[Request, Response]):
         async with peers.lending(span.peer, self.rpc) as channel:
             await peers.post(channel, request)
             tensor = await told.input
-            async with feeding(self._servers, way, tensor, is_sent=told.is_sent):
+            async with feeding(self._servers, way, self.rpc, tensor, is_sent=told.is_sent):
                 started = started_s(self._servers, way, is_sent=told.is_sent)
                 response = await peers.collect(
                     channel,
