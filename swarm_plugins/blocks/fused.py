@@ -42,8 +42,8 @@ _NORMS = (llama.LlamaRMSNorm,)
 _MLPS = (llama.LlamaMLP,)
 _FEW_ROWS = 16
 """Products of so many rows are joined, as far as nothing else speaks against it."""
-
 _FEWEST_ROWS = 4
+"""oneDNN multiplies from so many rows on."""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Takes rows, a weight ``[out, in]`` and a bias."""
 
@@ -147,7 +147,8 @@ class Rotation:
 class JoinedLinear:
     """Linear layers with the same input, as one product where all of them are plain and no adapter is on one.
 
-    Many rows are not joined: products take far longer than calls. Nor are 16-bit types: they would round otherwise.
+    Many rows are not joined: products take far longer than calls. Nor are 16-bit types and passes with a backward: they
+    would round otherwise.
 
     Args:
         parts: The layers.
@@ -170,7 +171,8 @@ class JoinedLinear:
 
     def joined(self, hidden: Tensor, product: Product) -> Tensor | None:
         """Returns all results, one behind the other in the last dimension; None if they are not joined."""
-        if self._weight is None:
+        # The gradient of the input would be one sum instead of several, and round otherwise.
+        if self._weight is None or torch.is_grad_enabled():
             return None
         if product is not _product_of_few and hidden.numel() > self._most_rows * hidden.shape[-1]:
             return None

@@ -95,7 +95,7 @@ class SpanSteps:
 
     async def open(self, current: SpanSession, *, batch_size: int, fork_of: str | None = None) -> None:
         """Begins to open a session, empty but for the history's prefix, or as the copy of another one."""
-        is_pushed = self.takes_pushes(current)
+        info, is_pushed = self.servers.view.known.infos.get(current.peer), self.takes_pushes(current)
         request = SessionOpen(
             version=self.servers.view.version.key,
             start=current.blocks.start,
@@ -107,6 +107,8 @@ class SpanSteps:
             push_key=new_push_key() if is_pushed else b"",
         )
         await current.open(self.servers.peers, request)
+        if info is not None and info.max_session_tokens > 0:
+            current.room = (batch_size, info.max_session_tokens)  # or less, as it will say
         current.sent = None if fork_of else SentSession(request)
 
     def takes_pushes(self, current: SpanSession) -> bool:
@@ -127,6 +129,9 @@ class SpanSteps:
         current.check_room(rows, tokens)
         size = self.tokens_at_once(current, inputs)
         starts = range(0, tokens, size)
+        if len(starts) > 1:
+            await current.confirm(self.servers.peers)
+            current.check_room(rows, tokens)
         answers = [await self._send(current, inputs.take_tokens(start, start + size)) for start in starts]
         check_same_routers(answers, f"server {current.peer}")
         return join_outputs(answers, dim=1)

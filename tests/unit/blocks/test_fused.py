@@ -165,13 +165,15 @@ def test_sixteen_bits_and_quantized_layers_are_not_joined(pair_of: Callable[[str
         cache.close()
 
 
-def test_many_rows_are_not_joined() -> None:
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_many_rows_and_what_is_trained_through_are_not_joined(is_trained: bool) -> None:
     parts = [nn.Linear(8, 4).requires_grad_(False), nn.Linear(8, 6).requires_grad_(False)]
     joined = JoinedLinear(parts, 2)
     for rows in (1, 2, 3):
         hidden = states(1, rows, 8)
-        assert (joined.joined(hidden, nn.functional.linear) is None) == (rows == 3)
-        found = joined(hidden, nn.functional.linear)
+        with torch.set_grad_enabled(is_trained):
+            assert (joined.joined(hidden, nn.functional.linear) is None) == (rows == 3 or is_trained)
+            found = joined(hidden, nn.functional.linear)
         assert [one.shape[-1] for one in found] == [4, 6]
         torch.testing.assert_close(found, [part(hidden) for part in parts])
 
