@@ -24,6 +24,10 @@ class _Queue:
     """Requests that are sent and not answered."""
     sent_tokens: int = 0
     """Of these."""
+    num_posted: int = 0
+    """Requests that the server was told of ahead of their inputs, and has not answered."""
+    posted_tokens: int = 0
+    """Of these."""
     asked_tokens: int = 0
     """Of all requests that are not answered, sent or not."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,7 +61,8 @@ class Queues:
 
     def tokens_before(self, peer: str, tokens: int) -> int:
         """Returns the tokens that a server has got before those of the request sent to it last."""
-        return max(0, self._queues[peer].sent_tokens - tokens) if peer in self._queues else 0
+        queue = self._queues.get(peer)
+        return 0 if queue is None else max(0, queue.sent_tokens + queue.posted_tokens - tokens)
 
     @asynccontextmanager
     async def turn(self, peer: str, tokens: int, *, room: int) -> AsyncIterator[None]:
@@ -91,24 +96,27 @@ class Queues:
             del self._queues[peer]
 
     def claim(self, peer: str, tokens: int, *, room: int) -> bool:
-        """Counts a request until `release`, if it may be sent at once; arguments are those of `turn`."""
+        """Counts a request that will wait at the server for its input, until `release`; arguments are those of `turn`.
+
+        Returns False, and counts nothing, if too many do. It takes no other request's turn: those may be what its input
+        comes from, on whatever way through servers that have some blocks in common.
+        """
         queue = self._queues.setdefault(peer, _Queue())
-        if not queue.is_free(tokens, room):
+        has_room = not room or queue.posted_tokens + tokens <= room
+        if queue.num_posted and not (queue.num_posted < MOST_AT_ONCE and has_room):
             return False
+        queue.num_posted += 1
+        queue.posted_tokens += tokens
         queue.asked_tokens += tokens
-        queue.num_sent += 1
-        queue.sent_tokens += tokens
         return True
 
     def release(self, peer: str, tokens: int) -> None:
         """Ends what `claim` has begun."""
         queue = self._queues[peer]
-        queue.num_sent -= 1
-        queue.sent_tokens -= tokens
+        queue.num_posted -= 1
+        queue.posted_tokens -= tokens
         queue.asked_tokens -= tokens
-        queue.change()
-        if not queue.asked_tokens:
-            self._queues.pop(peer, None)
+        self._tidy(peer)
 
     def refused(self, peer: str) -> bool:
         """Notes that a server had no place for a request; returns whether it may have one when others are answered."""
