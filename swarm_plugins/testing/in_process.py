@@ -71,7 +71,8 @@ class InProcessSwarm:
         self.directory = directory
         self.spans = spans
         self.dtype = dtype
-        self.config = config or SwarmConfig()
+        # By default the same bits each time, whatever servers took before.
+        self.config = config or SwarmConfig(micro_batches=1)
         self.liars = dict(liars or {})
         self.compute = compute
         self.link = link

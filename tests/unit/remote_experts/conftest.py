@@ -21,3 +21,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return saved[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def mixtral(model_of: Callable[[str], Path]) -> Path:
+    return model_of("mixtral")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from swarm_plugins.checkpoint import Checkpoint
@@ -26,6 +27,8 @@ from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import ExpertsRequest, Message
 from swarm_plugins.transport.server_info import ServerInfo
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 
 
 @dataclass(frozen=True)
@@ -163,3 +166,12 @@ def prefer(model: PreTrainedModel, connection: SwarmConnection, peer: str) -> No
     connection.loop.run(view.refresh(force=True))
     for one, entry in view.known.entries.items():
         view.known.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else 0.1)
+
+
+def outcome(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Returns logits, and the gradient of the embeddings."""
+    embeds = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    logits = model(inputs_embeds=embeds).logits
+    logits.square().sum().backward()
+    assert embeds.grad is not None
+    return logits.detach(), embeds.grad

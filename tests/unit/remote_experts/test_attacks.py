@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,6 @@ def ask(holders: Holders, *messages: Message) -> list[Message | None]:
         return answers
 
     return holders.connection.loop.run(asyncio.wait_for(scene(), 60.0))
-
-
-@pytest.fixture(scope="module")
-def mixtral(model_of: Callable[[str], Path]) -> Path:
-    return model_of("mixtral")
 
 
 NAN = torch.full((2, WIDTH), float("nan"))

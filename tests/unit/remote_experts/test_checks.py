@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from holders_kit import Held, Holders, prefer, serving, view_of
+from holders_kit import TOKENS, Held, Holders, outcome, prefer, serving, view_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -26,7 +26,6 @@ from swarm_plugins.transport.messages import ExpertsRequest, ExpertsResponse
 from swarm_plugins.verification.quarantine import user_quarantine
 from swarm_plugins.versions import ModelVersion
 
-TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 REPLICAS = {"a": Held(range(4)), "b": Held(range(4))}
 SLICES = {"a": Held(range(4), (0, 2)), "b": Held(range(4), (0, 2)), "c": Held(range(4), (1, 2))}
 CHECKED = SwarmConfig(verify="on", max_retries=3, request_timeout_s=60.0)
@@ -37,20 +36,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # While a liar is late on a busy machine, no replica answers in its place.
     monkeypatch.setattr("swarm_plugins.remote_experts.calls._LATE_S", 60.0)
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def mixtral(model_of: Callable[[str], Path]) -> Path:
-    return model_of("mixtral")
-
-
-def outcome(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Logits, and the gradient of the embeddings."""
-    embeds = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
-    logits = model(inputs_embeds=embeds).logits
-    logits.square().sum().backward()
-    assert embeds.grad is not None
-    return logits.detach(), embeds.grad
 
 
 def load(holders: Holders) -> PreTrainedModel:

@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from holders_kit import Held, prefer, serving, view_of
+from holders_kit import TOKENS, Held, outcome, prefer, serving, view_of
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from swarm_plugins import load_remote_experts
 from swarm_plugins.client import SwarmConfig
@@ -23,7 +22,6 @@ from swarm_plugins.errors import MissingExpertsError, RemoteError
 from swarm_plugins.transport.messages import AdapterStored, ExpertsRequest, ExpertsResponse, Failure, Message
 from swarm_plugins.transport.server_info import ServerInfo
 
-TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 REPLICAS = {"a": Held(range(4)), "b": Held(range(4))}
 SLICES = {
     "a": Held(range(4), (0, 2)),
@@ -34,20 +32,6 @@ SLICES = {
 
 BAN_S = 600.0
 """Of a first failure: it must not be over before the test has seen it."""
-
-
-@pytest.fixture
-def mixtral(model_of: Callable[[str], Path]) -> Path:
-    return model_of("mixtral")
-
-
-def outcome(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Logits, and the gradient of the embeddings."""
-    embeds = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
-    logits = model(inputs_embeds=embeds).logits
-    logits.square().sum().backward()
-    assert embeds.grad is not None
-    return logits.detach(), embeds.grad
 
 
 def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:

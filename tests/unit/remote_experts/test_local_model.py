@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,6 @@ from swarm_plugins.client import SwarmConnection
 from swarm_plugins.errors import ConfigError, UnsupportedError
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
-
-
-@pytest.fixture(scope="module")
-def mixtral(model_of: Callable[[str], Path]) -> Path:
-    return model_of("mixtral")
 
 
 @pytest.fixture(scope="module")

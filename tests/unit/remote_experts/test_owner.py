@@ -50,11 +50,6 @@ def owned(
         loop.run(share.close())
 
 
-@pytest.fixture
-def mixtral(model_of: Callable[[str], Path]) -> Path:
-    return model_of("mixtral")
-
-
 def outcome(span: Span) -> list[torch.Tensor]:
     """Outputs of a forward, its gradient, and outputs of the steps of two sessions in one pack."""
     hidden = HIDDEN.clone().requires_grad_()
