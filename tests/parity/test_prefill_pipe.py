@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import push_kit
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from push_kit import (
+    LONG_S,
+    REPLICAS,
+    SHORT_S,
+    SPANS,
+    in_session,
+    kill,
+    refused,
+    remote,
+    set_patience,
+    strike_at_push,
+    swarm_of,
+    taken,
+)
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.blocks.runner import StepInputs
-from swarm_plugins.client import SwarmConfig, handing
 from swarm_plugins.client.sessions import pipe
 from swarm_plugins.client.sessions.pipe import num_chunks
-from swarm_plugins.ledger import Charge
 from swarm_plugins.server.compute.scheduler import Scheduler
-from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing import InProcessSwarm, save_tiny
-from swarm_plugins.transport.messages import Codec, PushTo
 from swarm_plugins.transport.server_info import ServerInfo
 
 PROMPT = 25  # not a multiple of the chunks
 NUM_CHUNKS = 4
 IDS = (torch.arange(2 * PROMPT) % 90 + 5).reshape(2, PROMPT)
 NEW_TOKENS = 3
-SPANS = [(0, 1), (1, 2), (2, 4)]
-REPLICAS = [span for span in SPANS for _ in range(2)]
 PUSHES = pytest.mark.parametrize("push", ["on", "off"])
 
 
@@ -46,25 +55,13 @@ def want(model: Path) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handing, "_patience_s", lambda *_: 0.2)
+    set_patience(monkeypatch, LONG_S)
     monkeypatch.setattr(pipe, "_LEAST_TOKENS", 1)
     monkeypatch.setattr(pipe, "num_chunks", lambda *_: NUM_CHUNKS)
 
 
-def decode(model: PreTrainedModel, **settings: object) -> torch.Tensor:
-    output: torch.Tensor = model.generate(  # type: ignore[operator]
-        IDS,
-        attention_mask=torch.ones_like(IDS),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        **settings,
-    )
-    return output
-
-
-def swarm_of(model: Path, spans: list[tuple[int, int]] = SPANS, **settings: object) -> InProcessSwarm:
-    return InProcessSwarm(model, spans=spans, config=SwarmConfig(**settings))  # type: ignore[arg-type]
+def decode(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
+    return push_kit.decode(model, IDS, NEW_TOKENS, **settings)
 
 
 def with_lora(model: PreTrainedModel) -> PreTrainedModel:
@@ -73,55 +70,55 @@ def with_lora(model: PreTrainedModel) -> PreTrainedModel:
     return get_peft_model(model, config).eval()
 
 
-def remote(swarm: InProcessSwarm, model: Path) -> PreTrainedModel:
-    return AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection)
+def before_steps(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[int, StepInputs], Awaitable[None]]
+) -> list[StepInputs]:
+    """Has something happen before each step that a server computes; returns the steps."""
+    steps: list[StepInputs] = []
+    compute = Scheduler.step
 
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """First block and tokens of each step that a server has begun."""
-    found: list[tuple[int, int]] = []
-    sound = Scheduler.step
-
-    async def step(self: Scheduler, inputs: StepInputs, **settings: object) -> object:
-        found.append((inputs.blocks.start, inputs.hidden.shape[1]))
-        return await sound(self, inputs, **settings)  # type: ignore[arg-type]
+    async def step(self: Scheduler, inputs: StepInputs, **settings: Any) -> object:
+        steps.append(inputs)
+        await act(len(steps), inputs)
+        return await compute(self, inputs, **settings)
 
     monkeypatch.setattr(Scheduler, "step", step)
-    return found
+    return steps
 
 
 @PUSHES
 def test_the_chunks_of_a_prompt_give_the_same_tokens(
-    model: Path, want: torch.Tensor, push: str, steps: list[tuple[int, int]]
+    model: Path, want: torch.Tensor, push: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found: list[tuple[int, int]] = []
+
+    async def note(number: int, inputs: StepInputs) -> None:
+        found.append((inputs.blocks.start, inputs.hidden.shape[1]))
+
+    before_steps(monkeypatch, note)
     with swarm_of(model, push=push) as swarm:
-        assert decode(remote(swarm, model)).equal(want)
-        taken = [service.pushes.num_taken for service in swarm.services.values()]
-        refused = [service.pushes.num_refused for service in swarm.services.values()]
+        assert decode(remote(swarm)).equal(want)
+        counts = taken(swarm), refused(swarm)
     for start, _ in SPANS:
-        assert [tokens for first, tokens in steps if first == start] == [7, 7, 7, 4, 1, 1]
+        assert [tokens for first, tokens in found if first == start] == [7, 7, 7, 4, 1, 1]
     num_pushed = NUM_CHUNKS + NEW_TOKENS - 1 if push == "on" else 0
-    assert (taken, refused) == ([0, num_pushed, num_pushed], [0, 0, 0])
+    assert counts == ([0, num_pushed, num_pushed], [0, 0, 0])
 
 
 @PUSHES
 def test_all_servers_work_at_once(model: Path, want: torch.Tensor, push: str, monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun = threading.Event()
-    sound = Scheduler.step
 
-    async def step(self: Scheduler, inputs: StepInputs, **settings: object) -> object:
-        length = inputs.cache.length
+    async def wait(number: int, inputs: StepInputs) -> None:
         if inputs.blocks.start == SPANS[-1][0]:
             has_begun.set()
-        elif inputs.blocks.start == 0 and length > 0 and inputs.hidden.shape[1] > 1:
+        elif inputs.blocks.start == 0 and inputs.cache.length > 0 and inputs.hidden.shape[1] > 1:
             # The first server's second chunk ends once the last server has begun with the first chunk.
             assert await asyncio.to_thread(has_begun.wait, 30)
-        return await sound(self, inputs, **settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Scheduler, "step", step)
+    before_steps(monkeypatch, wait)
     with swarm_of(model, push=push) as swarm:
-        assert decode(remote(swarm, model)).equal(want)
+        assert decode(remote(swarm)).equal(want)
         assert has_begun.is_set()
 
 
@@ -132,23 +129,9 @@ def test_a_server_that_is_lost_between_chunks_costs_no_token(
     model: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with swarm_of(model, REPLICAS, push="on") as swarm:
-        num_sent = 0
-
-        async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec, charge: Charge) -> str:
-            nonlocal num_sent
-            num_sent += 1
-            is_due = num_sent == send_number
-            if is_due and not is_sent:
-                await strike(swarm, victim)
-            why = await sound_send(self, to, hidden, codec, charge)
-            if is_due and is_sent:
-                await strike(swarm, victim)
-            return why
-
-        sound_send = Pushes.send
-        monkeypatch.setattr(Pushes, "send", send)
-        assert decode(remote(swarm, model)).equal(want)
-        assert num_sent >= send_number
+        pushes = strike_at_push(monkeypatch, send_number, lambda: strike(swarm, victim), is_sent=is_sent)
+        assert decode(remote(swarm)).equal(want)
+        assert len(pushes) >= send_number
 
 
 @pytest.mark.parametrize("step_number", [1, 3, 5, 8])
@@ -156,33 +139,29 @@ def test_a_server_that_is_lost_between_chunks_costs_no_token(
 def test_a_server_that_is_lost_without_pushes_costs_no_token(
     model: Path, want: torch.Tensor, step_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_steps = 0
-    sound = Scheduler.step
     with swarm_of(model, REPLICAS, push="off") as swarm:
 
-        async def step(self: Scheduler, inputs: StepInputs, **settings: object) -> object:
-            nonlocal num_steps
-            num_steps += 1
-            if num_steps == step_number:
+        async def strike_once(number: int, inputs: StepInputs) -> None:
+            if number == step_number:
                 await strike(swarm, victim)
-            return await sound(self, inputs, **settings)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Scheduler, "step", step)
-        assert decode(remote(swarm, model)).equal(want)
-        assert num_steps >= step_number
+        steps = before_steps(monkeypatch, strike_once)
+        assert decode(remote(swarm)).equal(want)
+        assert len(steps) >= step_number
 
 
 async def strike(swarm: InProcessSwarm, victim: int) -> None:
-    chain = [peer for peer in swarm.peers if len(swarm.services[peer].sessions)]
-    killing = asyncio.create_task(swarm.transport.kill(chain[min(victim, len(chain) - 1)]))
-    await asyncio.sleep(0.01)  # cancelled here, if this is its own handler
-    await killing
+    chain = in_session(swarm)
+    await kill(swarm, chain[min(victim, len(chain) - 1)])
 
 
-def test_outputs_that_do_not_arrive_come_from_the_client(model: Path, want: torch.Tensor) -> None:
+def test_outputs_that_do_not_arrive_come_from_the_client(
+    model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_patience(monkeypatch, SHORT_S)
     with swarm_of(model, push="on") as swarm:
         swarm.transport.line(swarm.peers[1], swarm.peers[0]).loses_requests = True
-        assert decode(remote(swarm, model)).equal(want)
+        assert decode(remote(swarm)).equal(want)
         assert swarm.services[swarm.peers[1]].pushes.num_taken >= NUM_CHUNKS, "by the client"
 
 
@@ -192,20 +171,15 @@ def test_an_adapter_that_a_server_drops_between_chunks_is_uploaded_again(
 ) -> None:
     local = with_lora(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
     want = decode(local)
-    num_steps = 0
-    sound = Scheduler.step
     with swarm_of(model, push=push) as swarm:
-        far = with_lora(remote(swarm, model))
+        far = with_lora(remote(swarm))
 
-        async def step(self: Scheduler, inputs: StepInputs, **settings: object) -> object:
-            nonlocal num_steps
-            num_steps += 1
-            if num_steps == 4:
+        async def drop(number: int, inputs: StepInputs) -> None:
+            if number == 4:
                 for service in swarm.services.values():
                     service.adapters._held.clear()
-            return await sound(self, inputs, **settings)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(Scheduler, "step", step)
+        before_steps(monkeypatch, drop)
         assert decode(far).equal(want)
 
 
@@ -215,7 +189,7 @@ def test_a_prompt_too_long_for_one_message_of_a_server(model: Path, want: torch.
         service = swarm.services[swarm.peers[1]]
         info: Callable[[], ServerInfo] = service.info
         service.info = lambda: msgspec.structs.replace(info(), max_batch_tokens=6)  # of two rows: three of each
-        assert decode(remote(swarm, model)).equal(want)
+        assert decode(remote(swarm)).equal(want)
         chunks = -(-PROMPT // 3)
         assert service.pushes.num_taken == (chunks + NEW_TOKENS - 1 if push == "on" else 0)
 
@@ -226,8 +200,8 @@ def test_states_and_routers_of_all_chunks_are_joined(tmp_path: Path, push: str) 
     settings = {"output_hidden_states": True, "output_router_logits": True, "use_cache": True}
     with torch.no_grad():
         local = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32)(IDS, **settings)
-        with InProcessSwarm(mixtral, spans=[(0, 2), (2, 4)], config=SwarmConfig(push=push)) as swarm:  # type: ignore[arg-type]
-            found = remote(swarm, mixtral)(IDS, **settings)
+        with swarm_of(mixtral, [(0, 2), (2, 4)], push=push) as swarm:
+            found = remote(swarm)(IDS, **settings)
     assert len(found.hidden_states) == len(local.hidden_states)
     for name in ("hidden_states", "router_logits"):
         for got, due in zip(found[name], local[name], strict=True):

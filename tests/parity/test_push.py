@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import push_kit
 import pytest
 import torch
+from push_kit import (
+    LONG_S,
+    REPLICAS,
+    SHORT_S,
+    SPANS,
+    falsify_pushes,
+    in_session,
+    kill,
+    refused,
+    remote,
+    set_patience,
+    strike_at_push,
+    swarm_of,
+    taken,
+)
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
-from swarm_plugins import AutoSwarmModelForCausalLM
-from swarm_plugins.client import SwarmConfig, handing
+from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
-from swarm_plugins.ledger import Charge
 from swarm_plugins.links import Link
 from swarm_plugins.routing import ServerEntry
-from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
-from swarm_plugins.transport.messages import Codec, PushTo
 from swarm_plugins.transport.server_info import ServerInfo
 from swarm_plugins.verification import user_quarantine
 
 IDS = torch.arange(5, 13)[None].repeat(2, 1)
 NEW_TOKENS = 8
-SPANS = [(0, 1), (1, 2), (2, 4)]
-REPLICAS = [span for span in SPANS for _ in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -42,57 +52,36 @@ def want(model: Path) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(handing, "_patience_s", lambda *_: 0.2)
+    set_patience(monkeypatch, LONG_S)
 
 
-def decode(model: PreTrainedModel, **options: object) -> torch.Tensor:
-    output: torch.Tensor = model.generate(  # type: ignore[operator]
-        IDS,
-        attention_mask=torch.ones_like(IDS),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        **options,
-    )
-    return output
-
-
-def swarm_of(model: Path, spans: list[tuple[int, int]] = SPANS, **settings: object) -> InProcessSwarm:
-    return InProcessSwarm(model, spans=spans, config=SwarmConfig(**{"push": "on", **settings}))  # type: ignore[arg-type]
-
-
-def remote(swarm: InProcessSwarm, model: Path) -> PreTrainedModel:
-    return AutoSwarmModelForCausalLM.from_pretrained(model, connection=swarm.connection)
-
-
-def taken(swarm: InProcessSwarm) -> list[int]:
-    return [service.pushes.num_taken for service in swarm.services.values()]
+def decode(model: PreTrainedModel, **settings: Any) -> torch.Tensor:
+    return push_kit.decode(model, IDS, NEW_TOKENS, **settings)
 
 
 @pytest.mark.parametrize("codec", ["none", "rotated8"])
 def test_each_output_goes_to_the_next_server(model: Path, want: torch.Tensor, codec: str) -> None:
     with swarm_of(model, codec=codec) as swarm:
-        tokens = decode(remote(swarm, model))
+        tokens = decode(remote(swarm))
         if codec == "none":
             assert tokens.equal(want)
         # The prompt, and all new tokens but the last, which is not sent.
         assert taken(swarm) == [0, NEW_TOKENS, NEW_TOKENS]
-        assert [service.pushes.num_refused for service in swarm.services.values()] == [0, 0, 0]
+        assert refused(swarm) == [0, 0, 0]
         between = [swarm.transport.line(two, one) for one, two in zip(swarm.peers, swarm.peers[1:], strict=False)]
         assert all(line.there.num_bytes > 0 for line in between)
     with swarm_of(model, codec=codec, push="off") as swarm:
-        assert decode(remote(swarm, model)).equal(tokens), "the same as by the client"
+        assert decode(remote(swarm)).equal(tokens), "the same as by the client"
         assert taken(swarm) == [0, 0, 0]
 
 
 @pytest.mark.parametrize("spans", [[*SPANS[:2], (2, 3), (3, 4)], SPANS, [(0, 2), (2, 4)]], ids=len)
 @pytest.mark.parametrize("push", ["on", "off"])
 def test_a_token_crosses_the_network_once_more_than_there_are_servers_and_by_the_client_twice_for_each(
-    model: Path, want: torch.Tensor, spans: list[tuple[int, int]], push: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, want: torch.Tensor, spans: list[tuple[int, int]], push: str
 ) -> None:
-    monkeypatch.setattr(handing, "_patience_s", lambda *_: 60.0)
     with swarm_of(model, spans, push=push) as swarm:
         trips, me = swarm.transport.trips, swarm.transport.client
         at_tokens: list[int] = []
@@ -101,7 +90,7 @@ def test_a_token_crosses_the_network_once_more_than_there_are_servers_and_by_the
             at_tokens.append(trips.length(me))
             return scores
 
-        assert decode(remote(swarm, model), logits_processor=LogitsProcessorList([count])).equal(want)  # type: ignore[list-item]
+        assert decode(remote(swarm), logits_processor=LogitsProcessorList([count])).equal(want)  # type: ignore[list-item]
         one_after_the_other = {two - one for one, two in itertools.pairwise(at_tokens)}
         assert one_after_the_other == {len(spans) + 1 if push == "on" else 2 * len(spans)}
         # The first server does not wait for its input from elsewhere, and the client waits for the last one's output.
@@ -116,7 +105,7 @@ def test_a_token_crosses_the_network_once_more_than_there_are_servers_and_by_the
 
 def test_it_is_used_by_itself_where_servers_are_far_away(model: Path, want: torch.Tensor) -> None:
     with swarm_of(model, push="auto") as swarm:
-        far = remote(swarm, model)
+        far = remote(swarm)
         for peer in swarm.peers:
             swarm.transport.line(peer).link = Link(rtt_ms=20)
         swarm.connection.loop.run(far_refresh(swarm))
@@ -145,7 +134,7 @@ def test_what_distances_were_to_save_and_did_not_counts_against_a_server(
         one, two, three = swarm.peers
         assert neighbours == [{two}, {one, three}, {two}]
         monkeypatch.setattr(SwarmView, "saved_s", saved_s)
-        assert decode(remote(swarm, model)).equal(want)
+        assert decode(remote(swarm)).equal(want)
         assert set(saved) == {(one, two), (two, three)}
         paces = swarm.connection.peers.paces
         unknown = {"round_trip_s": 0.0, "step_s": 1e-6, "throughput": 0.0, "free_kv_tokens": 0}
@@ -158,14 +147,14 @@ def test_what_distances_were_to_save_and_did_not_counts_against_a_server(
 
 
 def test_a_way_that_is_cut_between_two_servers_only(
-    model: Path, want: torch.Tensor, caplog: pytest.LogCaptureFixture
+    model: Path, want: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with swarm_of(model) as swarm:
-        far = remote(swarm, model)
+        far = remote(swarm)
         assert decode(far).equal(want)
         before = taken(swarm)
-        line = swarm.transport.line(swarm.peers[2], swarm.peers[1])
-        line.loses_requests = True
+        swarm.transport.line(swarm.peers[2], swarm.peers[1]).loses_requests = True
+        set_patience(monkeypatch, SHORT_S)
         assert decode(far).equal(want), "what is lost comes from the client, and nobody is banned"
         assert taken(swarm)[1] - before[1] <= 1, "the pair is let be, and with it the chain"
         assert taken(swarm)[2] - before[2] == 1, "by the client"
@@ -179,33 +168,11 @@ def test_a_server_that_is_lost_in_any_phase_costs_no_token(
     model: Path, want: torch.Tensor, is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with swarm_of(model, REPLICAS) as swarm:
-        num_sent = 0
-
-        async def strike() -> None:
-            killing = asyncio.create_task(swarm.transport.kill(chain_of(swarm)[victim]))
-            await asyncio.sleep(0.01)  # cancelled here, if this is its own handler
-            await killing
-
-        async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec, charge: Charge) -> str:
-            nonlocal num_sent
-            num_sent += 1
-            is_due = num_sent == send_number
-            if is_due and not is_sent:
-                await strike()
-            why = await sound_send(self, to, hidden, codec, charge)
-            if is_due and is_sent:
-                await strike()
-            return why
-
-        sound_send = Pushes.send
-        monkeypatch.setattr(Pushes, "send", send)
-        assert decode(remote(swarm, model)).equal(want)
-        assert num_sent >= send_number
-
-
-def chain_of(swarm: InProcessSwarm) -> list[str]:
-    """Returns the servers that have sessions, in the order of their blocks."""
-    return [peer for peer in swarm.peers if len(swarm.services[peer].sessions)]
+        pushes = strike_at_push(
+            monkeypatch, send_number, lambda: kill(swarm, in_session(swarm)[victim]), is_sent=is_sent
+        )
+        assert decode(remote(swarm)).equal(want)
+        assert len(pushes) >= send_number
 
 
 def test_a_server_of_an_older_protocol_is_served_by_the_client(
@@ -215,7 +182,7 @@ def test_a_server_of_an_older_protocol_is_served_by_the_client(
         service = swarm.services[swarm.peers[1]]
         info: Callable[[], ServerInfo] = service.info
         service.info = lambda: msgspec.structs.replace(info(), pushes=False)
-        far = remote(swarm, model)
+        far = remote(swarm)
         assert decode(far).equal(want)
         assert decode(far).equal(want)
         assert taken(swarm) == [0, 0, 0]
@@ -229,13 +196,13 @@ def test_a_server_of_an_older_protocol_is_served_by_the_client(
 def test_pushed_steps_are_checked_like_others(model: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
     liars = {1: Liar("scaled", factor=1.05)}
     with swarm_of(model, SPANS, codec=codec, verify="on") as swarm:
-        honest = decode(remote(swarm, model))
+        honest = decode(remote(swarm))
         assert sum(taken(swarm)) > 0
         assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     spans = [SPANS[0], SPANS[1], SPANS[1], SPANS[2]]
     config = SwarmConfig(push="on", codec=codec, verify="on")  # type: ignore[arg-type]
     with InProcessSwarm(model, spans=spans, liars=liars, config=config) as swarm:
-        assert decode(remote(swarm, model)).equal(honest)
+        assert decode(remote(swarm)).equal(honest)
         assert list(user_quarantine().peers()) == [swarm.peers[1]]
 
 
@@ -249,16 +216,8 @@ def test_a_server_that_pushes_something_else_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    num_sent = 0
-
-    async def send(self: Pushes, to: PushTo, hidden: torch.Tensor, codec: Codec, charge: Charge) -> str:
-        nonlocal num_sent
-        num_sent += 1
-        return await sound_send(self, to, hidden * 1.05 if num_sent >= number else hidden, codec, charge)
-
-    sound_send = Pushes.send
-    monkeypatch.setattr(Pushes, "send", send)
+    falsify_pushes(monkeypatch, number)
     with swarm_of(model, verify=verify) as swarm:
-        assert decode(remote(swarm, model)).equal(want)
+        assert decode(remote(swarm)).equal(want)
         assert not user_quarantine().peers()
         assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from push_kit import (
+    LONG_S,
+    REPLICAS,
+    SHORT_S,
+    SPANS,
+    falsify_pushes,
+    kill,
+    refused,
+    remote,
+    set_patience,
+    strike_at_push,
+    swarm_of,
+    taken,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from swarm_plugins import AutoSwarmModelForCausalLM
-from swarm_plugins.client import SwarmConfig, handing
+from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import SwarmView
-from swarm_plugins.ledger import Charge
-from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing import InProcessSwarm, Liar, save_tiny
-from swarm_plugins.transport.messages import Codec, PushTo
 from swarm_plugins.verification import user_quarantine
 
-SPANS = [(0, 1), (1, 2), (2, 4)]
-REPLICAS = [span for span in SPANS for _ in range(2)]
 ROWS = 4
 CHUNKS = pytest.mark.parametrize("chunks", [1, 2])
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -39,9 +46,9 @@ def want(directory: Path) -> list[Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(handing, "_patience_s", lambda *_: 0.2)
+    set_patience(monkeypatch, LONG_S)
 
 
 def gradients(base: Any, **settings: Any) -> list[Tensor]:
@@ -55,26 +62,10 @@ def gradients(base: Any, **settings: Any) -> list[Tensor]:
     return [found.logits.detach(), *(one.grad for one in model.parameters() if one.requires_grad)]
 
 
-def remote(swarm: InProcessSwarm) -> Any:
-    return AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
-
-
-def swarm_of(directory: Path, spans: list[tuple[int, int]] = SPANS, **settings: Any) -> InProcessSwarm:
-    return InProcessSwarm(directory, spans=spans, config=SwarmConfig(**{"push": "on", **settings}))
-
-
 def assert_near(found: list[Tensor], want: list[Tensor]) -> None:
     assert len(found) == len(want)
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other, **NEAR)
-
-
-def taken(swarm: InProcessSwarm) -> list[int]:
-    return [service.pushes.num_taken for service in swarm.services.values()]
-
-
-def refused(swarm: InProcessSwarm) -> list[int]:
-    return [service.pushes.num_refused for service in swarm.services.values()]
 
 
 @CHUNKS
@@ -106,38 +97,23 @@ def test_a_server_that_is_lost_on_the_way_costs_no_gradient(
     directory: Path, want: list[Tensor], is_sent: bool, send_number: int, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with swarm_of(directory, REPLICAS, micro_batches=2) as swarm:
-        num_sent = num_struck = 0
-        busy: list[str] = []
+        strikes: list[str] = []
 
         async def strike() -> None:
-            nonlocal num_struck
-            num_struck += 1
-            killing = asyncio.create_task(swarm.transport.kill(sorted(busy)[min(victim, len(busy) - 1)]))
-            await asyncio.sleep(0.01)  # cancelled here, if this is its own handler
-            await killing
+            peers = {id(service.pushes): peer for peer, service in swarm.services.items()}
+            busy = sorted({peer for sender, receiver in pushes for peer in (peers[id(sender)], receiver)})
+            strikes.append(busy[min(victim, len(busy) - 1)])
+            await kill(swarm, strikes[-1])
 
-        async def send(self: Pushes, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
-            nonlocal num_sent
-            num_sent += 1
-            own = next(peer for peer, service in swarm.services.items() if service.pushes is self)
-            busy.extend(peer for peer in (own, to.peer) if peer not in busy)
-            is_due = num_sent == send_number
-            if is_due and not is_sent:
-                await strike()
-            why = await sound_send(self, to, hidden, codec, charge)
-            if is_due and is_sent:
-                await strike()
-            return why
-
-        sound_send = Pushes.send
-        monkeypatch.setattr(Pushes, "send", send)
+        pushes = strike_at_push(monkeypatch, send_number, strike, is_sent=is_sent)
         assert_near(gradients(remote(swarm)), want)
-        assert num_struck == 1
+        assert len(strikes) == 1
 
 
 def test_a_way_that_is_cut_between_two_servers_only(
-    directory: Path, want: list[Tensor], caplog: pytest.LogCaptureFixture
+    directory: Path, want: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    set_patience(monkeypatch, SHORT_S)
     with swarm_of(directory) as swarm:
         swarm.transport.line(swarm.peers[2], swarm.peers[1]).loses_requests = True
         assert_near(gradients(remote(swarm)), want)
@@ -172,18 +148,10 @@ def test_what_is_collected_between_blocks_goes_by_the_client(directory: Path) ->
 def test_a_server_that_pushes_something_else_harms_no_other(
     directory: Path, want: list[Tensor], number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    num_sent = 0
-
-    async def send(self: Pushes, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
-        nonlocal num_sent
-        num_sent += 1
-        return await sound_send(self, to, hidden * 1.05 if num_sent >= number else hidden, codec, charge)
-
-    sound_send = Pushes.send
-    monkeypatch.setattr(Pushes, "send", send)
+    pushes = falsify_pushes(monkeypatch, number)
     with swarm_of(directory, verify="on") as swarm:
         assert_near(gradients(remote(swarm)), want)
-        assert num_sent >= number
+        assert len(pushes) >= number
         assert not user_quarantine().peers()
     assert not [record.message for record in caplog.records if "failed" in record.message]
 

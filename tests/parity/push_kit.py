@@ -1,0 +1,119 @@
+"""Servers of three spans that push to each other, and what may happen to them and to what they push."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.client import SwarmConfig, handing
+from swarm_plugins.ledger import Charge
+from swarm_plugins.server.state.pushes import Pushes
+from swarm_plugins.testing import InProcessSwarm
+from swarm_plugins.transport.messages import Codec, PushTo
+
+SHORT_S, LONG_S = 0.2, 10.0
+"""Patience with pushed inputs: where some are lost, and longer than any process of a test is held up."""
+SPANS = [(0, 1), (1, 2), (2, 4)]
+REPLICAS = [span for span in SPANS for _ in range(2)]
+
+
+def swarm_of(model: Any, spans: list[tuple[int, int]] = SPANS, **settings: Any) -> InProcessSwarm:
+    """Returns a swarm whose servers push, unless told otherwise."""
+    return InProcessSwarm(model, spans=spans, config=SwarmConfig(**{"push": "on", **settings}))
+
+
+def remote(swarm: InProcessSwarm) -> Any:
+    return AutoSwarmModelForCausalLM.from_pretrained(swarm.directory, connection=swarm.connection)
+
+
+def decode(model: PreTrainedModel, ids: Tensor, new_tokens: int, **settings: Any) -> Tensor:
+    """Returns the prompt and exactly so many greedy tokens."""
+    output: Tensor = model.generate(  # type: ignore[operator]
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        **settings,
+    )
+    return output
+
+
+def taken(swarm: InProcessSwarm) -> list[int]:
+    """Returns how many pushed outputs each server has used."""
+    return [service.pushes.num_taken for service in swarm.services.values()]
+
+
+def refused(swarm: InProcessSwarm) -> list[int]:
+    return [service.pushes.num_refused for service in swarm.services.values()]
+
+
+def set_patience(monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
+    """Sets after what time a client sends a pushed input itself."""
+    monkeypatch.setattr(handing, "_patience_s", lambda *_: patience_s)
+
+
+def in_session(swarm: InProcessSwarm) -> list[str]:
+    """Returns the servers that have sessions, in the order of their blocks."""
+    return [peer for peer in swarm.peers if len(swarm.services[peer].sessions)]
+
+
+async def kill(swarm: InProcessSwarm, peer: str) -> None:
+    """Kills a server, also from within one of its own handlers, which ends here."""
+    killing = asyncio.create_task(swarm.transport.kill(peer))
+    await asyncio.sleep(0.01)  # cancelled here, if this is its own handler
+    await killing
+
+
+Way = tuple[Pushes, str]
+
+
+def strike_at_push(
+    monkeypatch: pytest.MonkeyPatch, number: int, strike: Callable[[], Awaitable[None]], *, is_sent: bool
+) -> list[Way]:
+    """Has something happen right before or right after the push of that number; then the client is impatient.
+
+    Returns:
+        Sender and receiver of each push, noted as they begin.
+    """
+    ways: list[Way] = []
+    send = Pushes.send
+
+    async def struck(self: Pushes, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
+        ways.append((self, to.peer))
+        is_due = len(ways) == number
+        if is_due:
+            set_patience(monkeypatch, SHORT_S)
+        if is_due and not is_sent:
+            await strike()
+        why = await send(self, to, hidden, codec, charge)
+        if is_due and is_sent:
+            await strike()
+        return why
+
+    monkeypatch.setattr(Pushes, "send", struck)
+    return ways
+
+
+def falsify_pushes(monkeypatch: pytest.MonkeyPatch, number: int) -> list[Way]:
+    """Has servers push something else from the push of that number on, and answer their client as before.
+
+    Returns:
+        Sender and receiver of each push, noted as they begin.
+    """
+    ways: list[Way] = []
+    send = Pushes.send
+
+    async def false(self: Pushes, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
+        ways.append((self, to.peer))
+        return await send(self, to, hidden * 1.05 if len(ways) >= number else hidden, codec, charge)
+
+    monkeypatch.setattr(Pushes, "send", false)
+    return ways
