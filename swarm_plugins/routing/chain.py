@@ -50,6 +50,10 @@ class Demand:
     """New tokens of a typical request: ``B * S``."""
     kv_tokens: int = 0
     """Tokens of KV cache the session will need; 0 for requests without a session."""
+    sender: str = ""
+    """Server of the blocks before, which may hand its output to the chain; empty: the client."""
+    receiver: str = ""
+    """Server of the blocks after, which may get the chain's output; empty: the client."""
 
 
 class SpanChoice(NamedTuple):
@@ -94,7 +98,7 @@ def plan(
         return None
     if closed is not None:
         pushing = [server for server in usable if server.pushes]
-        ways = direct_ways(pushing, closed)
+        ways = _direct_ways(pushing, {server.peer: server for server in servers if server.pushes}, demand, closed)
         pushed = None if ways is None else _shortest(pushing, blocks, demand, seed, ways)
         if pushed is not None and pushed.seconds < found.seconds:
             found = pushed
@@ -106,36 +110,68 @@ class _Found(NamedTuple):
     seconds: float
 
 
+class _Ways(NamedTuple):
+    """Seconds between servers that hand outputs on; what a neighbor's own way to the client takes is left out."""
+
+    there: np.ndarray
+    """To each server from the client, or the server before: ``[M]``."""
+    between: np.ndarray
+    """``[M, M]``."""
+    back: np.ndarray
+    """From each server to the client, or the server after: ``[M]``."""
+
+
+def _direct_ways(
+    servers: Sequence[ServerEntry],
+    pushing: Mapping[str, ServerEntry],
+    demand: Demand,
+    closed: Collection[tuple[str, str]],
+) -> _Ways | None:
+    """Returns the ways between servers and the demand's neighbors; None if none is shorter than by the client."""
+    neighbors = [pushing[peer] for peer in (demand.sender, demand.receiver) if peer in pushing]
+    ways = direct_ways([*servers, *neighbors], closed)
+    if ways is None:
+        return None
+    there = back = np.array([server.round_trip_s for server in servers]) / 2
+    num_servers = len(servers)
+    if demand.sender in pushing:
+        there = ways[num_servers, :num_servers] - neighbors[0].round_trip_s / 2
+    if demand.receiver in pushing:
+        back = ways[:num_servers, -1] - neighbors[-1].round_trip_s / 2
+    return _Ways(there, ways[:num_servers, :num_servers], back)
+
+
 def _shortest(
-    servers: Sequence[ServerEntry], blocks: range, demand: Demand, seed: int | None, ways: np.ndarray | None
+    servers: Sequence[ServerEntry], blocks: range, demand: Demand, seed: int | None, ways: _Ways | None
 ) -> _Found | None:
-    """Returns the shortest chain; ``ways``, ``[M, M]``: seconds from server to server. None: by the client."""
+    """Returns the shortest chain; ``ways`` None: by the client."""
     if not servers or missing_blocks(servers, blocks):
         return None
     block_s, hop_s = _costs(servers, demand)  # [M], [M]
     last_resort_s = _last_resort_s(servers, demand)  # [M]
     if seed is not None:
         draw = np.array([_draw(seed, server.peer) for server in servers])  # [M]
-        ways = None if ways is None else ways * draw
+        ways = None if ways is None else _Ways(*(way * draw for way in ways))
         # Without any cost, too: several servers may be unknown, or next door.
         block_s, hop_s = block_s * draw, hop_s * draw + (draw - 1.0) * _LEAST_S
+    there, back = (hop_s / 2, hop_s / 2) if ways is None else (ways.there, ways.back)  # [M], [M]
     starts = np.array([server.start for server in servers])  # [M]
     ends = np.array([server.end for server in servers])  # [M]
 
     staying = np.full(len(servers), np.inf)  # [M]: least time so far when the last block ran on this server
     everywhere = np.arange(len(servers))
-    entering, senders = hop_s / 2 + last_resort_s, everywhere
+    entering, senders = there + last_resort_s, everywhere
     entered_from = np.empty((len(blocks), len(servers)), dtype=np.int64)  # [N, M]: server of the block before
     for row, block in enumerate(blocks):
         entered_from[row] = np.where(staying <= entering, everywhere, senders)
         holds = (starts <= block) & (block < ends)
         staying = np.where(holds, np.minimum(staying, entering) + block_s, np.inf)
-        leaving = staying + hop_s / 2
+        leaving = staying + back
         if ways is None:
             senders = np.full(len(servers), leaving.argmin())
-            entering = leaving.min() + hop_s / 2 + last_resort_s
+            entering = leaving.min() + there + last_resort_s
         else:
-            coming = staying[:, None] + ways  # [M, M]
+            coming = staying[:, None] + ways.between  # [M, M]
             senders = coming.argmin(0)
             entering = coming[senders, everywhere] + last_resort_s
     last = int(leaving.argmin())
@@ -153,9 +189,15 @@ class Alternative(NamedTuple):
 
 
 def expected(
-    servers: Sequence[ServerEntry], blocks: range, demand: Demand, history: Demand, *, seed: int | None = None
+    servers: Sequence[ServerEntry],
+    blocks: range,
+    demand: Demand,
+    history: Demand,
+    *,
+    seed: int | None = None,
+    closed: Collection[tuple[str, str]] | None = None,
 ) -> Alternative | None:
-    """Returns the best chain for ``demand`` and its times; None if some block has no server.
+    """Returns the best chain for ``demand`` and its times by the client; None if some block has no server.
 
     Args:
         servers: The servers to choose from.
@@ -163,8 +205,9 @@ def expected(
         demand: The requests to come.
         history: The tokens that are to be sent first.
         seed: As in `plan`.
+        closed: As in `plan`.
     """
-    chain = plan(servers, blocks, demand, seed=seed)
+    chain = plan(servers, blocks, demand, seed=seed, closed=closed)
     if chain is None:
         return None
     used = {server.peer: server for server in servers}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from swarm_plugins.routing.chain import Demand, ServerEntry, SpanChoice, plan
+from swarm_plugins.routing.ways import way_s
 
 _REQUEST_S = 0.002
 """What a request takes of its server and its client besides the blocks."""
@@ -56,7 +57,7 @@ def schedule(
         unit_s = unit_s or max(took)
         for span, seconds in zip(chain, took, strict=True):
             work_s[span.peer] = work_s.get(span.peer, 0.0) + seconds
-    return Schedule(chains, _seconds(chains, entries, chunk_tokens))
+    return Schedule(chains, _seconds(chains, entries, chunk_tokens, closed))
 
 
 def _laden(server: ServerEntry, units: float) -> ServerEntry:
@@ -71,24 +72,30 @@ def _span_s(span: SpanChoice, server: ServerEntry, tokens: int) -> float:
 
 
 def _seconds(
-    chains: Sequence[Sequence[SpanChoice]], entries: Mapping[str, ServerEntry], tokens: Sequence[int]
+    chains: Sequence[Sequence[SpanChoice]],
+    entries: Mapping[str, ServerEntry],
+    tokens: Sequence[int],
+    closed: Collection[tuple[str, str]] | None,
 ) -> float:
     """Returns when the last chunk is through, if each server takes them in the order in which they come."""
-    hops_s = [[entries[span.peer].round_trip_s for span in chain] for chain in chains]
-    coming = [(hop_s[0] / 2, chunk, 0) for chunk, hop_s in enumerate(hops_s)]
+    coming = [(entries[chain[0].peer].round_trip_s / 2, chunk, 0) for chunk, chain in enumerate(chains)]
     heapq.heapify(coming)
     free_at: dict[str, float] = {}
     end = 0.0
     while coming:
         at, chunk, index = heapq.heappop(coming)
-        span, hop_s = chains[chunk][index], hops_s[chunk]
-        seconds = _span_s(span, entries[span.peer], tokens[chunk])
-        done = free_at[span.peer] = max(at, free_at.get(span.peer, 0.0)) + seconds
-        back = done + hop_s[index] / 2
-        if index + 1 < len(hop_s):
-            heapq.heappush(coming, (back + hop_s[index + 1] / 2, chunk, index + 1))
-        end = max(end, back)
+        span, chain = chains[chunk][index], chains[chunk]
+        server = entries[span.peer]
+        done = free_at[span.peer] = max(at, free_at.get(span.peer, 0.0)) + _span_s(span, server, tokens[chunk])
+        if index + 1 < len(chain):
+            heapq.heappush(coming, (done + _way_s(server, entries[chain[index + 1].peer], closed), chunk, index + 1))
+        end = max(end, done + server.round_trip_s / 2)
     return end
+
+
+def _way_s(one: ServerEntry, two: ServerEntry, closed: Collection[tuple[str, str]] | None) -> float:
+    hands_on = closed is not None and one.pushes and two.pushes and (one.peer, two.peer) not in closed
+    return way_s(one, two) if hands_on else (one.round_trip_s + two.round_trip_s) / 2
 
 
 def best_schedule(

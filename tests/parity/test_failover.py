@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LogitsProcessor, PreTrainedModel
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.errors import MissingBlocksError, SwarmError
+from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.testing.in_process import InProcessSwarm
 from swarm_plugins.testing.models import save_tiny
 
@@ -92,6 +94,30 @@ def test_a_padded_batch_survives_too(local: PreTrainedModel, remote: PreTrainedM
         prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, logits_processor=[Killer(swarm, {4})]
     )
     assert torch.equal(found, expected)
+
+
+def test_the_neighbors_of_a_lost_server_are_known_where_another_one_is_chosen(
+    directory: Path, local: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[range, str, str]] = []
+    chain = SwarmView.chain
+
+    async def plan(self: SwarmView, blocks: range, demand: Demand, **settings: Any) -> list[SpanChoice]:
+        asked.append((blocks, demand.sender, demand.receiver))
+        return await chain(self, blocks, demand, **settings)
+
+    monkeypatch.setattr(SwarmView, "chain", plan)
+    spans = [(0, 1), (1, 3), (1, 3), (3, 4)]
+    prompt = torch.randint(3, 100, (1, 6), generator=torch.Generator().manual_seed(0))
+    with InProcessSwarm(directory, spans=spans, config=QUICK) as swarm:
+        first, *middle, last = swarm.peers
+        killer = Killer(swarm, {2})
+        killer.killed = [first]  # spared
+        remote = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
+        found = remote.generate(prompt, max_new_tokens=4, do_sample=False, logits_processor=[killer])
+    assert killer.killed[1] in middle
+    assert torch.equal(found, local.generate(prompt, max_new_tokens=4, do_sample=False))
+    assert set(asked) == {(range(4), "", ""), (range(1, 3), first, last)}
 
 
 def test_a_server_lost_between_forward_and_backward_changes_no_gradient(

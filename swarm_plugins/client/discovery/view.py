@@ -102,7 +102,7 @@ class SwarmView(ServerView):
     ) -> Alternative | None:
         """Returns the best chain of other servers with room; see `expected`."""
         believed = [entry for entry in self.believed(without) if entry.free_kv_tokens >= demand.kv_tokens]
-        return expected(believed, blocks, demand, history, seed=self.seed)
+        return expected(believed, blocks, demand, history, seed=self.seed, closed=self._closed())
 
     def replica(self, blocks: range, demand: Demand, *, without: Collection[str]) -> str | None:
         """Returns the best of the other servers that hold all of some blocks; None if there is none in order."""

@@ -20,7 +20,7 @@ from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.handing import PostedInVainError, is_handing_on
 from swarm_plugins.client.sessions.pushing import PushedSteps
 from swarm_plugins.client.sessions.span_session import SpanSession
-from swarm_plugins.client.sessions.span_steps import SpanSteps
+from swarm_plugins.client.sessions.span_steps import SpanSteps, neighbors
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 
@@ -173,12 +173,12 @@ class Pipe:
         self, stage: list[SpanSession], chunk: SpanInputs, cached: int, pushed: PushedSteps | None
     ) -> SpanOutputs:
         """Runs a chunk on one span, or on those that take its place."""
-        retries, demand = self._retries, self._demand
+        retries = self._retries
         answers: list[SpanOutputs] = []
         while (position := len(answers)) < len(stage):
             current = stage[position]
             if current.is_lost:
-                stage[position : position + 1] = await self._steps.moved(current, demand, retries)
+                stage[position : position + 1] = await self._steps.moved(current, self._demand(current), retries)
                 continue
             hidden = answers[-1].hidden if answers else chunk.hidden
             try:
@@ -195,7 +195,7 @@ class Pipe:
                 retries.note(current.peer, exc)
                 if not current.is_lost:
                     # It was empty: a fresh plan for its blocks is enough.
-                    parts = await self._steps.plan(current.blocks, demand, current.history, retries)
+                    parts = await self._steps.plan(current.blocks, self._demand(current), current.history, retries)
                     stage[position : position + 1] = parts
         return chain_outputs(answers, collect_hidden=self._inputs.collect_hidden)
 
@@ -222,10 +222,11 @@ class Pipe:
                 return
             cached += chunk.hidden.shape[1]
 
-    @property
-    def _demand(self) -> Demand:
+    def _demand(self, current: SpanSession) -> Demand:
+        """Returns what those have to do that take the place of one span."""
         rows, tokens = self._inputs.hidden.shape[:2]
-        return Demand(tokens=rows * tokens, kv_tokens=rows * (self._cached + tokens))
+        sender, receiver = neighbors(self.spans, current)
+        return Demand(tokens=rows * tokens, kv_tokens=rows * (self._cached + tokens), sender=sender, receiver=receiver)
 
 
 def num_chunks(num_spans: int, tokens: int, step_s: float, token_s: float) -> int:

@@ -81,7 +81,7 @@ class ClientSession:
             view.refresh_in_background()
             return
         for current in due:
-            parts = await self._steps.faster(current, rows)
+            parts = await self._steps.faster(current, self._spans, rows)
             if parts is not None:
                 position = self._spans.index(current)
                 self._spans[position : position + 1] = parts

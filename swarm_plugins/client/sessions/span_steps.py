@@ -50,10 +50,11 @@ class SpanSteps:
                 return parts
             retries.note(*failure)
 
-    async def faster(self, current: SpanSession, rows: int) -> list[SpanSession] | None:
-        """Moves the session on a server that has become slow to clearly faster ones; None if there are none."""
+    async def faster(self, current: SpanSession, spans: Sequence[SpanSession], rows: int) -> list[SpanSession] | None:
+        """Moves one of a chain's sessions off a slow server; returns None if no others are clearly faster."""
         view, length = self.servers.view, current.history.length
-        demand = Demand(tokens=rows, kv_tokens=rows * (length + 1))
+        sender, receiver = neighbors(spans, current)
+        demand = Demand(tokens=rows, kv_tokens=rows * (length + 1), sender=sender, receiver=receiver)
         found = view.alternative(current.blocks, demand, Demand(tokens=rows * length), without={current.peer})
         if found is None or not current.times.is_move_worth(found.step_s, found.replay_s):
             return None
@@ -215,6 +216,13 @@ class SpanSteps:
             filled: SpanOutputs = msgspec.structs.replace(response, hidden_states=stand_ins)
             return filled
         return response
+
+
+def neighbors(spans: Sequence[SpanSession], current: SpanSession) -> tuple[str, str]:
+    """Returns the peers before and after one of a chain's sessions; empty at its ends."""
+    peers = ["", *(span.peer for span in spans), ""]
+    position = spans.index(current)
+    return peers[position], peers[position + 2]
 
 
 def _parts(chain: Sequence[SpanChoice], blocks: range, history: History) -> list[SpanSession]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -35,6 +36,18 @@ def test_one_chain_fills_and_drains(count: int, trip_s: float) -> None:
     assert found.chains == [[("0", 0, 1), ("1", 1, 2), ("2", 2, 3)]] * count
     # Huang et al. 2019, section 2.3: 3 servers take 3 + count - 1 steps, each of a part of the tokens.
     assert found.seconds == pytest.approx(3 * trip_s + 8.0 / count * (count + 2), rel=0.01)
+
+
+@pytest.mark.parametrize("closed", [None, frozenset({("0", "1")}), frozenset()], ids=["by-the-client", "cut", "pushed"])
+def test_what_servers_hand_on_takes_the_way_between_them(closed: frozenset[tuple[str, str]] | None) -> None:
+    servers = [
+        replace(server(one, index, index + 1, trip_s=0.3), pushes=True, round_trips={other: 0.1})
+        for index, (one, other) in enumerate([("0", "1"), ("1", "0")])
+    ]
+    found = schedule(servers, range(2), chunks(4), closed=closed)
+    assert found is not None
+    trips_s = 0.15 + 0.05 + 0.15 if closed == frozenset() else 2 * 0.3
+    assert found.seconds == pytest.approx(trips_s + 5 * 2.0, rel=0.002)
 
 
 @pytest.mark.parametrize(("slow", "expected"), [(1.0, 6), (2.0, 4), (5.0, 2)])

@@ -60,6 +60,30 @@ def test_servers_that_push_are_chosen_by_their_distance_from_each_other() -> Non
 
 
 @pytest.mark.parametrize(
+    ("sender", "receiver", "chosen"),
+    [
+        ("", "", "here"),
+        ("before", "", "beside"),
+        ("", "after", "beside"),
+        ("before", "after", "beside"),
+        ("gone", "", "here"),
+    ],
+)
+def test_what_takes_the_place_of_a_span_is_chosen_by_its_distance_from_the_neighbors(
+    sender: str, receiver: str, chosen: str
+) -> None:
+    servers = [
+        server("before", 0, 1, 0.1, {"beside": 0.01}),
+        server("beside", 1, 3, 0.1, {"before": 0.01, "after": 0.01}),
+        server("here", 1, 3, 0.09),
+        server("after", 3, 4, 0.1, {"beside": 0.01}),
+    ]
+    demand = Demand(kv_tokens=1, sender=sender, receiver=receiver)
+    assert plan(servers, range(1, 3), demand, closed=frozenset()) == [SpanChoice(chosen, 1, 3)]
+    assert plan(servers, range(1, 3), demand) == [SpanChoice("here", 1, 3)], "nothing is handed on"
+
+
+@pytest.mark.parametrize(
     ("liar", "seconds"),
     [
         pytest.param(server("liar", 2, 4, 0.2, {"first": 0.0}), 0.15, id="alone"),
