@@ -272,7 +272,7 @@ class SwarmServer:
             sessions=SessionTable(limits.max_sessions_per_peer),
             ledger=self._ledger,
             identity=self._joined().identity,
-            pushes=Pushes(self._joined()),
+            pushes=Pushes(self._joined(), self._points),
         )
         for name in config.adapters:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))

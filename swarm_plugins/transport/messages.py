@@ -26,6 +26,9 @@ CODECS: tuple[Codec, ...] = get_args(Codec)
 ShortBytes = Annotated[bytes, msgspec.Meta(max_length=32)]
 """A hash, a token, a nonce."""
 
+PushName = Annotated[str, msgspec.Meta(max_length=64)]
+"""What a client calls a session, or a request, to which other servers push."""
+
 FailureKind = Literal[
     "bad_request",  # the request is malformed or breaks a limit: do not repeat it
     "wrong_version",  # this server serves another model version
@@ -110,8 +113,8 @@ class _BlockRequest(BaseMessage, kw_only=True):
 class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a server sends its output, or the gradient of its input, on: the next input of a session, or of a slot."""
 
-    peer: str
-    session: str
+    peer: Annotated[str, msgspec.Meta(max_length=128)]
+    session: PushName
     """What the client calls the session, or the slot."""
     step: int
     token: ShortBytes
@@ -121,7 +124,7 @@ class PushTo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class PushSlot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the hidden states, or gradients, of a request without a session come by ``rpc_push``."""
 
-    name: Annotated[str, msgspec.Meta(max_length=64)]
+    name: PushName
     """Chosen by the client, the same for all its requests."""
     step: int
     """Counts them."""
@@ -205,7 +208,7 @@ class SessionOpen(BaseMessage, kw_only=True):
     """Session of the same client whose cache is copied."""
     prefix: tuple[Tensor, ...] = ()
     """Keys and values the cache starts with, K then V for each block."""
-    push_name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    push_name: PushName = ""
     """What servers that push hidden states to the session call it; chosen by the client. Empty: none push."""
     push_key: ShortBytes = b""
     """Secret by which the client allows them to."""
@@ -223,7 +226,7 @@ class SessionOpened(BaseMessage, kw_only=True):
 class PushedHidden(BaseMessage, kw_only=True):
     """Sends hidden states of one step from server to server; not answered, but a refusal ends the stream."""
 
-    session: str
+    session: PushName
     step: int
     token: ShortBytes = b""
     """Of `PushTo`; none if the session's client sends this."""

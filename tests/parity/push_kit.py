@@ -86,14 +86,14 @@ def strike_at_push(
     ways: list[Way] = []
     send = Pushes.send
 
-    async def struck(self: Pushes, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
+    async def struck(self: Pushes, client: str, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
         ways.append((self, to.peer))
         is_due = len(ways) == number
         if is_due:
             set_patience(monkeypatch, SHORT_S)
         if is_due and not is_sent:
             await strike()
-        why = await send(self, to, hidden, codec, charge)
+        why = await send(self, client, to, hidden, codec, charge)
         if is_due and is_sent:
             await strike()
         return why
@@ -111,9 +111,9 @@ def falsify_pushes(monkeypatch: pytest.MonkeyPatch, number: int) -> list[Way]:
     ways: list[Way] = []
     send = Pushes.send
 
-    async def false(self: Pushes, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
+    async def false(self: Pushes, client: str, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
         ways.append((self, to.peer))
-        return await send(self, to, hidden * 1.05 if len(ways) >= number else hidden, codec, charge)
+        return await send(self, client, to, hidden * 1.05 if len(ways) >= number else hidden, codec, charge)
 
     monkeypatch.setattr(Pushes, "send", false)
     return ways

@@ -8,18 +8,17 @@ replays them when a server is lost.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
-from swarm_plugins.ledger import Charge
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.rpc.checks import check_hidden
 from swarm_plugins.server.rpc.handlers import send_failure
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session
 from swarm_plugins.server.state.slots import Slot
-from swarm_plugins.transport.admission.pushing import is_push_allowed
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import PushedHidden
 
@@ -49,25 +48,27 @@ async def push_handler(service: Service, channel: Channel) -> None:
             return
 
 
-def check_pushed(hidden: Tensor, placeholder: Tensor, num_bytes: int, charge: Charge) -> None:
-    """Charges what was pushed for a request.
+def fitting(placeholder: Tensor, num_bytes: int) -> Callable[[Tensor], None]:
+    """Returns a check of what is pushed for a request.
 
-    Raises:
-        BadRequestError: If it is not of the shape and size that the request tells.
+    That raises BadRequestError for tensors that are not of the shape and size that the request tells.
     """
-    if hidden.shape[:-1] != placeholder.shape[:-1] or hidden.nbytes != num_bytes:
-        raise BadRequestError(
-            f"a tensor of shape {list(hidden.shape)} and {hidden.nbytes} bytes was pushed for a request of "
-            f"{list(placeholder.shape)} and {num_bytes} bytes"
-        )
-    charge.claim(hidden.nbytes)
+
+    def check(hidden: Tensor) -> None:
+        if hidden.shape[:-1] != placeholder.shape[:-1] or hidden.nbytes != num_bytes:
+            raise BadRequestError(
+                f"a tensor of shape {list(hidden.shape)} and {hidden.nbytes} bytes was pushed for a request of "
+                f"{list(placeholder.shape)} and {num_bytes} bytes"
+            )
+
+    return check
 
 
-async def _awaited(service: Service, pushed: PushedHidden) -> Session | Slot | None:
+async def _receiver(service: Service, pushed: PushedHidden, sender: str) -> Session | Slot | None:
     """Returns what hidden states are for; they may overtake the client's own message by a moment."""
     pause_s = _EARLY_S
     while True:
-        to = service.sessions.pushed_to(pushed.session) or service.slots.find(pushed.session, pushed.step)
+        to = service.sessions.pushed_to(pushed, sender) or service.slots.find(pushed, sender)
         if to is not None or pause_s > _LONGEST_PAUSE_S:
             return to
         await asyncio.sleep(pause_s)
@@ -75,10 +76,9 @@ async def _awaited(service: Service, pushed: PushedHidden) -> Session | Slot | N
 
 
 async def _deliver(service: Service, sender: str, pushed: PushedHidden) -> None:
-    to = await _awaited(service, pushed)
-    is_own = to is not None and to.peer == sender
-    # The same words whether there is such a session or not: a stranger learns nothing.
-    if to is None or not (is_own or is_push_allowed(to.push_key, sender, pushed.step, pushed.token)):
-        raise RequestError("refused", f"this peer may not push step {pushed.step} of session {pushed.session[:64]!r}")
+    to = await _receiver(service, pushed, sender)
+    # The same words, as late, whether there is such a session or not: a stranger learns nothing.
+    if to is None:
+        raise RequestError("refused", f"this peer may not push step {pushed.step} of session {pushed.session!r}")
     check_hidden(service, pushed.hidden)
     await to.inbox.deliver(pushed.step, pushed.hidden, timeout_s=service.limits.session_lease_s)

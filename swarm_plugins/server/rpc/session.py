@@ -25,7 +25,7 @@ from swarm_plugins.server.rpc.checks import (
 from swarm_plugins.server.rpc.costs import forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import hidden_hash, opening_history, signed_step
-from swarm_plugins.server.rpc.push import check_pushed
+from swarm_plugins.server.rpc.push import fitting
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
 from swarm_plugins.transport.admission.pushing import plain_step
@@ -65,7 +65,7 @@ class _Stream:
                 # Behind everything of this session that is still in the queue.
                 self._service.scheduler.post(session.close)
             if self._push_to is not None:
-                await self._service.pushes.forget(self._push_to)
+                self._service.pushes.forget(self._peer, self._push_to)
 
     async def answer(self, request: SessionOpen | SessionStep, charge: Charge) -> Answer:
         """Answers one message."""
@@ -97,13 +97,18 @@ class _Stream:
             service.sessions.reserve(self._peer)
             try:
                 cache = await self._new_cache(request, blocks)
+                name, key = request.push_name, request.push_key
+                session = Session(self._peer, blocks, cache, push_name=name, push_key=key, history=history)
+                try:
+                    service.sessions.add(session)
+                except BaseException:
+                    service.scheduler.post(session.close)
+                    raise
             except BaseException:
                 service.sessions.release(self._peer)
                 raise
-            name, key = request.push_name, request.push_key
-            self._session = Session(self._peer, blocks, cache, push_name=name, push_key=key, history=history)
-            service.sessions.add(self._session)
-        return SessionOpened(session=self._session.name, max_tokens=max_tokens)
+            self._session = session
+        return SessionOpened(session=session.name, max_tokens=max_tokens)
 
     def _first_tokens(self, request: SessionOpen, prefix_tokens: int) -> int:
         """Returns the tokens of all rows that memory is taken for at once: none for an empty cache."""
@@ -163,17 +168,18 @@ class _Stream:
         """Sends an output on; one session has one output at most on its way."""
         pushes, before = self._service.pushes, self._push_to
         if before is not None and (before.peer, before.session) != (to.peer, to.session):
-            await pushes.forget(before)
+            pushes.forget(self._peer, before)
         self._push_to = to
-        return await pushes.send(to, hidden, codec, self._service.ledger.charge(self._peer))
+        return await pushes.send(self._peer, to, hidden, codec, self._service.ledger.charge(self._peer))
 
     async def _with_hidden(self, session: Session, request: SessionStep, charge: Charge) -> SessionStep:
         """Returns a step as if its client had sent all of it."""
         if not request.pushed_bytes:
             session.inbox.skip()
             return plain_step(request, request.hidden)
-        hidden = await session.inbox.take(timeout_s=self._service.limits.session_lease_s)
-        check_pushed(hidden, request.hidden, request.pushed_bytes, charge)
+        check = fitting(request.hidden, request.pushed_bytes)
+        hidden = await session.inbox.take(check, timeout_s=self._service.limits.session_lease_s)
+        charge.claim(hidden.nbytes)
         return plain_step(request, hidden)
 
     async def _run(self, session: Session, request: SessionStep) -> tuple[SpanOutputs, bytes]:

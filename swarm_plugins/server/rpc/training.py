@@ -26,7 +26,7 @@ from swarm_plugins.server.rpc.checks import (
 from swarm_plugins.server.rpc.costs import backward_bytes, forward_bytes
 from swarm_plugins.server.rpc.handlers import Answer, answer_requests
 from swarm_plugins.server.rpc.proofs import hidden_hash, signed
-from swarm_plugins.server.rpc.push import check_pushed
+from swarm_plugins.server.rpc.push import fitting
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import Portion, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
@@ -108,8 +108,8 @@ async def _input(service: Service, peer: str, sent: Tensor, pushed: PushSlot | N
     if pushed is None:
         return sent
     with service.slots.waiting(peer, pushed) as inbox:
-        found = await inbox.take(timeout_s=service.limits.session_lease_s)
-    check_pushed(found, sent, pushed.num_bytes, charge)
+        found = await inbox.take(fitting(sent, pushed.num_bytes), timeout_s=service.limits.session_lease_s)
+    charge.claim(found.nbytes)
     return found
 
 
@@ -117,7 +117,7 @@ async def _push(service: Service, peer: str, to: PushTo | None, output: Tensor |
     """Sends what a request has found on; returns why that failed, if it did."""
     if to is None or output is None:
         return ""
-    return await service.pushes.send(to, output, codec, service.ledger.charge(peer))
+    return await service.pushes.send(peer, to, output, codec, service.ledger.charge(peer))
 
 
 @contextlib.contextmanager

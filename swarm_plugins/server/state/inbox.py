@@ -1,13 +1,15 @@
-"""Hidden states that others push to a session, until the steps they belong to take them."""
+"""Tensors that others push to a session or a request, until the steps they belong to take them."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from swarm_plugins.server.failures import BadRequestError, RequestError
+from swarm_plugins.transport.admission.pushing import is_push_allowed
 
 _MAX_AHEAD = 8
 """Steps that may be pushed before their turn; each holds memory of the peer that has pushed it."""
@@ -18,6 +20,12 @@ class _Parcel(NamedTuple):
     taken: asyncio.Future[None]
 
 
+class _Awaited(NamedTuple):
+    step: int
+    check: Callable[[Tensor], None]
+    hidden: asyncio.Future[Tensor]
+
+
 class Inbox:
     """Pushed hidden states of one session. All its steps are counted from 0, also those that are not pushed."""
 
@@ -25,18 +33,20 @@ class Inbox:
         self.next_step = next_step
         """The step that the next request is."""
         self._early: dict[int, _Parcel] = {}
-        self._awaited: tuple[int, asyncio.Future[Tensor]] | None = None
+        self._awaited: _Awaited | None = None
 
     async def deliver(self, step: int, hidden: Tensor, *, timeout_s: float) -> None:
         """Hands over the hidden states of a step; returns once the step has taken them.
 
         Raises:
             BadRequestError: If the step is over or far ahead, if it has hidden states already, or turns out not to
-                take any.
+                take these, or any.
             RequestError: ``not_pushed`` if its request does not come within ``timeout_s``.
         """
-        if self._awaited is not None and self._awaited[0] == step and not self._awaited[1].done():
-            self._awaited[1].set_result(hidden)
+        awaited = self._awaited
+        if awaited is not None and awaited.step == step and not awaited.hidden.done():
+            awaited.check(hidden)
+            awaited.hidden.set_result(hidden)
             return
         if not self.next_step <= step < self.next_step + _MAX_AHEAD or step in self._early:
             raise BadRequestError(
@@ -52,18 +62,26 @@ class Inbox:
             if self._early.get(step) is parcel:
                 del self._early[step]
 
-    async def take(self, *, timeout_s: float) -> Tensor:
+    async def take(self, check: Callable[[Tensor], None], *, timeout_s: float) -> Tensor:
         """Counts a step; returns its hidden states as soon as they are there.
+
+        Those for which ``check`` raises BadRequestError are refused, and others waited for: who has asked for the step
+        cannot help what a third peer pushes.
 
         Raises:
             RequestError: ``not_pushed`` if they do not come within ``timeout_s``.
         """
         step, parcel = self._next()
         if parcel is not None and not parcel.taken.done():
-            parcel.taken.set_result(None)
-            return parcel.hidden
+            try:
+                check(parcel.hidden)
+            except BadRequestError as error:
+                parcel.taken.set_exception(error)
+            else:
+                parcel.taken.set_result(None)
+                return parcel.hidden
         future: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
-        self._awaited = step, future
+        self._awaited = _Awaited(step, check, future)
         try:
             return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
@@ -89,3 +107,59 @@ class Inbox:
         for step, parcel in early.items():
             if not parcel.taken.done():
                 parcel.taken.set_exception(BadRequestError(f"the session has ended before step {step}"))
+
+
+class Receiver(Protocol):
+    """A session, or a request, of a client that lets others push."""
+
+    @property
+    def peer(self) -> str:
+        """The client."""
+
+    @property
+    def push_key(self) -> bytes:
+        """By which it lets them."""
+
+    @property
+    def inbox(self) -> Inbox:
+        """Takes what they push."""
+
+
+R = TypeVar("R", bound=Receiver)
+
+
+class Receivers(Generic[R]):
+    """Finds a receiver by its name and by who may push to it.
+
+    Servers that push to a client's session know its name. So names are a client's own: whoever else uses the same
+    keeps nothing from it.
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[Hashable, dict[str, R]] = {}
+
+    def add(self, name: Hashable, receiver: R) -> None:
+        """Lists a receiver.
+
+        Raises:
+            BadRequestError: If its client has another one of this name.
+        """
+        if self._named.setdefault(name, {}).setdefault(receiver.peer, receiver) is not receiver:
+            raise BadRequestError(
+                f"another session or request of this client takes what is pushed to {name!r}: choose random names, "
+                "and count the requests of a slot"
+            )
+
+    def remove(self, name: Hashable, receiver: R) -> None:
+        """Forgets a receiver. Idempotent."""
+        named = self._named.get(name, {})
+        if named.get(receiver.peer) is receiver:
+            del named[receiver.peer]
+        if not named:
+            self._named.pop(name, None)
+
+    def find(self, name: Hashable, sender: str, step: int, token: bytes) -> R | None:
+        """Returns the receiver of a name to which a peer may push a step; its client may without a token."""
+        named = self._named.get(name, {})
+        allowed = (one for one in named.values() if is_push_allowed(one.push_key, sender, step, token))
+        return named.get(sender) or next(allowed, None)

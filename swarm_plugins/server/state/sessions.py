@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from swarm_plugins.block_io import CacheOp
 from swarm_plugins.blocks.runner import SessionCache
 from swarm_plugins.server.failures import BadRequestError, RequestError
-from swarm_plugins.server.state.inbox import Inbox
+from swarm_plugins.server.state.inbox import Inbox, Receivers
+from swarm_plugins.transport.messages import PushedHidden
 
 MAX_OPS = 256
 """Most cache operations in one step; clients send a few, a message could hold ten thousands."""
@@ -66,7 +67,7 @@ class SessionTable:
     def __init__(self, max_per_peer: int) -> None:
         self.max_per_peer = max_per_peer
         self._sessions: dict[str, Session] = {}
-        self._pushed: dict[str, Session] = {}
+        self._pushed = Receivers[Session]()
         self._per_peer: Counter[str] = Counter()
         self._growing: Counter[str] = Counter()
 
@@ -98,17 +99,16 @@ class SessionTable:
         """Lists an open session.
 
         Raises:
-            BadRequestError: If other servers call another one as this one.
+            BadRequestError: If other servers call another one of this client as this one.
         """
-        if session.push_name and self._pushed.setdefault(session.push_name, session) is not session:
-            raise BadRequestError("another session is open under this push_name: choose a random one")
+        if session.push_name:
+            self._pushed.add(session.push_name, session)
         self._sessions[session.name] = session
 
     def remove(self, session: Session) -> None:
         """Forgets a session. Idempotent."""
         self._sessions.pop(session.name, None)
-        if self._pushed.get(session.push_name) is session:
-            del self._pushed[session.push_name]
+        self._pushed.remove(session.push_name, session)
 
     def find(self, peer: str, name: str) -> Session:
         """Returns a session of ``peer``.
@@ -121,10 +121,9 @@ class SessionTable:
             raise RequestError("unknown_session", f"session {name[:64]!r} is not open here: open a new one and replay")
         return session
 
-    def pushed_to(self, name: str) -> Session | None:
-        """Returns the session that others call so, whoever owns it; the caller checks whether the sender may push."""
-        session = self._pushed.get(name)
-        return None if session is None or session.is_closed else session
+    def pushed_to(self, pushed: PushedHidden, sender: str) -> Session | None:
+        """Returns the session, whoever owns it, to which a peer may push something."""
+        return self._pushed.find(pushed.session, sender, pushed.step, pushed.token)
 
     def num_outside(self, blocks: range) -> int:
         """Returns how many open sessions need other blocks than these."""

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from swarm_plugins.server.failures import BadRequestError
-from swarm_plugins.server.state.inbox import Inbox
-from swarm_plugins.transport.messages import PushSlot
+from swarm_plugins.server.state.inbox import Inbox, Receivers
+from swarm_plugins.transport.messages import PushedHidden, PushSlot
 
 
 @dataclass(eq=False)
@@ -26,24 +25,23 @@ class Slots:
     """The requests that wait for their inputs: at most one for each open stream."""
 
     def __init__(self) -> None:
-        self._slots: dict[tuple[str, int], Slot] = {}
+        self._slots = Receivers[Slot]()
 
-    def find(self, name: str, step: int) -> Slot | None:
-        """Returns the request that waits under a name; the caller checks whether the sender may push."""
-        return self._slots.get((name, step))
+    def find(self, pushed: PushedHidden, sender: str) -> Slot | None:
+        """Returns the request to which a peer may push something."""
+        return self._slots.find((pushed.session, pushed.step), sender, pushed.step, pushed.token)
 
     @contextlib.contextmanager
     def waiting(self, peer: str, pushed: PushSlot) -> Iterator[Inbox]:
         """Lets the input of a peer's request be pushed.
 
         Raises:
-            BadRequestError: If another request waits under that name.
+            BadRequestError: If another request of this peer waits under that name.
         """
-        key, slot = (pushed.name, pushed.step), Slot(peer, pushed.key, Inbox(pushed.step))
-        if self._slots.setdefault(key, slot) is not slot:
-            raise BadRequestError(f"a request waits for step {pushed.step} of this slot already: count the requests")
+        name, slot = (pushed.name, pushed.step), Slot(peer, pushed.key, Inbox(pushed.step))
+        self._slots.add(name, slot)
         try:
             yield slot.inbox
         finally:
-            del self._slots[key]
+            self._slots.remove(name, slot)
             slot.inbox.close()

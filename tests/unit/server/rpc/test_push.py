@@ -149,17 +149,6 @@ def test_a_step_is_pushed_once(service: Service) -> None:
     play(service, scene)
 
 
-def test_what_is_pushed_must_fit_the_step(service: Service) -> None:
-    async def scene(channel: Channel, transport: LocalTransport) -> None:
-        await opened(channel)
-        await push(transport, "bob", pushed("bob", hidden=torch.zeros(1, 2, WIDTH)))
-        answer = await ask(channel, AWAITED)
-        assert isinstance(answer, Failure)
-        assert "was pushed for a request of [1, 1, 0] and" in answer.message
-
-    play(service, scene)
-
-
 def test_neither_side_waits_for_ever(service: Service) -> None:
     service.limits = limits_with(service, session_lease_s=0.1)
 

@@ -58,7 +58,8 @@ async def awaited(
     channel = await asked(transport, request)
     assert request.pushed is not None
     async with asyncio.timeout(10):
-        while service.slots.find("lane", request.pushed.step) is None:
+        mine = pushed(step=request.pushed.step)
+        while service.slots.find(mine, "alice") is None:
             await asyncio.sleep(0.001)
     return channel
 
@@ -147,19 +148,20 @@ def test_what_overtakes_the_request_waits_a_moment_and_nothing_is_taken_twice(se
 def test_what_is_pushed_must_fit_the_request(service: Service, hidden: torch.Tensor, words: str) -> None:
     async def scene(_: Channel, transport: LocalTransport) -> None:
         forward = await awaited(service, transport)
-        await push(transport, "bob", pushed(hidden=hidden))
-        answer = await forward.receive(timeout_s=5)
+        answer = await (await push(transport, "bob", pushed(hidden=hidden))).receive(timeout_s=5)
         assert isinstance(answer, Failure)
         with pytest.raises(AssertionError, match=words):
             raise AssertionError(answer.message)
+        await push(transport, "bob", pushed())
+        assert isinstance(await forward.receive(timeout_s=5), ForwardResponse), "the request still waits"
 
     play(service, scene)
 
 
-def test_a_name_is_one_request_at_a_time_and_whoever_asks(service: Service) -> None:
+def test_a_name_is_one_request_of_a_client_at_a_time(service: Service) -> None:
     async def scene(_: Channel, transport: LocalTransport) -> None:
         forward = await awaited(service, transport)
-        second = await asked(transport, AWAITED, by="eve")
+        second = await asked(transport, AWAITED)
         answer = await second.receive(timeout_s=5)
         assert isinstance(answer, Failure)
         assert "count the requests" in answer.message
