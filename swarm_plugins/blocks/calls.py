@@ -121,6 +121,7 @@ class CallStack:
         self._layers = layers
         self._config = config
         self._idle_attention: str = config._attn_implementation
+        self._attention = self._idle_attention
         self.current: Call | None = None
 
     @contextmanager
@@ -140,8 +141,8 @@ class CallStack:
         self.current = new
         self._layers.set_active(None if new is None else new.table)
         attention = self._idle_attention if new is None else new.attention
-        if self._config._attn_implementation != attention:
-            self._config._attn_implementation = attention
+        if self._attention != attention:
+            self._config._attn_implementation = self._attention = attention
         if new is not None:
             for module, forward in new.patches.items():
                 # Hides the class's method; bypasses nn.Module's attribute hook for speed.

@@ -109,7 +109,7 @@ class CutModel:
         past = SessionPast(cache, self._joined)
         padding = padding_of(step)
         if self._is_direct and padding is None and step.hidden.shape[1] == 1:
-            return call.outputs(self._run_single(call, step.hidden, step.position_ids, past))
+            return call.outputs(self._run_single(call, step.blocks, step.hidden, step.position_ids, past))
         return call.outputs(self.run(call, step.hidden, padding, step.position_ids, past))
 
     def step_packed(self, steps: Sequence[StepInputs], caches: Sequence[KVCache]) -> list[SpanOutputs]:
@@ -126,7 +126,7 @@ class CutModel:
         call.attention = PACKED
         with packed_past(PackedPast(parts, self.attention, self._joined)) as past:
             if self._is_direct and all(part.num_new == 1 and part.attention_mask is None for part in parts):
-                hidden = self._run_single(call, hidden, positions, past)
+                hidden = self._run_single(call, steps[0].blocks, hidden, positions, past)
             else:
                 hidden = self.run(call, hidden, None, positions, past)
         return [part.outputs(hidden, call) for part in parts]
@@ -151,14 +151,14 @@ class CutModel:
         last: Tensor = output.last_hidden_state
         return last
 
-    def _run_single(self, call: Call, hidden: Tensor, positions: Tensor | None, past: Past) -> Tensor:
+    def _run_single(self, call: Call, blocks: range, hidden: Tensor, positions: Tensor | None, past: Past) -> Tensor:
         """Does what `run` does for one new token of each row, without the model's own preparations."""
         if positions is None:
             positions = torch.arange(past.length, past.length + 1, device=hidden.device)[None]
         model: Any = self.model
         with self._calls.running(call):
             rotation = model.rotary_emb(hidden, position_ids=positions)
-            for run in call.table:
+            for run in call.table[blocks.start : blocks.stop]:
                 hidden = run(
                     hidden,
                     attention_mask=None,

@@ -45,29 +45,39 @@ _FEW_ROWS = 16
 _FEWEST_ROWS = 4
 """oneDNN multiplies from so many rows on."""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Takes rows, a weight ``[out, in]`` and a bias."""
+"""Takes rows ``[n, in]``, a weight ``[in, out]`` and a bias."""
 
 
 class FusedBlock:
     """One block of a table of calls, in place of its layer; see `fused_block`."""
 
     def __init__(self, layer: Any, calls: CallStack, rotation: Rotation) -> None:
-        attention = layer.self_attn
+        attention, mlp = layer.self_attn, layer.mlp
         self._layer = layer
         self._calls = calls
         self._rotation = rotation
         self._attention = attention
-        self._first_norm, self._second_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self._head_norms = (attention.q_norm, attention.k_norm) if _is_any(attention, _NORMED_ATTENTION) else None
+        self._norms = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        is_normed = _is_any(attention, _NORMED_ATTENTION)
+        self._head_norms = (Norm(attention.q_norm), Norm(attention.k_norm)) if is_normed else None
         self._head_width: int = attention.head_dim
         self._projections = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj], _FEW_ROWS)
+        self._output = PlainLinear(attention.o_proj)
         self._num_heads = [one.out_features // self._head_width for one in self._projections.parts]
-        self._mlp = layer.mlp
-        self._gate_up = JoinedLinear([self._mlp.gate_proj, self._mlp.up_proj], 1) if _is_any(self._mlp, _MLPS) else None
-        self._is_silu = self._gate_up is not None and isinstance(self._mlp.act_fn, nn.SiLU | SiLUActivation)
-        norms = (self._first_norm, self._second_norm, *(self._head_norms or ()))
+        self._mlp = mlp
+        self._gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj], 1) if _is_any(mlp, _MLPS) else None
+        self._down = None if self._gate_up is None else PlainLinear(mlp.down_proj)
+        self._is_silu = self._gate_up is not None and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        modules = (
+            layer,
+            attention,
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            *((attention.q_norm, attention.k_norm) if is_normed else ()),
+            *(() if self._gate_up is None else (mlp,)),
+        )
         # Adapters patch linear layers, which are called as modules then; anything else is left to the layer itself.
-        self._unpatched = (layer, attention, *norms, *(() if self._gate_up is None else (self._mlp,)))
+        self._patchable = [module.__dict__ for module in modules]
 
     def __call__(
         self,
@@ -78,52 +88,61 @@ class FusedBlock:
         **kwargs: Any,
     ) -> Any:
         """Runs the block."""
-        if any("forward" in module.__dict__ for module in self._unpatched):
-            return self._layer(
-                hidden_states,
-                attention_mask=attention_mask,
-                position_embeddings=position_embeddings,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
+        for attributes in self._patchable:
+            if "forward" in attributes:
+                return self._layer(
+                    hidden_states,
+                    attention_mask=attention_mask,
+                    position_embeddings=position_embeddings,
+                    past_key_values=past_key_values,
+                    **kwargs,
+                )
         call = self._calls.current
         name = SDPA if call is None else call.attention
-        product = _product_of_few if name == PACKED and _is_few(hidden_states) else functional.linear
-        query, key, value = self._heads(_norm(self._first_norm, hidden_states), position_embeddings, product)
+        shape = hidden_states.shape
+        rows = hidden_states.reshape(-1, shape[-1])  # [B * S, D]
+        product = product_of_few if name == PACKED and _is_few(rows) else plain_product
+        query, key, value = self._heads(self._norms[0](rows), shape, position_embeddings, product)
         attention = self._attention
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, attention.layer_idx)
         output = attend(name, attention, query, key, value, attention_mask, dropout=0.0, scaling=attention.scaling)
-        output = output.reshape(*hidden_states.shape[:-1], self._num_heads[0] * self._head_width)
-        hidden = hidden_states + _linear(attention.o_proj, output, product)
-        return hidden + self._transform(_norm(self._second_norm, hidden), product)
+        output = output.reshape(-1, self._num_heads[0] * self._head_width)
+        rows = rows + self._output(output, product)
+        return (rows + self._transform(self._norms[1](rows), shape, product)).view(shape)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def _heads(self, hidden: Tensor, embeddings: tuple[Tensor, Tensor], product: Product) -> Sequence[Tensor]:
+    def _heads(
+        self, rows: Tensor, shape: torch.Size, embeddings: tuple[Tensor, Tensor], product: Product
+    ) -> Sequence[Tensor]:
         """Returns rotated queries, rotated keys, and values, each ``[B, H, S, W]``."""
-        shape = (*hidden.shape[:-1], -1, self._head_width)
-        joined = self._projections.joined(hidden, product) if self._head_norms is None else None
+        joined = self._projections.joined(rows, product) if self._head_norms is None else None
         if joined is not None:
-            heads = joined.view(shape).transpose(1, 2)
-            num_queries, num_keys, _ = self._num_heads
-            turning, value = heads.split([num_queries + num_keys, self._num_heads[2]], dim=1)
-            turned = self._rotation.apply(turning, embeddings)
-            return *turned.split([num_queries, num_keys], dim=1), value
-        query, key, value = (part.view(shape) for part in self._projections(hidden, product))
+            batch_size, length, _ = shape
+            if length == 1:
+                heads = joined.view(batch_size, -1, 1, self._head_width)
+            else:
+                heads = joined.view(batch_size, length, -1, self._head_width).transpose(1, 2)
+            num_queries, num_keys, num_values = self._num_heads
+            turning, value = heads.split_with_sizes((num_queries + num_keys, num_values), 1)
+            query, key = self._rotation.apply(turning, embeddings).split_with_sizes((num_queries, num_keys), 1)
+            return query, key, value
+        shape_of_heads = (*shape[:-1], -1, self._head_width)
+        query, key, value = (part.view(shape_of_heads) for part in self._projections(rows, product))
         if self._head_norms is not None:
-            query, key = _norm(self._head_norms[0], query), _norm(self._head_norms[1], key)
+            query, key = self._head_norms[0](query), self._head_norms[1](key)
         query, key = (self._rotation.apply(part.transpose(1, 2), embeddings) for part in (query, key))
         return query, key, value.transpose(1, 2)
 
-    def _transform(self, hidden: Tensor, product: Product) -> Tensor:
-        if self._gate_up is None:
-            output: Tensor = self._mlp(hidden)
-            return output
-        gate, factor = self._gate_up(hidden, product)
+    def _transform(self, rows: Tensor, shape: torch.Size, product: Product) -> Tensor:
+        if self._gate_up is None or self._down is None:
+            output: Tensor = self._mlp(rows.view(shape))
+            return output.view(rows.shape)
+        gate, factor = self._gate_up(rows, product)
         inner = gated_silu(gate, factor) if self._is_silu else self._mlp.act_fn(gate) * factor
-        return _linear(self._mlp.down_proj, inner, product)
+        return self._down(inner, product)
 
 
 class Rotation:
@@ -144,6 +163,53 @@ class Rotation:
         return heads * cosines + heads.roll(heads.shape[-1] // 2, -1) * sines
 
 
+class Norm:
+    """RMSNorm as the families do it, with fewer operations.
+
+    Args:
+        module: A family's.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._weight: Tensor = module.weight
+        self._shape = self._weight.shape
+        self._epsilon: float = module.variance_epsilon
+        self._is_cpu = self._weight.device.type == "cpu"
+        # A Python number would be turned into a tensor at each call.
+        self._numbers = [
+            torch.tensor(number, dtype=torch.float32) for number in (float(len(self._weight)), self._epsilon)
+        ]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Returns the normed last dimension."""
+        if not hidden.dtype == self._weight.dtype == torch.float32:
+            # In float32, and scaled after rounding.
+            normed = functional.rms_norm(hidden.float(), self._shape, None, self._epsilon)
+            return self._weight * normed.to(hidden.dtype)
+        if torch.is_grad_enabled() or not self._is_cpu:
+            return functional.rms_norm(hidden, self._shape, self._weight, self._epsilon)
+        # The operations that torch's own comes to on CPUs.
+        width, epsilon = self._numbers
+        scale = (hidden * hidden).sum(-1, keepdim=True).div_(width).add_(epsilon).rsqrt_()
+        return (hidden * scale).mul_(self._weight)
+
+
+class PlainLinear:
+    """A linear layer; no call of a module where it is plain and no adapter is on it."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._weight = layer.weight.detach().t() if type(layer) is nn.Linear else None
+        self._bias = None if self._weight is None else layer.bias
+
+    def __call__(self, rows: Tensor, product: Product) -> Tensor:
+        """Returns the layer's result."""
+        if self._weight is None or torch.is_grad_enabled() or "forward" in self._layer.__dict__:
+            output: Tensor = self._layer(rows)
+            return output
+        return product(rows, self._weight, self._bias)
+
+
 class JoinedLinear:
     """Linear layers with the same input, as one product where all of them are plain and no adapter is on one.
 
@@ -159,26 +225,29 @@ class JoinedLinear:
         self.parts = parts
         self._most_rows = most_rows
         self._sizes = [part.out_features for part in parts]
+        self._patchable = [part.__dict__ for part in parts]
         kinds = {(type(part), part.weight.dtype, part.weight.device, part.bias is None) for part in parts}
         is_plain = len(kinds) == 1 and type(parts[0]) is nn.Linear and parts[0].weight.dtype == torch.float32
-        self._weight = _join([part.weight for part in parts]) if is_plain else None
+        # Transposed here: a view less for each product.
+        self._weight = _join([part.weight for part in parts]).t() if is_plain else None
         self._bias = _join([part.bias for part in parts]) if is_plain and parts[0].bias is not None else None
 
-    def __call__(self, hidden: Tensor, product: Product) -> Sequence[Tensor]:
+    def __call__(self, rows: Tensor, product: Product) -> Sequence[Tensor]:
         """Returns the result of each layer."""
-        joined = self.joined(hidden, product)
-        return [part(hidden) for part in self.parts] if joined is None else joined.split(self._sizes, dim=-1)
+        joined = self.joined(rows, product)
+        return [part(rows) for part in self.parts] if joined is None else joined.split_with_sizes(self._sizes, -1)
 
-    def joined(self, hidden: Tensor, product: Product) -> Tensor | None:
+    def joined(self, rows: Tensor, product: Product) -> Tensor | None:
         """Returns all results, one behind the other in the last dimension; None if they are not joined."""
         # The gradient of the input would be one sum instead of several, and round otherwise.
         if self._weight is None or torch.is_grad_enabled():
             return None
-        if product is not _product_of_few and hidden.numel() > self._most_rows * hidden.shape[-1]:
+        if product is not product_of_few and rows.shape[0] > self._most_rows:
             return None
-        if any("forward" in part.__dict__ for part in self.parts):
-            return None
-        return product(hidden, self._weight, self._bias)
+        for attributes in self._patchable:
+            if "forward" in attributes:
+                return None
+        return product(rows, self._weight, self._bias)
 
 
 def fused_block(layer: nn.Module, calls: CallStack, rotation: Rotation) -> FusedBlock | None:
@@ -240,29 +309,19 @@ def _join(parts: Sequence[nn.Parameter]) -> Tensor:
     return joined
 
 
-def _norm(module: Any, hidden: Tensor) -> Tensor:
-    weight: Tensor = module.weight
-    if hidden.dtype == weight.dtype == torch.float32:
-        return functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)
-    # As the families do it: in float32, and scaled after rounding.
-    return weight * functional.rms_norm(hidden.float(), weight.shape, None, module.variance_epsilon).to(hidden.dtype)
-
-
-def _linear(module: Any, hidden: Tensor, product: Product) -> Tensor:
-    if type(module) is nn.Linear and "forward" not in module.__dict__:
-        return product(hidden, module.weight, module.bias)
-    output: Tensor = module(hidden)
-    return output
-
-
-def _is_few(hidden: Tensor) -> bool:
+def _is_few(rows: Tensor) -> bool:
     """Returns whether oneDNN multiplies such rows faster: a few, and more than two or three."""
-    rows = hidden.numel() // hidden.shape[-1]
-    is_known = hidden.device.type == "cpu" and hidden.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    return is_known and _FEWEST_ROWS <= rows <= _FEW_ROWS and not torch.is_grad_enabled()
+    is_known = rows.device.type == "cpu" and rows.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return is_known and _FEWEST_ROWS <= rows.shape[0] <= _FEW_ROWS and not torch.is_grad_enabled()
 
 
-def _product_of_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def plain_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns what a linear layer does; see `Product`."""
+    return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+
+
+def product_of_few(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns the same, by oneDNN."""
     # torch leaves float32 to BLAS, which takes 1.5 to 2.7 times as long for 8 rows as for one.
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight.t(), bias, "none", [], "")
     return result

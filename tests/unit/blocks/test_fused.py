@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.blocks import KVCache, SpanInputs, StepInputs, load_span
-from swarm_plugins.blocks.fused import FusedBlock, JoinedLinear
+from swarm_plugins.blocks.fused import FusedBlock, JoinedLinear, plain_product
 from swarm_plugins.moe.activation import gated_silu
 from swarm_plugins.testing.models import FAMILIES
 
@@ -170,10 +170,10 @@ def test_many_rows_and_what_is_trained_through_are_not_joined(is_trained: bool) 
     parts = [nn.Linear(8, 4).requires_grad_(False), nn.Linear(8, 6).requires_grad_(False)]
     joined = JoinedLinear(parts, 2)
     for rows in (1, 2, 3):
-        hidden = states(1, rows, 8)
+        hidden = states(1, rows, 8)[0]
         with torch.set_grad_enabled(is_trained):
-            assert (joined.joined(hidden, nn.functional.linear) is None) == (rows == 3 or is_trained)
-            found = joined(hidden, nn.functional.linear)
+            assert (joined.joined(hidden, plain_product) is None) == (rows == 3 or is_trained)
+            found = joined(hidden, plain_product)
         assert [one.shape[-1] for one in found] == [4, 6]
         torch.testing.assert_close(found, [part(hidden) for part in parts])
 
