@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -167,8 +168,10 @@ class _Run:
         cache.activate_past_recording()
         self._seen = int(cache.get_seq_length())
         self._is_first = True
-        # A window counts places, so rows with holes would see less than their window.
-        self._may_have_holes = self._places.positions is not None and not _has_window(model)
+        self._num_virtual = 0
+        """Places of the cache that are no tokens: before the text, from PEFT's prompt and prefix tuning."""
+        self._takes_positions = self._places.positions is not None
+        self._has_window = _has_window(model)
 
     def round(self, stopping_criteria: StoppingCriteriaList) -> list[int]:
         """Drafts, verifies and takes over; returns the new tokens of the first row."""
@@ -207,30 +210,49 @@ class _Run:
 
     def _verify(self, places: Places, width: int) -> Tensor:
         """Runs all places that the cache has not seen; returns the logits of the last, ``[B, width, V]``."""
-        options = dict(self.kwargs)
-        if places.positions is not None:
-            options["position_ids"] = places.positions
         model: Any = self._model
-        inputs = model.prepare_inputs_for_generation(
-            places.tokens,
-            next_sequence_length=places.length - self._seen,
-            attention_mask=places.mask,
-            is_first_iteration=self._is_first,
-            **options,
-        )
-        self._may_have_holes = self._may_have_holes and inputs.get("position_ids") is not None
+        inputs = self._prepared(places)
+        self._takes_positions = inputs.get("position_ids") is not None
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
         outputs = model(**inputs, return_dict=True)
+        if self._is_first:
+            self._num_virtual = max(0, int(outputs.past_key_values.get_seq_length()) - places.length)
         self.kwargs["past_key_values"] = outputs.past_key_values
         logits: Tensor = outputs.logits[:, -width:].float().to(places.tokens.device)
         return logits
 
+    def _prepared(self, places: Places) -> dict[str, Any]:
+        """Returns the model's arguments for all places that the cache has not seen."""
+        options = dict(self.kwargs)
+        model: Any = self._model
+        prepare, mask, positions = model.prepare_inputs_for_generation, places.mask, places.positions
+        if self._num_virtual:
+            # PEFT replaces the method to insert what it has learned; after that it would pass on a single token.
+            prepare = MethodType(type(model).prepare_inputs_for_generation, model)
+            if mask is not None:
+                mask = torch.cat((mask.new_ones(mask.shape[0], self._num_virtual), mask), dim=1)
+            positions = positions + self._num_virtual if positions is not None and self._takes_positions else None
+        if positions is not None:
+            options["position_ids"] = positions
+        inputs: dict[str, Any] = prepare(
+            places.tokens,
+            next_sequence_length=places.length - self._seen,
+            attention_mask=mask,
+            is_first_iteration=self._is_first,
+            **options,
+        )
+        cache = inputs["past_key_values"]
+        if cache is not self.kwargs["past_key_values"]:
+            cache.activate_past_recording()
+        return inputs
+
     def _take(self, chosen: Chosen, drafts: Tensor, stopping_criteria: StoppingCriteriaList) -> None:
         """Appends the accepted tokens and the one after them; forgets the rest."""
         texts = self.texts
+        # A window counts places, so rows with holes would see less than their window.
         counts = torch.where(texts.active.to(chosen.counts.device), chosen.counts, 0)
-        if not self._may_have_holes:
+        if self._has_window or not self._takes_positions:
             counts = torch.where(texts.active.to(counts.device), counts[texts.active].min(), 0)
         newest = chosen.tokens.gather(1, counts[:, None])[:, 0]
         places = self._places.accepted(drafts, counts, newest)

@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 import torch
 from generation_modes import PADDED, PADDED_MASK, PROMPT
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -73,6 +81,42 @@ def test_tokens_are_the_local_ones_and_a_round_is_a_trip(pair: Any, trips: list[
         assert decode(pair.remote, batch=batch, speculation=speculation) == want
         assert len(trips) == speculation.counts.rounds
         assert speculation.counts.accepted > 0 or one == "lookup"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), id="prompt"),
+        pytest.param(PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), id="p-tuning"),
+        pytest.param(PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), id="prefix"),
+        pytest.param(LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False), id="lora"),
+    ],
+)
+@pytest.mark.parametrize("batch", [False, True], ids=["one row", "three rows"])
+@pytest.mark.parametrize("pair", ["llama", "mixtral_sliding"], indirect=True)
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")  # PEFT's, of prompts
+def test_what_an_adapter_has_learned_counts_in_each_round(
+    pair: Any, trips: list[int], batch: bool, config: PeftConfig
+) -> None:
+    tuned = []
+    for base in (
+        pair.load_local(),
+        AutoSwarmModelForCausalLM.from_pretrained(pair.directory, connection=pair.swarm.connection),
+    ):
+        torch.manual_seed(0)
+        tuned.append(get_peft_model(base, copy.copy(config)).eval())
+        learned = [one for one in tuned[-1].parameters() if one.requires_grad]
+        with torch.no_grad():
+            for tensor in learned:
+                tensor.normal_(std=0.1, generator=torch.Generator().manual_seed(len(learned)))
+    local, remote = tuned
+    want = decode(local, batch=batch)
+    for one in (noisy(pair.load_local()), "lookup"):
+        trips.clear()
+        speculation = Speculation(one, max_tokens=4)
+        assert decode(remote, batch=batch, speculation=speculation) == want
+        assert len(trips) == speculation.counts.rounds
+        assert max(trips[1:]) > 1, "drafted tokens were verified"
 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["one row", "three rows"])
