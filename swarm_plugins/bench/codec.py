@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from swarm_plugins.bench.arms import check_directory
-from swarm_plugins.bench.figures import Report, goal_cells
+from swarm_plugins.bench.figures import Report, goal_cells, new_table
 from swarm_plugins.bench.swarm import swarm_model
 from swarm_plugins.bench.texts import text_pieces
 from swarm_plugins.client import SwarmConfig
@@ -83,11 +83,8 @@ class CodecReport(Report):
 
     def tables(self) -> Iterator[Table]:
         """Yields one table with a row per codec, and one of trainings, if there were any."""
-        table = Table(title=f"{self.command}: {self.model}", title_justify="left")
-        table.add_column("codec", no_wrap=True)
-        headings = ("bytes a number", "loss", "change of loss", "same token", "goal", "", "pack", "unpack")
-        for heading in headings:
-            table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+        headings = ("codec", "bytes a number", "loss", "change of loss", "same token", "goal", "", "pack", "unpack")
+        table = new_table(f"{self.command}: {self.model}", headings, names=("codec", ""))
         for row in self.rows:
             goal = None if row.reached is None else "{1:.1%}, <= {0:.2f} B".format(*GOALS[row.codec])
             table.add_row(
@@ -241,10 +238,8 @@ def _trained(
 
 
 def _training_table(training: Sequence[Training]) -> Table:
-    table = Table(title="held-out loss of a trained adapter", title_justify="left")
-    table.add_column("codec", no_wrap=True)
-    for heading in ("before", "after", "change"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("codec", "before", "after", "change")
+    table = new_table("held-out loss of a trained adapter", headings, names=("codec",))
     for one in training:
         after = f"{one.after.mean:.4f} ± {one.after.standard_error:.4f}"
         table.add_row(

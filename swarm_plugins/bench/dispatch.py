@@ -24,7 +24,7 @@ from transformers import MixtralConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from swarm_plugins.bench.figures import Report, goal_cells
+from swarm_plugins.bench.figures import Report, goal_cells, new_table
 from swarm_plugins.bench.measure import Arm, interleave
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.moe import Routing, combine
@@ -119,9 +119,8 @@ class DispatchReport(Report):
         for (part, what), group in itertools.groupby(self.cells, key=lambda cell: cell.setting[:2]):
             cells = list(group)
             arms = list(cells[0].times_ms)
-            table = Table(title=f"{self.command}: {part}, {what}, ms of CPU time", title_justify="left")
-            for heading in ("experts", "tokens", "routing", *arms, "table / best of HF", "padded / table"):
-                table.add_column(heading, justify="right", no_wrap=True)
+            headings = ("experts", "tokens", "routing", *arms, "table / best of HF", "padded / table")
+            table = new_table(f"{self.command}: {part}, {what}, ms of CPU time", headings)
             for cell in cells:
                 times = [_text(cell.times_ms[arm]) for arm in arms]
                 padded = cell.over(PADDED)
@@ -134,9 +133,7 @@ class DispatchReport(Report):
                     "" if padded is None else f"{1 / padded:.1f}",
                 )
             yield table
-        table = Table(title="Goals", title_justify="left")
-        for heading in ("what", "measured", "goal", ""):
-            table.add_column(heading, justify="left" if heading in ("what", "") else "right", no_wrap=True)
+        table = new_table("goals", ("what", "measured", "goal", ""), names=("what", ""))
         for one in self.goals():
             verdict = goal_cells(f"{one.goal:g}", one.reached, is_upper_bound=one.is_upper_bound)
             table.add_row(one.name, f"{one.value:.2f}", *verdict)

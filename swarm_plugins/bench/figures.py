@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from swarm_plugins import __version__
@@ -39,15 +41,13 @@ class Report:
         for table in self.tables():
             console.print(table)
         for note in self.notes:
-            console.print(f"  {note}")
+            console.print(f"  {note}", markup=False)
         console.print("  " + ", ".join(f"{key} {value}" for key, value in _machine().items()))
 
     def write_json(self, path: Path) -> None:
         """Writes the figures to a file; raises ConfigError if the file cannot be written."""
-        try:
+        with _writing(path, "the figures"):
             path.write_text(json.dumps({**self.as_dict(), "machine": _machine()}, indent=1) + "\n")
-        except OSError as exc:
-            raise ConfigError(f"cannot write the figures to {path}: {exc.strerror}; give another file") from exc
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +88,8 @@ class SwarmReport(Report):
 
     def tables(self) -> Iterator[Table]:
         """Yields one table with a row per figure."""
-        table = Table(title=f"{self.command}: {self.model}", title_justify="left")
-        for heading in ("figure", *self.headings, "unit", "ratio", "goal", "", "CPU ratio"):
-            table.add_column(heading, justify="left" if heading in ("figure", "unit", "") else "right", no_wrap=True)
+        headings = ("figure", *self.headings, "unit", "ratio", "goal", "", "CPU ratio")
+        table = new_table(f"{self.command}: {self.model}", headings, names=("figure", "unit", ""))
         for one in self.figures:
             digits = 2 if one.unit == "GB" else 1
             goal = None if one.goal is None else f"{one.goal:.2f}"
@@ -110,12 +109,45 @@ class SwarmReport(Report):
         return {**asdict(self), "figures": [{**asdict(one), "reached": one.reached} for one in self.figures]}
 
 
+def new_table(title: str, headings: Iterable[str], *, names: Collection[str] = ("",)) -> Table:
+    """Returns a table without rows, which shows every character: where it is too wide, the widest column is folded.
+
+    Args:
+        title: Shown as it is.
+        headings: Of the columns.
+        names: Headings of columns that are aligned at the left; numbers are at the right.
+    """
+    table = Table(title=escape(title), title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in names else "right", overflow="fold")
+    return table
+
+
 def goal_cells(goal: str | None, reached: bool | None, *, is_upper_bound: bool) -> tuple[str, str]:
     """Returns the table cells of a goal and its verdict; empty without a goal."""
     if goal is None:
         return "", ""
     verdict = "[green]reached[/green]" if reached else "[yellow]missed[/yellow]"
     return f"{'<=' if is_upper_bound else '>='} {goal}", verdict
+
+
+def check_writable(file: Path, what: str) -> None:
+    """Raises ConfigError if a file cannot be written, so that it is known before what takes minutes to measure."""
+    if file.exists() and not file.is_file():
+        return  # opening a pipe, and closing it again, would end it for its reader
+    is_new = not file.exists()
+    with _writing(file, what):
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+
+
+@contextmanager
+def _writing(file: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigError(f"cannot write {what} to {file}: {exc.strerror}; give another file") from exc
 
 
 def _machine() -> dict[str, str]:

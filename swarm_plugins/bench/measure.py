@@ -8,8 +8,10 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
+from rich.progress import Progress
 
 # The kernel counts CPU time in hundredths of a second.
 _SHORTEST_CPU_S = 0.1
@@ -65,6 +67,12 @@ def interleave(
             if index >= warm_up:
                 arm.samples.append(Sample(seconds, cpu_seconds(arm.pids) - cpu))
         on_round()
+
+
+def take_turns(name: str, arms: Iterable[Arm], *, rounds: int, progress: Progress) -> None:
+    """Runs the arms in turns, after a round to warm up, and shows how far they are."""
+    bar = progress.add_task(name, total=rounds + 1)
+    interleave(arms, rounds=rounds, on_round=partial(progress.advance, bar))
 
 
 def process_tree(pids: Iterable[int]) -> list[psutil.Process]:

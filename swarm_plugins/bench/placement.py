@@ -21,12 +21,12 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from swarm_plugins.bench.figures import Report
-from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.bench.figures import Report, new_table
+from swarm_plugins.bench.pictures import check_picture, picture
 from swarm_plugins.routing.placement import Placed
 from swarm_plugins.routing.simulation import Course, Scenario, mean_coverage, simulate
 from swarm_plugins.routing.span_table import Floats
-from swarm_plugins.study.plots import GOOD, MARK, MUTED, rc_settings, save_svg, tidy
+from swarm_plugins.study.plots import GOOD, MARK, MUTED, tidy
 
 Swarm = tuple[Placed, ...]
 _EXACT_UP_TO = 16
@@ -137,8 +137,7 @@ class PlacementReport(Report):
 
     def tables(self) -> Iterator[Table]:
         """Yields one table with a row per swarm."""
-        table = Table(title=f"{self.command}: {self.model}", title_justify="left")
-        names = (
+        headings = (
             "servers",
             "blocks",
             "of the optimum",
@@ -148,8 +147,7 @@ class PlacementReport(Report):
             "rest, min",
             "uncovered",
         )
-        for name in names:
-            table.add_column(name, justify="right")
+        table = new_table(f"{self.command}: {self.model}", headings)
         for one in self.figures:
             verdict = "[green]>= 0.90[/green]" if one.share >= _GOAL else "[yellow]>= 0.90 missed[/yellow]"
             table.add_row(
@@ -169,8 +167,8 @@ def bench_placement(
     *, sizes: Sequence[int], churn_h: float, seed: int, plot: Path | None, progress: Progress
 ) -> PlacementReport:
     """Simulates swarms of some sizes; ``plot`` is a file to draw them to."""
-    if plot is not None and plot.suffix != ".svg":
-        raise ConfigError(f"cannot draw to {plot}: the picture is an SVG, so name a file that ends in .svg")
+    if plot is not None:
+        check_picture(plot)
     report = PlacementReport(command="swarm bench placement", model=f"{churn_h:g} h of churn, seed {seed}")
     courses = []
     for size in sizes:
@@ -215,22 +213,12 @@ def draw_courses(courses: Sequence[Course], file: Path) -> None:
         MissingExtraError: If matplotlib is not installed.
         ConfigError: If the file cannot be written.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise MissingExtraError("--plot needs matplotlib: pip install 'swarm_plugins[plot]'") from exc
-    with matplotlib.rc_context(rc_settings("placement")):
-        figure = Figure(figsize=(8.4, 0.6 + 2.2 * len(courses)), layout="constrained")
+    with picture(file, (8.4, 0.6 + 2.2 * len(courses))) as figure:
         panels: Any = figure.subplots(len(courses), 1, sharex=True, squeeze=False)
         for panel, course in zip(panels[:, 0], courses, strict=True):
             _draw_course(course, panel)
         panels[0, 0].legend(loc="lower right", frameon=False)
         panels[-1, 0].set_xlabel("hours; ticks: servers begin to move; line: the last arrival or departure")
-        try:
-            save_svg(figure, file)
-        except OSError as exc:
-            raise ConfigError(f"cannot draw to {file} ({exc}); name a file in a folder that can be written") from exc
 
 
 def _means(times_s: Sequence[float], values: Sequence[float], edges: Floats) -> Floats:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from swarm_plugins.bench.figures import Report
+from swarm_plugins.bench.figures import Report, new_table
 from swarm_plugins.demo.text import demo_documents, pieces_of
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.talk.turns import load_tokenizer
@@ -61,9 +61,8 @@ class PrivacyReport(Report):
 
     def tables(self) -> Iterator[Table]:
         """Yields one table with a row per depth."""
-        table = Table(title=f"{self.command}: {self.model}", title_justify="left")
-        for heading in ("local blocks", "nearest embedding", "nearest of the corpus", "linear probe"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        headings = ("local blocks", "nearest embedding", "nearest of the corpus", "linear probe")
+        table = new_table(f"{self.command}: {self.model}", headings)
         for one in self.depths:
             shares = (one.embedding, one.reference, one.probe)
             table.add_row(str(one.local_blocks), *(f"{share:.1%}" for share in shares))

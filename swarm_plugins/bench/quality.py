@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarm_plugins.bench.figures import Report
+from swarm_plugins.bench.figures import Report, new_table
 from swarm_plugins.bench.texts import text_pieces
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.offload import OffloadConfig, load_offloaded
@@ -47,9 +47,8 @@ class QualityReport(Report):
 
     def tables(self) -> Iterator[Table]:
         """Yields one table, grouped by the width of attention as in the paper."""
-        table = Table(title=f"{self.command}: {self.model}", title_justify="left")
-        for heading in ("attention", "experts", "size", "perplexity", "change of loss"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        headings = ("attention", "experts", "size", "perplexity", "change of loss")
+        table = new_table(f"{self.command}: {self.model}", headings)
         order = sorted(self.rows, key=lambda row: (sort_key(row.attention_bits), sort_key(row.expert_bits)))
         for row in reversed(order):
             table.add_row(

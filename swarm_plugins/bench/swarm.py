@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,17 +12,18 @@ from transformers import PreTrainedModel
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
 from swarm_plugins.bench.arms import frozen
 from swarm_plugins.bench.figures import Figure
-from swarm_plugins.bench.measure import Arm, interleave
-from swarm_plugins.client import SwarmConfig
+from swarm_plugins.bench.measure import Arm, take_turns
+from swarm_plugins.client import SwarmConfig, SwarmConnection, connect
 
 
 def swarm_model(directory: Path, initial_peers: Sequence[str], config: SwarmConfig | None = None) -> PreTrainedModel:
     """Loads the client's share of the model; its blocks run on the swarm."""
-    return frozen(
-        AutoSwarmModelForCausalLM.from_pretrained(
-            directory, initial_peers=list(initial_peers), dtype=torch.float32, swarm=config
-        )
-    )
+    return model_on(directory, connect(initial_peers, config or SwarmConfig()))
+
+
+def model_on(directory: Path, connection: SwarmConnection) -> PreTrainedModel:
+    """Loads the client's share of the model, whose blocks run on the servers of a connection."""
+    return frozen(AutoSwarmModelForCausalLM.from_pretrained(directory, connection=connection, dtype=torch.float32))
 
 
 def weight_bytes(model: PreTrainedModel, blocks: range) -> int:
@@ -37,8 +37,7 @@ def compare(
     name: str, unit: str, here: Arm, there: Arm, *, goal: float | None, rounds: int, progress: Progress
 ) -> Figure:
     """Runs the local model and the swarm in turns; returns milliseconds of both and the ratio of their speeds."""
-    bar = progress.add_task(name, total=rounds + 1)
-    interleave([here, there], rounds=rounds, on_round=partial(progress.advance, bar))
+    take_turns(name, [here, there], rounds=rounds, progress=progress)
     return Figure(
         name=name,
         unit=unit,

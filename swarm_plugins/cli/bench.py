@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarm_plugins.cli.bench_network import network
 from swarm_plugins.cli.support.arguments import Revision
-from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
+from swarm_plugins.cli.support.measuring import Json, ModelFolder, NewTokens, Rounds, Servers, check_json, measure, show
+from swarm_plugins.cli.support.output import one_sentence_errors
 from swarm_plugins.noise import quiet_command, quiet_loading
 
 if TYPE_CHECKING:
@@ -24,20 +24,10 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_COLUMNS = 140
-
-Model = Annotated[
-    Path, typer.Option(help="Directory of the model: config.json and safetensors files.", exists=True, file_okay=False)
-]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.", dir_okay=False)]
-Rounds = Annotated[int, typer.Option(help="Rounds whose medians are shown, after one to warm up.", min=1, max=1000)]
-Servers = Annotated[int, typer.Option(help="Servers in the chain.", min=1, max=64)]
-NewTokens = Annotated[int, typer.Option(help="Tokens decoded in each round.", min=4, max=4096)]
-
 
 @app.command()
 def decode(
-    model: Model,
+    model: ModelFolder,
     servers: Annotated[list[int] | None, typer.Option(help="Servers in the chain; repeatable.")] = None,
     prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
     new_tokens: NewTokens = 32,
@@ -58,11 +48,11 @@ def decode(
             progress=progress,
         )
 
-    _measure("decode", run, json)
+    measure("decode", run, json)
 
 
 @app.command()
-def train(model: Model, servers: Servers = 1, rounds: Rounds = 7, json: Json = None) -> None:
+def train(model: ModelFolder, servers: Servers = 1, rounds: Rounds = 7, json: Json = None) -> None:
     """Measure forward, and forward with backward of a soft prompt, for 1 x 64 and 8 x 64 tokens."""
 
     def run(progress: Progress) -> Report:
@@ -70,73 +60,15 @@ def train(model: Model, servers: Servers = 1, rounds: Rounds = 7, json: Json = N
 
         return bench_train(model, num_servers=servers, rounds=rounds, progress=progress)
 
-    _measure("train", run, json)
+    measure("train", run, json)
 
 
-@app.command()
-def network(
-    model: Model,
-    rtt: Annotated[float, typer.Option(help="Round-trip time between client and servers, ms.", min=0)] = 100.0,
-    mbit: Annotated[float, typer.Option(help="Rate of each connection, Mbit/s.")] = 100.0,
-    server_rtt: Annotated[
-        float | None, typer.Option(help="Round-trip time between servers, ms. Default: as --rtt.", min=0)
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="Instead of --rtt and --mbit: 1gbit-5ms, 100mbit-5ms or 100mbit-100ms.")
-    ] = None,
-    servers: Servers = 3,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|lookup",
-            help="Measure speculation too, with the small model in this directory, or from the text alone.",
-        ),
-    ] = None,
-    waiting: Annotated[
-        float | None,
-        typer.Option(help="Measure chunks of 16 x 64 tokens too, through servers that wait so many seconds.", min=0.01),
-    ] = None,
-    prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
-    new_tokens: NewTokens = 16,
-    rounds: Rounds = 5,
-    json: Json = None,
-) -> None:
-    """Measure servers at a distance: a token, the first token and a training step against the link's bound."""
-
-    def run(progress: Progress) -> Report:
-        from swarm_plugins.bench.network import bench_network
-        from swarm_plugins.bench.pipeline import Pipeline
-        from swarm_plugins.errors import ConfigError
-        from swarm_plugins.links import NETWORKS, Link
-        from swarm_plugins.testing.in_process import InProcessSwarm
-
-        if preset is not None and preset not in NETWORKS:
-            raise ConfigError(f"unknown --preset {preset!r}: choose from {', '.join(NETWORKS)}")
-        link = Link(rtt_ms=rtt, mbit=mbit) if preset is None else NETWORKS[preset]
-        report = bench_network(
-            model,
-            link=link,
-            server_link=link if server_rtt is None else Link(rtt_ms=server_rtt, mbit=link.mbit),
-            num_servers=servers,
-            prefix_tokens=prefix,
-            new_tokens=new_tokens,
-            rounds=rounds,
-            progress=progress,
-            draft=draft,
-        )
-        if waiting is not None:
-            pipeline = Pipeline(
-                model, link=link, swarm=InProcessSwarm, waiting_s=waiting, rounds=rounds, progress=progress
-            )
-            report.figures += pipeline.figures()
-        return report
-
-    _measure("network", run, json)
+app.command()(network)
 
 
 @app.command()
 def sessions(
-    model: Model,
+    model: ModelFolder,
     sessions: Annotated[
         list[int] | None, typer.Option(help="Client processes that decode at the same time; repeatable.")
     ] = None,
@@ -159,12 +91,12 @@ def sessions(
             progress=progress,
         )
 
-    _measure("sessions", run, json)
+    measure("sessions", run, json)
 
 
 @app.command()
 def experts(
-    model: Model,
+    model: ModelFolder,
     holders: Annotated[
         list[int] | None, typer.Option(help="Holders that share the experts; repeatable.", min=1, max=64)
     ] = None,
@@ -191,7 +123,7 @@ def experts(
             progress=progress,
         )
 
-    _measure("experts", run, json)
+    measure("experts", run, json)
 
 
 @app.command()
@@ -233,7 +165,7 @@ def offload(
             progress=progress,
         )
 
-    _measure("offload", run, json)
+    measure("offload", run, json)
 
 
 @app.command()
@@ -249,7 +181,7 @@ def dispatch(
 
         return bench_dispatch(is_full=full, rounds=rounds, progress=progress)
 
-    _measure("dispatch", run, json)
+    measure("dispatch", run, json)
 
 
 @app.command()
@@ -270,7 +202,7 @@ def placement(
         sizes = servers or [10, 100, 1000]
         return bench_placement(sizes=sizes, churn_h=churn_h, seed=seed, plot=plot, progress=progress)
 
-    _measure("placement", run, json)
+    measure("placement", run, json)
 
 
 @app.command()
@@ -294,6 +226,7 @@ def quality(
         from swarm_plugins.cli.support.options import parse_width
         from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS
 
+        check_json(json)
         expert_bits = [parse_width("--experts", bits, EXPERT_BITS) for bits in experts or ("16", "8", "4", "3", "2")]
         other_bits = [parse_width("--attention", bits, OTHER_BITS) for bits in attention or ("16", "8", "4")]
         # What takes seconds to import comes after what may be wrong at once.
@@ -309,12 +242,12 @@ def quality(
                 length=length,
                 revision=revision,
             )
-        _show(report, json)
+        show(report, json)
 
 
 @app.command()
 def codec(
-    model: Model,
+    model: ModelFolder,
     servers: Servers = 3,
     text: Annotated[
         Path | None, typer.Option(help="Text to predict. Default: presidential addresses.", exists=True, dir_okay=False)
@@ -341,11 +274,11 @@ def codec(
             progress=progress,
         )
 
-    _measure("codec", run, json)
+    measure("codec", run, json)
 
 
 @app.command()
-def verify(model: Model, servers: Servers = 1, rounds: Rounds = 5, json: Json = None) -> None:
+def verify(model: ModelFolder, servers: Servers = 1, rounds: Rounds = 5, json: Json = None) -> None:
     """Measure what receipts and spot checks cost at their floor, against the same calls without them."""
 
     def run(progress: Progress) -> Report:
@@ -353,12 +286,12 @@ def verify(model: Model, servers: Servers = 1, rounds: Rounds = 5, json: Json = 
 
         return bench_verify(model, num_servers=servers, rounds=rounds, progress=progress)
 
-    _measure("verify", run, json)
+    measure("verify", run, json)
 
 
 @app.command()
 def privacy(
-    model: Model,
+    model: ModelFolder,
     depth: Annotated[
         list[int] | None, typer.Option(help="Local blocks before the first server; repeatable.", min=0)
     ] = None,
@@ -372,27 +305,4 @@ def privacy(
 
         return bench_privacy(model, depths=depth or [0, 1, 2, 4, 8], documents=documents, progress=progress)
 
-    _measure("privacy", run, json)
-
-
-def _measure(what: str, run: Callable[[Progress], Report], json: Path | None) -> None:
-    # Read when torch is imported; one thread a side keeps the two from competing for cores.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    quiet_command()
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from swarm_plugins.bench.measure import Bystanders
-
-    bystanders = Bystanders()
-    with one_sentence_errors(f"bench {what}"):
-        with quiet_loading(), Progress(console=Console(stderr=True), transient=True) as progress:
-            report = run(progress)
-        report.notes.append(f"other processes kept {bystanders.cores():.2f} cores busy meanwhile")
-        _show(report, json)
-
-
-def _show(report: Report, json: Path | None) -> None:
-    if json is not None:
-        report.write_json(json)
-    report.print_tables(wide_console(_COLUMNS))
+    measure("privacy", run, json)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +36,46 @@ def draw(figures: Mapping[str, Any], folder: Path) -> list[Path]:
     Raises:
         MissingExtraError: If matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise MissingExtraError("the pictures need matplotlib: pip install 'swarm_plugins[plot]'") from exc
     drawings = {"prmoe-claims.svg": _draw_claims, "prmoe-curves.svg": _draw_curves} if figures["arms"] else {}
     if "cost" in figures:
         drawings["prmoe-cost.svg"] = _draw_cost
     files = []
-    with matplotlib.rc_context(rc_settings("prmoe-study")):
+    with settings("prmoe-study"):
         for name, drawing in drawings.items():
-            figure = Figure(layout="constrained")
+            figure = new_figure()
             drawing(figures, figure)
             save_svg(figure, folder / name)
             files.append(folder / name)
     return files
 
 
-def rc_settings(salt: str) -> Any:
-    """Returns matplotlib's settings for a picture in the colors of this module; ``salt`` makes its bytes repeatable."""
-    return {"svg.hashsalt": salt, "font.size": 9, "svg.fonttype": "none", **dict.fromkeys(_INKED, INK)}
+def new_figure(size: tuple[float, float] | None = None) -> Any:
+    """Returns a figure of matplotlib, ``size`` in inches.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    return _matplotlib().figure.Figure(figsize=size, layout="constrained")
+
+
+@contextlib.contextmanager
+def settings(salt: str) -> Iterator[None]:
+    """Draws in the colors of this module inside the context; ``salt`` makes the bytes of a picture repeatable.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    inked = dict.fromkeys(_INKED, INK)
+    with _matplotlib().rc_context({"svg.hashsalt": salt, "font.size": 9, "svg.fonttype": "none", **inked}):
+        yield
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib.figure
+    except ImportError as exc:
+        raise MissingExtraError("pictures need matplotlib: pip install 'swarm_plugins[plot]'") from exc
+    return matplotlib
 
 
 def save_svg(figure: Any, file: Path) -> None:

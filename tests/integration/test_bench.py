@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 
+from swarm_plugins.bench.network.distances import Distances
+from swarm_plugins.links import Link
 from swarm_plugins.testing.models import save_tiny
 
 ROOT = Path(__file__).parent.parent.parent
@@ -79,8 +82,25 @@ def test_bench_of_training_in_chunks(tiny: Path, tmp_path: Path) -> None:
         "training through 3 servers that wait, 20 ms, 8 chunks / 1",
         "training through 3 servers that wait, 20 ms, 8 chunks",
         "training through servers that wait, 2 for each span / 1, 16 chunks",
-        "training through 2 servers with a core each, 4 ms, 4 chunks / 1",
+        "training through 2 servers with a core each, 4 ms, 4 pushed chunks / whole batch by the client",
+        "training through 2 servers with a core each, 4 ms, 4 pushed chunks / whole batch pushed",
     ]
+
+
+@pytest.mark.swarm
+def test_bench_of_distances(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="an extra")
+    link = Link(rtt_ms=2)
+    distances = Distances(directory=tiny, links=[(link, link)], num_servers=2, draft="lookup", new_tokens=4, rounds=1)
+    with Progress(disable=True) as progress:
+        report = distances.report(tmp_path / "distances.svg", progress)
+    [point] = report.points
+    assert (point.rtt_ms, point.server_rtt_ms) == (2, 2)
+    assert point.drafted is not None
+    assert min(point.local, point.star, point.pushed, point.drafted) > 0
+    assert point.tokens_per_trip is not None
+    assert point.tokens_per_trip >= 1
+    assert "carried by the client" in (tmp_path / "distances.svg").read_text()
 
 
 @pytest.mark.swarm
@@ -122,16 +142,3 @@ def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     assert result.stderr.strip() == (
         f"swarm bench decode: there is no model in {tmp_path}: it needs a config.json and safetensors files"
     )
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        (["--preset", "dsl"], "unknown --preset 'dsl': choose from 1gbit-5ms, 100mbit-5ms, 100mbit-100ms"),
-        (["--mbit", "0"], "invalid mbit 0.0: give a rate above 0, in Mbit/s"),
-    ],
-)
-def test_bench_of_an_impossible_link_is_one_sentence(tiny: Path, wrong: list[str], sentence: str) -> None:
-    result = bench("network", "--model", str(tiny), *wrong)
-    assert result.returncode == 2
-    assert result.stderr.strip() == f"swarm bench network: {sentence}"

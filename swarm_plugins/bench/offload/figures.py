@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from swarm_plugins.bench.figures import Report, goal_cells
+from swarm_plugins.bench.figures import Report, goal_cells, new_table
 from swarm_plugins.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -160,11 +160,8 @@ def _at_most(report: OffloadReport, name: str, value: float, goal: float) -> Non
 
 
 def _arms_table(report: OffloadReport) -> Table:
-    table = Table(title=f"{report.command}: {report.model}, {report.share:.0%} of the experts", title_justify="left")
-    table.add_column("", no_wrap=True)
-    headings = ("tokens/s", "of resident", "read/token", "CPU s/token", "hits", "recall", "waits", "peak", "load")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("", "tokens/s", "of resident", "read/token", "CPU s/token", "hits", "recall", "waits", "peak", "load")
+    table = new_table(f"{report.command}: {report.model}, {report.share:.0%} of the experts", headings)
     resident = report.find(ArmName.RESIDENT)
     for one in report.arms:
         table.add_row(
@@ -194,10 +191,7 @@ def _arms_table(report: OffloadReport) -> Table:
 
 
 def _goals_table(goals: list[Goal]) -> Table:
-    table = Table(title="goals", title_justify="left")
-    table.add_column("figure", no_wrap=True)
-    for heading in ("value", "goal", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table("goals", ("figure", "value", "goal", ""), names=("figure", ""))
     for one in goals:
         cells = goal_cells(f"{one.goal:g}", one.reached, is_upper_bound=one.is_upper_bound)
         table.add_row(one.name, f"{one.value:.2f}", *cells)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.outline import experts_modules
+from swarm_plugins.study.plots import new_figure
 
 ExpertUse = Mapping[int, Sequence[Tensor]]
 """``[T, experts_per_token]`` for each pass, by layer; tokens in order."""
@@ -49,14 +50,10 @@ def draw_expert_use(use: ExpertUse, num_experts: int, file: Path) -> None:
         MissingExtraError: If matplotlib is not installed.
         ConfigError: If nothing was recorded, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise MissingExtraError("--plot needs matplotlib: pip install 'swarm_plugins[plot]'") from exc
     layers = shown_layers(sorted(use))
     if not layers:
         raise ConfigError("no expert was used: there is nothing to draw")
-    figure = Figure(figsize=(10, 1.2 + 0.9 * len(layers)), layout="constrained")
+    figure = new_figure((10, 1.2 + 0.9 * len(layers)))
     strips: Any = figure.subplots(len(layers), 1, sharex=True, squeeze=False)
     for strip, layer in zip(strips[:, 0], layers, strict=True):
         strip.imshow(_strip(use[layer], num_experts), aspect="auto", origin="lower", cmap="Blues", vmin=0, vmax=1)

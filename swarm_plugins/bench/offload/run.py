@@ -11,6 +11,7 @@ import torch
 from rich.progress import Progress
 
 from swarm_plugins.bench.arms import check_directory, decode, prompt_tokens
+from swarm_plugins.bench.figures import check_writable
 from swarm_plugins.bench.offload.figures import ArmFigures, ArmName, OffloadReport, add_goals
 from swarm_plugins.bench.offload.model import default_folder, olmoe_config, write_random_moe
 from swarm_plugins.bench.offload.plot import draw_expert_use, recorded_use
@@ -71,6 +72,8 @@ def bench_offload(
         SwarmError: If the arms decode different tokens, or an arm's process ends.
     """
     share, arms = parse_share(fast), _arms(without)
+    if plot is not None:
+        check_writable(plot, "the picture")
     torch.set_num_threads(1)
     directory = _directory(model, random_scale, progress)
     report = OffloadReport(command="swarm bench offload", model=directory.resolve().name, share=share)

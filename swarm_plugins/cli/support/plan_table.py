@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from swarm_plugins.cli.support.options import format_offload
@@ -36,8 +37,13 @@ def print_plan(console: Console, planned: Planned) -> None:
     if plan.fits and sizes.quantized_bits is None:
         console.print("Everything fits: transformers alone will do, offloading gains nothing.")
     elif not plan.fits:
-        console.print(f"Faster: {_faster(planned)}.", soft_wrap=True, highlight=False)
-    console.print(f"swarm run {planned.name} --offload {format_offload(plan.config)}", soft_wrap=True, highlight=False)
+        _print_line(console, f"Faster: {_faster(planned)}.")
+    _print_line(console, f"swarm run {planned.name} --offload {format_offload(plan.config)}")
+
+
+def _print_line(console: Console, text: str) -> None:
+    """Prints what users copy: on one line, and brackets in paths as they are."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _faster(planned: Planned) -> str:
@@ -57,10 +63,10 @@ def _faster(planned: Planned) -> str:
 def _memory_table(planned: Planned) -> Table:
     plan, sizes = planned.plan, planned.plan.sizes
     experts = sum(layer.num_experts for layer in sizes.layers)
-    table = Table(title=f"{planned.name} in {format_bytes(plan.memory_bytes)}", title_justify="left")
-    table.add_column("what", no_wrap=True)
+    table = Table(title=escape(f"{planned.name} in {format_bytes(plan.memory_bytes)}"), title_justify="left")
+    table.add_column("what", overflow="fold")
     for heading in ("size", "in fast memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     table.add_row(
         f"{experts} experts in {len(sizes.layers)} layers, each {format_bytes(sizes.largest_expert_bytes)}",
         format_bytes(sizes.expert_bytes),
@@ -82,9 +88,9 @@ def _memory_table(planned: Planned) -> Table:
 def _forecast_table(planned: Planned) -> Table:
     plan = planned.plan
     table = Table(title="to expect of one sequence, once warm", title_justify="left")
-    table.add_column("experts", no_wrap=True)
+    table.add_column("experts", overflow="fold")
     for heading in ("size", "in memory", "hits", "read per token", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
     bits = plan.sizes.expert_bits
     rows = [(bits, plan.sizes.expert_bytes, plan.forecast)]
     rows += [(other.expert_bits, other.expert_bytes, other.forecast) for other in plan.alternatives]

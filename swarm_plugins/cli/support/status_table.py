@@ -20,6 +20,8 @@ _NUMBERS = ("load", "free KV tokens", "tokens/s a block")
 _NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")
 _COLUMNS = (*_NARROW, "tokens/s a block")
 _WIDE_CHARS = 140
+_FITTING_CHARS = 80
+"""Where all columns but one fit, only that one is folded."""
 _END_CHARS = 8
 """Characters kept from the end of a peer id in a narrow terminal: all ids start alike."""
 
@@ -44,8 +46,7 @@ def print_tables(
     for one in found:
         table = Table(title=escape(f"{one.model}@{one.version}"), title_justify="left", title_style="bold")
         for name in _COLUMNS if is_wide else _NARROW:
-            # Fold only this column: the others fit in 80 characters.
-            is_folded = name == "dtype"
+            is_folded = name == "dtype" or console.width < _FITTING_CHARS
             justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
             table.add_column(name, justify=justify, no_wrap=not is_folded, overflow="fold")
         for server in one.servers:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from swarm_plugins.bench.figures import Figure, SwarmReport
+from swarm_plugins.bench.figures import Figure, SwarmReport, check_writable
 from swarm_plugins.errors import ConfigError
+from tests.unit.table_kit import columns_of
 
 
 def figure(ratio: float, goal: float | None, *, upper: bool = False) -> Figure:
@@ -40,6 +41,38 @@ def test_the_table_shows_figure_goal_and_machine() -> None:
     text = output.getvalue()
     for word in ("swarm bench decode: toy", "0.94", ">= 0.95", "missed", "a note", "torch 2."):
         assert word in text
+
+
+@pytest.mark.parametrize("width", [140, 80, 40])
+def test_no_character_of_a_table_is_lost(width: int) -> None:
+    name = "training through 2 servers with a core each, 100 ms, 4 pushed chunks / the whole batch by the client"
+    one = Figure(name=name, unit="tokens/s", local=12345.6, swarm=23456.7, ratio=1.9, goal=1.5, cpu_ratio=1.23)
+    report = SwarmReport(command="swarm bench network", model="a[b]", figures=[one], notes=["of [c]"])
+    output = io.StringIO()
+    report.print_tables(Console(file=output, width=width))
+    text = output.getvalue()
+    cells = ["12345.6", "23456.7", "tokens/s", "1.90", ">=1.50", "reached", "1.23"]
+    headings = ["local", "swarm", "unit", "ratio", "goal", "", "CPUratio"]
+    assert columns_of(text) == [
+        "figure" + name.replace(" ", ""),
+        *(heading + cell for heading, cell in zip(headings, cells, strict=True)),
+    ]
+    assert "swarm bench network: a[b]" in text
+    assert "of [c]" in text
+    if width == 140:
+        # Names are folded before numbers.
+        assert all(f" {cell} " in text for cell in ("12345.6", "23456.7", "tokens/s", "1.90", ">= 1.50", "reached"))
+
+
+def test_files_are_tried_before_anything_is_measured(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("before")
+    check_writable(kept, "the figures")
+    check_writable(tmp_path / "new.json", "the figures")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+    assert kept.read_text() == "before"
+    with pytest.raises(ConfigError, match=r"cannot write the picture to .*missing/a\.svg: No such file or directory"):
+        check_writable(tmp_path / "missing" / "a.svg", "the picture")
 
 
 def test_json_carries_every_figure(tmp_path: Path) -> None:

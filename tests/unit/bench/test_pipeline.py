@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_plugins.bench.pipeline import pipelined_s
+from swarm_plugins.bench.network.pipeline import pipelined_s
 
 
 def test_the_bound_of_a_pipeline() -> None:

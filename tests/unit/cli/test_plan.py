@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
 from swarm_plugins.cli.support.options import parse_offload
+from swarm_plugins.cli.support.plan_table import print_plan
 from swarm_plugins.offload import quantize_checkpoint
-from swarm_plugins.offload.plan.plan import RUNTIME_BYTES
+from swarm_plugins.offload.plan.plan import RUNTIME_BYTES, plan_model
 from swarm_plugins.testing.models import save_tiny
+from tests.unit.table_kit import columns_of
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +66,20 @@ def test_the_table_names_what_takes_memory_and_the_command(mixtral: Path) -> Non
     assert "500 MB/s for experts one after the other (given)" in out
     assert "Everything fits" in out
     assert f"swarm run {mixtral} --offload fast=" in out
+
+
+def test_tables_lose_nothing_in_a_narrow_terminal(tmp_path: Path) -> None:
+    model = save_tiny("mixtral", tmp_path / "a[b]", num_layers=2)
+    planned = plan_model(str(model), memory_bytes=10**9, disk_bytes_per_s=10**9)
+    texts = []
+    for width in (120, 40):
+        out = io.StringIO()
+        print_plan(Console(file=out, width=width), planned)
+        texts.append(out.getvalue())
+    # A table ends where its columns do.
+    wide, narrow = ([columns_of(part) for part in text.split("\u2514")[:2]] for text in texts)
+    assert narrow == wide
+    assert f"swarm run {model} --offload" in texts[1]
 
 
 def test_the_hint_names_what_would_be_faster(mixtral: Path) -> None:

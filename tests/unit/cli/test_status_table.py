@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from swarm_plugins.cli import app
 from swarm_plugins.cli.support.status_table import print_tables
 from swarm_plugins.survey import ModelStatus
+from tests.unit.table_kit import columns_of
 from tests.unit.test_survey import STATUS, server
 
 
@@ -103,6 +104,14 @@ def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
     assert any("wxyz5678" in line and "unreachable" in line for line in lines)
     assert "\u2026abcd1234 holds the adapters me/an-adapter@v12" in lines
     assert f"  swarm serve org/tiny --revision {'c' * 40} --blocks 0:100 --initial-peers {address}" in lines
+
+
+def test_a_terminal_narrower_than_the_table_folds_it() -> None:
+    servers = [server("QmOne", 100, 126, free_kv_tokens=46_600, total_kv_tokens=46_700)]
+    out = io.StringIO()
+    print_tables([ModelStatus("local-" + "0" * 40, "tiny", 126, servers)], Console(file=out, width=40))
+    peer, blocks, *_, load, free = columns_of(out.getvalue())
+    assert (peer, blocks, load, free) == ("peerQmOne", "blocks100:126", "load0%", "freeKVtokens46.6kof46.7k")
 
 
 def test_status_without_an_address_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,10 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
-from swarm_plugins.bench.arms import frozen, local_model
+from swarm_plugins.bench.arms import local_model
 from swarm_plugins.bench.figures import Figure
-from swarm_plugins.bench.measure import Arm, interleave
-from swarm_plugins.bench.swarm import swarm_model
+from swarm_plugins.bench.measure import Arm, take_turns
+from swarm_plugins.bench.swarm import model_on, swarm_model
 from swarm_plugins.bench.train import TOKENS, batch_of_texts, check_equal, prompt_gradient, timed_run
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.links import Link
@@ -95,7 +94,7 @@ class Pipeline:
             tiny = save_tiny("llama", Path(folder) / "tiny", num_layers=_TINY_BLOCKS)
             AutoConfig.from_pretrained(tiny, max_position_embeddings=_PROMPT).save_pretrained(tiny)
             prompts = self._waiting_prompt(tiny)
-            return [*prompts, *self._waiting_chain(tiny), self._waiting_replicas(tiny), self._computing()]
+            return [*prompts, *self._waiting_chain(tiny), self._waiting_replicas(tiny), *self._computing()]
 
     def _waiting_prompt(self, tiny: Path) -> list[Figure]:
         """Compares the first token after a prompt with the prompt's way through span after span, and with its bound."""
@@ -104,34 +103,35 @@ class Pipeline:
         prompt = torch.arange(_PROMPT)[None] % (local.config.vocab_size - 1) + 1
         config = SwarmConfig(push="on")
         with self._waiting(tiny, _SPANS, config, call_s=_STEP_S) as swarm:
-            model = _model_on(tiny, swarm)
+            model = model_on(tiny, swarm.connection)
             check_equal("logits", *(one(prompt, use_cache=True).logits for one in (local, model)))
             # Without a cache, a row goes through the chain as a whole.
-            whole, cut = (timed_run(partial(_run, model, prompt, use_cache=cached)) for cached in (False, True))
-            arms = self._timed(name, Arm(whole, (os.getpid(),)), Arm(cut, (os.getpid(),)))
+            works = [timed_run(partial(_run, model, prompt, use_cache=cached)) for cached in (False, True)]
+            whole, cut = self._timed(name, works)
         trips_s = (len(_SPANS) + 1) * 0.5e-3 * _NEAR.rtt_ms
         bound_s = trips_s + min(
             (count + len(_SPANS) - 1) * (_STEP_S + self._waiting_s / count) for count in range(1, _PROMPT)
         )
-        bounded = _bounded(name, bound_s, arms[1])
         share = Figure(
             name=f"{name}, in chunks / span after span",
             unit="ms",
-            local=arms[0].median_s * 1e3,
-            swarm=arms[1].median_s * 1e3,
-            ratio=arms[1].median_s / arms[0].median_s,
+            local=whole.median_s * 1e3,
+            swarm=cut.median_s * 1e3,
+            ratio=cut.median_s / whole.median_s,
             goal=GOAL_PROMPT,
             goal_is_upper_bound=True,
-            rounds=len(arms[1].samples),
+            rounds=len(cut.samples),
         )
-        return [share, bounded]
+        return [share, _bounded(name, bound_s, cut)]
 
     def _waiting_chain(self, tiny: Path) -> list[Figure]:
         """Compares chunks with a whole batch through three servers, and with their bound."""
         name = f"training through 3 servers that wait, {_NEAR.rtt_ms:g} ms, {CHUNKS} chunks"
         configs = [SwarmConfig(micro_batches=count) for count in (1, CHUNKS)]
         with self._waiting(tiny, _SPANS, configs[0]) as whole, self._waiting(tiny, _SPANS, configs[1]) as cut:
-            arms = self._compared(f"{name} / 1", tiny, CHUNKS, (_model_on(tiny, whole), _model_on(tiny, cut)))
+            arms = self._compared(
+                f"{name} / 1", tiny, CHUNKS, (model_on(tiny, whole.connection), model_on(tiny, cut.connection))
+            )
         spans_s = (part * self._waiting_s * CHUNKS / _ROWS for part in (1.0, _BACKWARD))
         bound_s = sum(pipelined_s(3, CHUNKS, span_s, _NEAR.rtt_ms * 1e-3) for span_s in spans_s)
         return [_tokens_per_s(f"{name} / 1", CHUNKS, arms, GOAL_WAITING), _bounded(name, bound_s, arms[1])]
@@ -142,23 +142,29 @@ class Pipeline:
         spans = [(0, 3), (3, 6)]
         config = SwarmConfig(micro_batches=REPLICA_CHUNKS)
         with self._waiting(tiny, spans, config) as one, self._waiting(tiny, spans * 2, config) as two:
-            arms = self._compared(name, tiny, _ROWS, (_model_on(tiny, one), _model_on(tiny, two)))
+            arms = self._compared(name, tiny, _ROWS, (model_on(tiny, one.connection), model_on(tiny, two.connection)))
         return _tokens_per_s(name, _ROWS, arms, GOAL_REPLICAS)
 
-    def _computing(self) -> Figure:
-        """Compares chunks with a whole batch through two servers of the given model, each on a core of its own."""
-        name = f"training through 2 servers with a core each, {self._link.rtt_ms:g} ms, {COMPUTING_CHUNKS} chunks / 1"
+    def _computing(self) -> list[Figure]:
+        """Compares pushed chunks with whole batches through two servers of the given model, each with its own core."""
+        name = f"training through 2 servers with a core each, {self._link.rtt_ms:g} ms"
+        configs = (
+            SwarmConfig(push="off", micro_batches=1),
+            SwarmConfig(push="on", micro_batches=1),
+            SwarmConfig(push="on", micro_batches=COMPUTING_CHUNKS),
+        )
         with LocalSwarm(self._directory, num_servers=2, dtype="float32", threads=1, link=self._link) as swarm:
             pids = [server.pid for server in swarm.servers]
             cores = sorted(os.sched_getaffinity(0))
             for index, pid in enumerate(pids):
                 _pin(pid, cores[index % len(cores)])
-            whole, cut = (
-                swarm_model(self._directory, swarm.initial_peers, SwarmConfig(micro_batches=chunks))
-                for chunks in (1, COMPUTING_CHUNKS)
-            )
-            arms = self._compared(name, self._directory, CHUNKS, (whole, cut), pids)
-        return _tokens_per_s(name, CHUNKS, arms, GOAL_COMPUTING)
+            models = [swarm_model(self._directory, swarm.initial_peers, config) for config in configs]
+            carried, pushed, cut = self._compared(name, self._directory, CHUNKS, models, pids)
+        name = f"{name}, {COMPUTING_CHUNKS} pushed chunks / whole batch"
+        return [
+            _tokens_per_s(f"{name} by the client", CHUNKS, (carried, cut), GOAL_COMPUTING),
+            _tokens_per_s(f"{name} pushed", CHUNKS, (pushed, cut), None),
+        ]
 
     def _waiting(
         self, tiny: Path, spans: Sequence[tuple[int, int]], config: SwarmConfig, *, call_s: float = _CALL_S
@@ -173,24 +179,24 @@ class Pipeline:
         name: str,
         directory: Path,
         rows: int,
-        models: tuple[PreTrainedModel, PreTrainedModel],
+        models: Sequence[PreTrainedModel],
         pids: Sequence[int] = (),
-    ) -> tuple[Arm, Arm]:
-        """Times training steps of two models in turns, after a look at their gradients."""
+    ) -> list[Arm]:
+        """Times training steps of models in turns, after a look at their gradients."""
         local = local_model(directory)
         texts = batch_of_texts(directory, rows, local.config.vocab_size)
         expected = prompt_gradient(local, texts)()
         steps = [prompt_gradient(model, texts) for model in models]
         for step in steps:
             check_equal("gradient", expected, step())
-        arms = (Arm(timed_run(step), (os.getpid(), *pids)) for step in steps)
-        return self._timed(name, *arms, rounds=self._rounds if pids else None)
+        return self._timed(name, [timed_run(step) for step in steps], pids)
 
-    def _timed(self, name: str, first: Arm, second: Arm, *, rounds: int | None = None) -> tuple[Arm, Arm]:
-        rounds = min(self._rounds, _MOST_ROUNDS) if rounds is None else rounds
-        bar = self._progress.add_task(name, total=rounds + 1)
-        interleave([first, second], rounds=rounds, on_round=lambda: self._progress.advance(bar))
-        return first, second
+    def _timed(self, name: str, works: Sequence[Callable[[], float]], pids: Sequence[int] = ()) -> list[Arm]:
+        """Times works in turns; ``pids`` are of servers that compute, which takes more rounds than waiting."""
+        arms = [Arm(work, (os.getpid(), *pids)) for work in works]
+        rounds = self._rounds if pids else min(self._rounds, _MOST_ROUNDS)
+        take_turns(name, arms, rounds=rounds, progress=self._progress)
+        return arms
 
 
 def pipelined_s(num_servers: int, chunks: int, span_s: float, trip_s: float) -> float:
@@ -200,12 +206,6 @@ def pipelined_s(num_servers: int, chunks: int, span_s: float, trip_s: float) -> 
     (Huang et al. 2019, "GPipe", section 2.3), and a trip to each server.
     """
     return num_servers * trip_s + (num_servers + chunks - 1) * span_s / chunks
-
-
-def _model_on(directory: Path, swarm: Connected) -> PreTrainedModel:
-    return frozen(
-        AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection, dtype=torch.float32)
-    )
 
 
 def _run(model: PreTrainedModel, prompt: Tensor, *, use_cache: bool) -> Tensor:
@@ -226,7 +226,7 @@ def _bounded(name: str, bound_s: float, arm: Arm) -> Figure:
     )
 
 
-def _tokens_per_s(name: str, rows: int, arms: tuple[Arm, Arm], goal: float) -> Figure:
+def _tokens_per_s(name: str, rows: int, arms: Sequence[Arm], goal: float | None) -> Figure:
     base, other = arms
     return Figure(
         name=name,

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.bench.arms import decode, local_model, prompt_tokens
 from swarm_plugins.bench.decode import decoding_round
-from swarm_plugins.bench.drafting import drafting_figures
 from swarm_plugins.bench.figures import Figure, SwarmReport
-from swarm_plugins.bench.measure import Arm, interleave
+from swarm_plugins.bench.measure import Arm, take_turns
+from swarm_plugins.bench.network.chat import ANSWER
+from swarm_plugins.bench.network.drafting import drafting_figures
 from swarm_plugins.bench.swarm import swarm_model
 from swarm_plugins.bench.train import TOKENS, batch_of_texts, check_equal, prompt_gradient, timed_run
 from swarm_plugins.client import SwarmConfig
@@ -29,8 +30,6 @@ GOAL = 0.85
 _SLACK = 1.05
 """Of the goal for the network's part, over the bound."""
 BATCH = 8
-_ANSWER = 3
-"""Answers that are drafted are so many times longer than the decoded pieces."""
 
 
 def bench_network(
@@ -97,7 +96,7 @@ def bench_network(
                 star,
                 pushing,
                 draft=drafter,
-                new_tokens=_ANSWER * new_tokens,
+                new_tokens=ANSWER * new_tokens,
                 rounds=rounds,
                 progress=progress,
             )
@@ -165,8 +164,7 @@ class _Bench:
         """Runs a work by the models in turns; ``tokens`` hidden states take ``trips`` trips along the chain."""
         sides = ("local", "star", "pushed")
         arms = [Arm(work(self._models[side]), self._pids[: 1 if side == "local" else None]) for side in sides]
-        bar = self._progress.add_task(name, total=self._rounds + 1)
-        interleave(arms, rounds=self._rounds, on_round=lambda: self._progress.advance(bar))
+        take_turns(name, arms, rounds=self._rounds, progress=self._progress)
         local, star, pushed = arms
         star_s, pushed_s = trips * self._routes.star_s(tokens), trips * self._routes.pushed_s(tokens)
         waits = [(arm.median_s - local.median_s) * 1e3 for arm in (star, pushed)]

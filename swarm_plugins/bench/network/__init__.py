@@ -1,0 +1,1 @@
+"""A swarm at a distance: tokens, training, prompts and drafts over links with delay."""

@@ -1,0 +1,82 @@
+"""Speculation at a distance: several tokens a trip, against one token a trip that the client carries."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from rich.progress import Progress
+from transformers import PreTrainedModel
+
+from swarm_plugins.bench.figures import Figure
+from swarm_plugins.bench.measure import Arm, take_turns
+from swarm_plugins.bench.network.chat import CHAT, REPEATING, Requests, answering
+from swarm_plugins.speculation import Speculation
+from swarm_plugins.speculation.speculation import LOOKUP
+
+_CHAT_GOAL = 2.5
+_LOOKUP_GOAL = 3.0
+
+
+def drafting_figures(
+    directory: Path,
+    local: PreTrainedModel,
+    star: PreTrainedModel,
+    pushing: PreTrainedModel,
+    *,
+    draft: PreTrainedModel | str,
+    new_tokens: int,
+    rounds: int,
+    progress: Progress,
+) -> list[Figure]:
+    """Compares speculation over pushing servers with plain decoding by the client.
+
+    Args:
+        directory: The model.
+        local: The model here: its tokens are expected.
+        star: The swarm's, whose client carries hidden states.
+        pushing: The swarm's, whose servers push.
+        draft: Drafts for the chat texts; texts that repeat their prompt are looked up.
+        new_tokens: Tokens of each answer, at most.
+        rounds: Rounds whose medians are shown.
+        progress: Shows how far it is.
+
+    Raises:
+        SwarmError: If tokens differ from the local model's.
+    """
+    figures: list[Figure] = []
+    kinds: list[tuple[str, Requests, PreTrainedModel | str, float]] = [
+        ("text that repeats its prompt", REPEATING, LOOKUP, _LOOKUP_GOAL)
+    ]
+    if draft != LOOKUP:
+        kinds.insert(0, ("chat", CHAT, draft, _CHAT_GOAL))
+    for name, requests, drafter, goal in kinds:
+        run = answering(directory, local, requests, new_tokens)
+        speculation = Speculation(drafter)
+        arms = [Arm(partial(run, model, one), (os.getpid(),)) for model, one in ((star, None), (pushing, speculation))]
+        take_turns(name, arms, rounds=rounds, progress=progress)
+        plain_s, drafted_s = (arm.median_s for arm in arms)
+        kind = "looked up" if drafter == LOOKUP else "drafted"
+        trip = speculation.counts.tokens_per_round
+        figures += [
+            Figure(
+                name=f"{name}: a token by the client / {kind}, pushed",
+                unit="ms",
+                local=plain_s * 1e3,
+                swarm=drafted_s * 1e3,
+                ratio=plain_s / drafted_s,
+                goal=goal,
+                rounds=rounds,
+            ),
+            Figure(
+                name=f"{name}: {kind}, tokens a trip",
+                unit="tokens",
+                local=1.0,
+                swarm=trip,
+                ratio=trip,
+                goal=None if drafter == LOOKUP else _CHAT_GOAL,
+                rounds=rounds,
+            ),
+        ]
+    return figures

@@ -1,0 +1,119 @@
+"""``swarm bench network``: servers at a distance."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from swarm_plugins.cli.support.measuring import Json, ModelFolder, NewTokens, Rounds, Servers, measure
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from swarm_plugins.bench.figures import Report
+
+
+def network(
+    model: ModelFolder,
+    rtt: Annotated[
+        float | None, typer.Option(help="Round-trip time between client and servers, ms. Default: 100.", min=0)
+    ] = None,
+    mbit: Annotated[float, typer.Option(help="Rate of each connection, Mbit/s.")] = 100.0,
+    server_rtt: Annotated[
+        float | None, typer.Option(help="Round-trip time between servers, ms. Default: as --rtt.", min=0)
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Instead of --rtt and --mbit: 1gbit-5ms, 100mbit-5ms or 100mbit-100ms.")
+    ] = None,
+    servers: Servers = 3,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|lookup",
+            help="Measure speculation too, with the small model in this directory, or from the text alone.",
+        ),
+    ] = None,
+    waiting: Annotated[
+        float | None,
+        typer.Option(help="Measure chunks of 16 x 64 tokens too, through servers that wait so many seconds.", min=0.01),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead, measure answers of a chat at several distances, and draw tokens/s to this file.",
+            dir_okay=False,
+        ),
+    ] = None,
+    rtts: Annotated[
+        str, typer.Option(metavar="MS,MS...", help="Round-trip times of --plot between client and servers.")
+    ] = "5,20,50,100,150",
+    prefix: Annotated[int, typer.Option(help="Tokens in the cache before the first one is timed.", min=1)] = 128,
+    new_tokens: NewTokens = 16,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """Measure servers at a distance: a token, the first token and a training step against the link's bound."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.network.pipeline import Pipeline
+        from swarm_plugins.bench.network.run import bench_network
+        from swarm_plugins.errors import ConfigError
+        from swarm_plugins.links import NETWORKS, Link
+        from swarm_plugins.testing.in_process import InProcessSwarm
+
+        if preset is not None and preset not in NETWORKS:
+            raise ConfigError(f"unknown --preset {preset!r}: choose from {', '.join(NETWORKS)}")
+        link = Link(rtt_ms=100.0 if rtt is None else rtt, mbit=mbit) if preset is None else NETWORKS[preset]
+        report = bench_network(
+            model,
+            link=link,
+            server_link=link if server_rtt is None else Link(rtt_ms=server_rtt, mbit=link.mbit),
+            num_servers=servers,
+            prefix_tokens=prefix,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+            draft=draft,
+        )
+        if waiting is not None:
+            pipeline = Pipeline(
+                model, link=link, swarm=InProcessSwarm, waiting_s=waiting, rounds=rounds, progress=progress
+            )
+            report.figures += pipeline.figures()
+        return report
+
+    def run_plot(file: Path, progress: Progress) -> Report:
+        from swarm_plugins.errors import ConfigError
+        from swarm_plugins.links import Link
+
+        if (rtt, preset, waiting) != (None, None, None):
+            raise ConfigError("--plot measures answers at --rtts: leave out --rtt, --preset and --waiting")
+        links = [Link(rtt_ms=one, mbit=mbit) for one in _parse_rtts(rtts)]
+        between = None if server_rtt is None else Link(rtt_ms=server_rtt, mbit=mbit)
+        # What takes seconds to import comes after what may be wrong at once.
+        from swarm_plugins.bench.network.distances import Distances
+
+        distances = Distances(
+            directory=model,
+            links=[(link, between or link) for link in links],
+            num_servers=servers,
+            draft=draft,
+            new_tokens=new_tokens,
+            rounds=rounds,
+        )
+        return distances.report(file, progress)
+
+    measure("network", run if plot is None else partial(run_plot, plot), json)
+
+
+def _parse_rtts(text: str) -> list[float]:
+    """Parses round-trip times such as ``5,20``; returns them in order, each once."""
+    from swarm_plugins.errors import ConfigError
+
+    try:
+        return sorted({float(one) for one in text.split(",")})
+    except ValueError as exc:
+        raise ConfigError(f"invalid --rtts {text!r}: expected round-trip times in ms, such as 5,20,50") from exc
