@@ -9,7 +9,7 @@ from typing import Any
 
 from swarm_plugins.bench.figures import check_writable
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.study.plots import new_figure, save_svg, settings
+from swarm_plugins.study.drawing import new_figure, save_svg, settings
 
 
 def check_picture(file: Path) -> None:

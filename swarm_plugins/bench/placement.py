@@ -26,7 +26,7 @@ from swarm_plugins.bench.pictures import check_picture, picture
 from swarm_plugins.routing.placement import Placed
 from swarm_plugins.routing.simulation import Course, Scenario, mean_coverage, simulate
 from swarm_plugins.routing.span_table import Floats
-from swarm_plugins.study.plots import GOOD, MARK, MUTED, tidy
+from swarm_plugins.study.drawing import GOOD, MARK, MUTED, tidy
 
 Swarm = tuple[Placed, ...]
 _EXACT_UP_TO = 16

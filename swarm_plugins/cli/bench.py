@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm_plugins.cli.bench_network import network
 from swarm_plugins.cli.support.arguments import Revision
 from swarm_plugins.cli.support.measuring import Json, ModelFolder, NewTokens, Rounds, Servers, check_json, measure, show
 from swarm_plugins.cli.support.output import one_sentence_errors
@@ -61,9 +60,6 @@ def train(model: ModelFolder, servers: Servers = 1, rounds: Rounds = 7, json: Js
         return bench_train(model, num_servers=servers, rounds=rounds, progress=progress)
 
     measure("train", run, json)
-
-
-app.command()(network)
 
 
 @app.command()

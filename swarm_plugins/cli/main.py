@@ -9,6 +9,7 @@ import typer
 from swarm_plugins import __version__
 from swarm_plugins.cli import bench
 from swarm_plugins.cli.audit import audit
+from swarm_plugins.cli.bench_network import network
 from swarm_plugins.cli.chat import chat, run
 from swarm_plugins.cli.demo import demo, demo_model
 from swarm_plugins.cli.fit import fit
@@ -40,6 +41,7 @@ app.command()(serve)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
 for _command in (push, hub, status, audit, drain, chat, plan, run, quantize, demo, demo_model):
     app.command()(_command)
+bench.app.command()(network)
 app.add_typer(bench.app, name="bench")
 
 

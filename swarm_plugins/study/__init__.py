@@ -10,6 +10,7 @@ intervals.py   paired differences and their t-intervals
 report.py      verdicts, tables
 cost.py        parameters, latency and throughput of trained models, measured in turns
 plots.py       the pictures
+drawing.py     their colors, for light and dark pages
 ```
 
 ``recipes/prmoe_study.py`` is the program.

@@ -24,7 +24,7 @@ from swarm_plugins.links import Link
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.speculation import Speculation
 from swarm_plugins.speculation.speculation import check_vocabulary
-from swarm_plugins.study.plots import GOOD, MARK, MUTED, WARM, tidy
+from swarm_plugins.study.drawing import GOOD, MARK, MUTED, WARM, tidy
 from swarm_plugins.talk.loading import load_draft
 
 _NAMES = {

@@ -56,27 +56,31 @@ def drafting_figures(
         speculation = Speculation(drafter)
         arms = [Arm(partial(run, model, one), (os.getpid(),)) for model, one in ((star, None), (pushing, speculation))]
         take_turns(name, arms, rounds=rounds, progress=progress)
-        plain_s, drafted_s = (arm.median_s for arm in arms)
-        kind = "looked up" if drafter == LOOKUP else "drafted"
-        trip = speculation.counts.tokens_per_round
-        figures += [
-            Figure(
-                name=f"{name}: a token by the client / {kind}, pushed",
-                unit="ms",
-                local=plain_s * 1e3,
-                swarm=drafted_s * 1e3,
-                ratio=plain_s / drafted_s,
-                goal=goal,
-                rounds=rounds,
-            ),
-            Figure(
-                name=f"{name}: {kind}, tokens a trip",
-                unit="tokens",
-                local=1.0,
-                swarm=trip,
-                ratio=trip,
-                goal=None if drafter == LOOKUP else _CHAT_GOAL,
-                rounds=rounds,
-            ),
-        ]
+        figures += _figures(name, drafter, speculation.counts.tokens_per_round, *arms, goal=goal)
     return figures
+
+
+def _figures(
+    name: str, drafter: PreTrainedModel | str, tokens_per_trip: float, plain: Arm, drafted: Arm, *, goal: float
+) -> list[Figure]:
+    kind, trip_goal = ("looked up", None) if drafter == LOOKUP else ("drafted", _CHAT_GOAL)
+    return [
+        Figure(
+            name=f"{name}: a token by the client / {kind}, pushed",
+            unit="ms",
+            local=plain.median_s * 1e3,
+            swarm=drafted.median_s * 1e3,
+            ratio=plain.median_s / drafted.median_s,
+            goal=goal,
+            rounds=len(plain.samples),
+        ),
+        Figure(
+            name=f"{name}: {kind}, tokens a trip",
+            unit="tokens",
+            local=1.0,
+            swarm=tokens_per_trip,
+            ratio=tokens_per_trip,
+            goal=trip_goal,
+            rounds=len(plain.samples),
+        ),
+    ]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.offload.model.outline import experts_modules
-from swarm_plugins.study.plots import new_figure
+from swarm_plugins.study.drawing import new_figure
 
 ExpertUse = Mapping[int, Sequence[Tensor]]
 """``[T, experts_per_token]`` for each pass, by layer; tokens in order."""
