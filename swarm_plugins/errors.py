@@ -37,6 +37,7 @@ __all__ = [
     "MissingExtraError",
     "NumericError",
     "ProtocolError",
+    "RefusedError",
     "RemoteError",
     "RequestTimeoutError",
     "SessionLostError",
@@ -143,6 +144,10 @@ class RequestTimeoutError(TransportError, TimeoutError):
 
 class RemoteError(TransportError):
     """A peer answered with an error; its message is inside."""
+
+
+class RefusedError(RemoteError):
+    """A peer refuses the request itself; if it is right, every other one would too."""
 
 
 class UnknownAdapterError(RemoteError):

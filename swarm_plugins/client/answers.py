@@ -13,6 +13,7 @@ from swarm_plugins.errors import (
     CapacityError,
     MissingExpertsError,
     ProtocolError,
+    RefusedError,
     RemoteError,
     SessionLostError,
     SwarmError,
@@ -28,10 +29,6 @@ M = TypeVar("M", bound=Message)
 
 class StreamLostError(TransportError):
     """The stream ended or broke before an answer came."""
-
-
-class RefusedError(RemoteError):
-    """The server refuses the request itself; if it is right, every other server would too."""
 
 
 class TicketLostError(RemoteError):

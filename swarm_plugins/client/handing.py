@@ -7,12 +7,12 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.errors import RefusedError, RemoteError, SwarmError
 from swarm_plugins.transport.codec import tensor_hash
 from swarm_plugins.transport.messages import PushedHidden
 
@@ -104,6 +104,22 @@ def started_s(servers: Servers, way: Handover, *, is_sent: bool) -> float:
     looks slower by that much.
     """
     return time.perf_counter() - (servers.view.saved_s(way.sender, way.receiver) if is_sent else 0.0)
+
+
+@contextlib.contextmanager
+def excusing(servers: Servers, way: Handover) -> Iterator[None]:
+    """Raises PostedInVainError instead of a failure of a server that may come from what its predecessor has sent it.
+
+    Such as an overflow: a server that fails at what this client sends is at fault, another one should not be able to
+    have it left out.
+    """
+    try:
+        yield
+    except RemoteError as error:
+        if type(error) not in (RemoteError, RefusedError):
+            raise
+        servers.hops.failed(way.sender, way.receiver, str(error))
+        raise PostedInVainError(f"server {way.receiver} failed at what server {way.sender} has sent") from error
 
 
 def check_handed(servers: Servers, way: Handover, input_hash: bytes, tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.client.answers import RefusedError, StreamLostError, check_answer
+from swarm_plugins.client.answers import StreamLostError, check_answer
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.digests import changed_adapter_error
@@ -24,6 +24,7 @@ from swarm_plugins.client.sharing import SharedWork
 from swarm_plugins.errors import (
     CapacityError,
     ProtocolError,
+    RefusedError,
     RemoteError,
     RequestTimeoutError,
     SwarmError,

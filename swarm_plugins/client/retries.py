@@ -9,11 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from swarm_plugins.client.answers import RefusedError, SpanMovedError
+from swarm_plugins.client.answers import SpanMovedError
 from swarm_plugins.errors import (
     CapacityError,
     MissingBlocksError,
     MissingExpertsError,
+    RefusedError,
     RequestTimeoutError,
     SessionLostError,
     SwarmError,

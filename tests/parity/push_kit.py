@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.client import SwarmConfig, handing
 from swarm_plugins.ledger import Charge
+from swarm_plugins.server.rpc import checks
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.transport.messages import Codec, PushTo
@@ -102,7 +103,27 @@ def strike_at_push(
     return ways
 
 
-def falsify_pushes(monkeypatch: pytest.MonkeyPatch, number: int) -> list[Way]:
+LIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a bit more": lambda hidden: hidden * 1.05,
+    "what overflows": lambda hidden: hidden * 1e30,
+    "NaN": lambda hidden: hidden * torch.nan,
+    "another shape": lambda hidden: hidden[:, :, 1:],
+}
+
+
+def overflow_beyond_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has servers fail at numbers that are too large for float16, as those do that compute in it."""
+    checked = checks.checked_output
+
+    def narrow(tensor: Tensor, *args: Any) -> Tensor:
+        return checked(tensor * torch.inf if float(tensor.abs().amax()) > 65504 else tensor, *args)
+
+    monkeypatch.setattr(checks, "checked_output", narrow)
+
+
+def falsify_pushes(
+    monkeypatch: pytest.MonkeyPatch, number: int, lie: Callable[[Tensor], Tensor] = LIES["a bit more"]
+) -> list[Way]:
     """Has servers push something else from the push of that number on, and answer their client as before.
 
     Returns:
@@ -113,7 +134,7 @@ def falsify_pushes(monkeypatch: pytest.MonkeyPatch, number: int) -> list[Way]:
 
     async def false(self: Pushes, client: str, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
         ways.append((self, to.peer))
-        return await send(self, client, to, hidden * 1.05 if len(ways) >= number else hidden, codec, charge)
+        return await send(self, client, to, lie(hidden) if len(ways) >= number else hidden, codec, charge)
 
     monkeypatch.setattr(Pushes, "send", false)
     return ways

@@ -13,6 +13,7 @@ import push_kit
 import pytest
 import torch
 from push_kit import (
+    LIES,
     LONG_S,
     REPLICAS,
     SHORT_S,
@@ -20,6 +21,7 @@ from push_kit import (
     falsify_pushes,
     in_session,
     kill,
+    overflow_beyond_16_bits,
     refused,
     remote,
     set_patience,
@@ -206,17 +208,21 @@ def test_pushed_steps_are_checked_like_others(model: Path, codec: str, caplog: p
         assert list(user_quarantine().peers()) == [swarm.peers[1]]
 
 
-@pytest.mark.parametrize("verify", ["on", "off"])
-@pytest.mark.parametrize("number", [1, 6])  # the prompt by the first server, a token by the second
+@pytest.mark.parametrize("lie", LIES)
+# The prompt by the first server, a token by the second.
+@pytest.mark.parametrize(("verify", "number"), [("on", 1), ("off", 6)])
 def test_a_server_that_pushes_something_else_harms_no_other(
     model: Path,
     want: torch.Tensor,
     verify: str,
     number: int,
+    lie: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    falsify_pushes(monkeypatch, number)
+    falsify_pushes(monkeypatch, number, LIES[lie])
+    overflow_beyond_16_bits(monkeypatch)
+    set_patience(monkeypatch, SHORT_S)
     with swarm_of(model, verify=verify) as swarm:
         assert decode(remote(swarm)).equal(want)
         assert not user_quarantine().peers()

@@ -9,12 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from push_kit import (
+    LIES,
     LONG_S,
     REPLICAS,
     SHORT_S,
     SPANS,
     falsify_pushes,
     kill,
+    overflow_beyond_16_bits,
     refused,
     remote,
     set_patience,
@@ -144,11 +146,19 @@ def test_what_is_collected_between_blocks_goes_by_the_client(directory: Path) ->
         assert taken(swarm) == [0, 1, 1], "outputs only"
 
 
+@pytest.mark.parametrize("lie", ["a bit more", "what overflows"])
 @pytest.mark.parametrize("number", [1, 3])  # an output, a gradient
 def test_a_server_that_pushes_something_else_harms_no_other(
-    directory: Path, want: list[Tensor], number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    directory: Path,
+    want: list[Tensor],
+    number: int,
+    lie: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pushes = falsify_pushes(monkeypatch, number)
+    pushes = falsify_pushes(monkeypatch, number, LIES[lie])
+    overflow_beyond_16_bits(monkeypatch)
+    set_patience(monkeypatch, SHORT_S)
     with swarm_of(directory, verify="on") as swarm:
         assert_near(gradients(remote(swarm)), want)
         assert len(pushes) >= number

@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import LoadedAdapter
-from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, feeding, started_s
+from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, excusing, feeding, started_s
 from swarm_plugins.client.sessions.span_session import SpanSession
 from swarm_plugins.errors import SwarmError, UnknownAdapterError, printable
 from swarm_plugins.transport.admission.pushing import plain_step, push_token
@@ -101,8 +101,8 @@ class PushedSteps:
         The server gets its input, ``hidden``, from here if no other server sends it. After an error it is given up.
 
         Raises:
-            PostedInVainError: If the server got something else, or has dropped an adapter since it was uploaded. Its
-                session is closed, unless this was the only step.
+            PostedInVainError: If the server got something else, failed at what it got, or has dropped an adapter since
+                it was uploaded. Its session is closed, but in the last case only if other steps follow this one.
             SwarmError: As for any step.
         """
         queue = self._sent.get(current)
@@ -143,6 +143,8 @@ class PushedSteps:
                 started = started_s(self._servers, way, is_sent=is_sent)
                 await stack.enter_async_context(feeding(self._servers, way, "rpc_session", hidden, is_sent=is_sent))
             await current.confirm(peers)
+            if way is not None:
+                stack.enter_context(excusing(self._servers, way))
             response = await peers.collect(
                 channel, request, SessionStepResponse, work="rpc_session", units=tokens, blocks=blocks, started=started
             )

@@ -15,7 +15,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs
-from swarm_plugins.client.answers import OverloadedError, RefusedError, TicketLostError, check_gradients, check_outputs
+from swarm_plugins.client.answers import OverloadedError, TicketLostError, check_gradients, check_outputs
 from swarm_plugins.client.digests import CallAdapters
 from swarm_plugins.client.handing import is_handing_on
 from swarm_plugins.client.observer import BackwardCall, ForwardCall
@@ -23,7 +23,7 @@ from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.client.training.posting import PostedBackwards, PostedForwards, Span
 from swarm_plugins.client.training.racing import won_answer
 from swarm_plugins.client.training.records import Attempt, Collected, SpanRun
-from swarm_plugins.errors import CapacityError, SwarmError
+from swarm_plugins.errors import CapacityError, RefusedError, SwarmError
 from swarm_plugins.routing import Demand, SpanChoice
 from swarm_plugins.transport.messages import BackwardRequest, BackwardResponse, ForwardRequest, ForwardResponse, Message
 

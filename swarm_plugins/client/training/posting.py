@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.client.answers import StreamLostError
-from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, feeding, started_s
+from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, excusing, feeding, started_s
 from swarm_plugins.errors import CapacityError, RemoteError, printable
 from swarm_plugins.transport.admission.pushing import plain_backward, plain_forward, push_token
 from swarm_plugins.transport.messages import (
@@ -149,20 +149,21 @@ class Posted(ABC, Generic[Request, Response]):
         request = self.handed_on(span.peer, span.blocks, self.emptied(told.request, told.slot))
         way = Handover(told.sender, span.peer, told.slot.name, told.slot.step)
         await peers.upload(span.peer, span.adapters)
-        async with peers.lending(span.peer, self.rpc) as channel:
-            await peers.post(channel, request)
-            tensor = await told.input
-            async with feeding(self._servers, way, self.rpc, tensor, is_sent=told.is_sent):
-                started = started_s(self._servers, way, is_sent=told.is_sent)
-                response = await peers.collect(
-                    channel,
-                    request,
-                    self.kind,
-                    work=self.rpc,
-                    units=span.tokens,
-                    blocks=len(span.blocks),
-                    started=started,
-                )
+        with excusing(self._servers, way):
+            async with peers.lending(span.peer, self.rpc) as channel:
+                await peers.post(channel, request)
+                tensor = await told.input
+                async with feeding(self._servers, way, self.rpc, tensor, is_sent=told.is_sent):
+                    started = started_s(self._servers, way, is_sent=told.is_sent)
+                    response = await peers.collect(
+                        channel,
+                        request,
+                        self.kind,
+                        work=self.rpc,
+                        units=span.tokens,
+                        blocks=len(span.blocks),
+                        started=started,
+                    )
         check_handed(self._servers, way, response.input_hash, tensor)
         return response
 

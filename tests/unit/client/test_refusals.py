@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from swarm_plugins.block_io import SpanInputs, SpanOutputs
-from swarm_plugins.client.answers import RefusedError
 from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.errors import RefusedError
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
