@@ -210,8 +210,9 @@ def test_states_and_routers_of_all_chunks_are_joined(tmp_path: Path, push: str) 
 
 def test_how_many_chunks_pay() -> None:
     # 3 spans, 1,024 tokens of 1 ms, 8 ms for a chunk whatever its size: sqrt(2 * 1.024 / 0.008).
-    assert num_chunks(3, 1024, 0.008, 0.001) == 16
+    assert num_chunks(3, 1024, 0.008, 0.001) == 8
     assert num_chunks(3, 16, 0.03, 0.001) == 1
     assert num_chunks(1, 1024, 0.008, 0.001) == 1
-    times = {count: (count + 2) * (0.02 + 0.5 / count) for count in range(1, 65)}
-    assert num_chunks(3, 500, 0.02, 0.001) == min(times, key=times.__getitem__)
+    times = {count: (count + 2) * (0.02 + 0.5 / count) for count in range(1, 17)}
+    found = num_chunks(3, 500, 0.02, 0.001)
+    assert times[found] <= 1.05 * min(times.values()) < times[found - 1], "the fewest that come near the best"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _LEAST_TOKENS = 32
 """Of all rows in one chunk; smaller ones cost about as much as these."""
 _MAX_CHUNKS = 16
+_NEAR_BEST = 1.05
 _MESSAGE_S = 0.005
 """What a message takes beyond computing."""
 
@@ -100,7 +101,7 @@ class Pipe:
         most = rows * tokens // _LEAST_TOKENS
         if len(spans) > 1 and most > 1:
             step_s, token_s = self._pace(spans, is_pushed=is_pushed)
-            least = max(least, min(num_chunks(len(spans), rows * tokens, step_s, token_s), most, _MAX_CHUNKS))
+            least = max(least, min(num_chunks(len(spans), rows * tokens, step_s, token_s), most))
         size = math.ceil(tokens / least)
         return [self._inputs.take_tokens(start, start + size) for start in range(0, tokens, size)]
 
@@ -230,9 +231,11 @@ class Pipe:
 
 
 def num_chunks(num_spans: int, tokens: int, step_s: float, token_s: float) -> int:
-    """Returns into how many chunks to cut a prompt so that it is soonest through spans of one speed.
+    """Returns into how many chunks to cut a prompt so that it is soon through spans of one speed.
 
     With C chunks, N spans are through after C + N - 1 times of one chunk, which takes ``step_s`` and ``token_s`` for
-    each of its tokens: (C + N - 1) (step_s + tokens token_s / C) is least at C = sqrt((N - 1) tokens token_s / step_s).
+    each of its tokens. Of all numbers that come near the least time, the smallest is taken: each chunk makes servers
+    read their weights again.
     """
-    return max(1, round(math.sqrt((num_spans - 1) * tokens * token_s / step_s)))
+    seconds = [(count + num_spans - 1) * (step_s + tokens * token_s / count) for count in range(1, _MAX_CHUNKS + 1)]
+    return next(count for count, one in enumerate(seconds, 1) if one <= _NEAR_BEST * min(seconds))
