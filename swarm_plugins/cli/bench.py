@@ -66,7 +66,7 @@ def train(model: ModelFolder, servers: Servers = 1, rounds: Rounds = 7, json: Js
 def sessions(
     model: ModelFolder,
     sessions: Annotated[
-        list[int] | None, typer.Option(help="Client processes that decode at the same time; repeatable.")
+        list[int] | None, typer.Option(help="Client processes that run at the same time; repeatable.")
     ] = None,
     servers: Servers = 1,
     new_tokens: NewTokens = 32,
