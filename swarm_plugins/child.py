@@ -44,6 +44,8 @@ class Child:
             stdout=subprocess.PIPE,
             # Bytecode of modules imported late must not count as written by a load.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            # A terminal's Ctrl-C is the parent's to answer.
+            start_new_session=True,
         )
 
     def close(self) -> None:
@@ -65,6 +67,8 @@ class Child:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and self._process is not None:
+            self._process.kill()  # its answer is not waited for
         self.close()
 
     @property
