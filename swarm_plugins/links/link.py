@@ -27,11 +27,10 @@ class Way:
 
     def __post_init__(self) -> None:
         for name in ("delay_ms", "jitter_ms"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"invalid {name} {getattr(self, name)!r}: give milliseconds, 0 or more")
-        if self.mbit is not None and not 0.0 < self.mbit < math.inf:
+            _check_ms(name, getattr(self, name))
+        if self.mbit is not None and not (_is_finite(self.mbit) and self.mbit > 0):
             raise ConfigError(f"invalid mbit {self.mbit!r}: give a rate above 0, in Mbit/s")
-        if not 0.0 <= self.loss < 1.0:
+        if not (_is_finite(self.loss) and self.loss < 1):
             raise ConfigError(f"invalid loss {self.loss!r}: give a probability of at least 0 and less than 1")
 
 
@@ -55,14 +54,25 @@ class Link:
     """The direction of answers, if it differs."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.rtt_ms < math.inf:
-            raise ConfigError(f"invalid rtt_ms {self.rtt_ms!r}: give milliseconds, 0 or more")
+        _check_ms("rtt_ms", self.rtt_ms)
+        if not isinstance(self.back, Way | None):
+            raise ConfigError(f"invalid back {self.back!r}: give one direction, such as Way(delay_ms=20, mbit=100)")
         self.ways()
 
     def ways(self) -> tuple[Way, Way]:
         """Returns the direction of requests and that of answers."""
         there = Way(delay_ms=self.rtt_ms / 2, jitter_ms=self.jitter_ms, mbit=self.mbit, loss=self.loss)
         return there, self.back or there
+
+
+def _is_finite(figure: object) -> bool:
+    """Returns whether a figure is a number of at least 0."""
+    return isinstance(figure, (int, float)) and 0 <= figure < math.inf
+
+
+def _check_ms(name: str, figure: object) -> None:
+    if not _is_finite(figure):
+        raise ConfigError(f"invalid {name} {figure!r}: give milliseconds, 0 or more")
 
 
 NETWORKS = {

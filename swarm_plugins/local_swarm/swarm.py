@@ -42,6 +42,8 @@ _OPTIONS = (
     "threads",
 )
 """Options of ``swarm serve`` that make sense for a local swarm."""
+_MOST_SERVERS = 64
+"""Each is a process with torch in memory; more than that is a slip of the keyboard."""
 _POLL_S = 0.02
 
 
@@ -86,8 +88,8 @@ class LocalSwarm:
         start_timeout_s: float = 300.0,
         **serve_options: object,
     ) -> None:
-        if num_servers < 1 or replicas < 1:
-            raise ConfigError(f"num_servers and replicas must be at least 1, got {num_servers} and {replicas}")
+        if not all(type(count) is int and count >= 1 for count in (num_servers, replicas)):
+            raise ConfigError(f"num_servers and replicas must be at least 1, got {num_servers!r} and {replicas!r}")
         unknown = sorted(set(serve_options) - set(_OPTIONS))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r} of a local swarm; known: {', '.join(_OPTIONS)}")
@@ -107,8 +109,7 @@ class LocalSwarm:
         self._threads = threads
         # str() of a torch.dtype, so that torch itself need not be loaded here.
         self._options = serve_options | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
-        if (link or server_link) and self.num_servers > MAX_SERVERS:
-            raise ConfigError(f"{self.num_servers} servers are too many for links: at most {MAX_SERVERS}")
+        _check_size_and_links(self.num_servers, {"link": link, "server_link": server_link})
         self._links = link or Link(), server_link or link or Link()
         self._relay = None if link is None and server_link is None else Relay(self.num_servers, *self._links)
         self._ports: Ports | None = None
@@ -293,6 +294,16 @@ class LocalSwarm:
                     f"raise start_timeout_s, or see why{late.end_of_log}"
                 )
             time.sleep(_POLL_S)
+
+
+def _check_size_and_links(num_servers: int, links: Mapping[str, object]) -> None:
+    if num_servers > _MOST_SERVERS:
+        raise ConfigError(f"{num_servers} servers are too many for one machine: at most {_MOST_SERVERS}")
+    for name, link in links.items():
+        if not isinstance(link, Link | None):
+            raise ConfigError(f"invalid {name} {link!r}: give a distance, such as Link(rtt_ms=40, mbit=20)")
+    if any(links.values()) and num_servers > MAX_SERVERS:
+        raise ConfigError(f"{num_servers} servers are too many for links: at most {MAX_SERVERS}")
 
 
 def _environment(threads: int | None) -> dict[str, str]:

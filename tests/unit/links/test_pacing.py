@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from swarm_plugins.errors import ConfigError
@@ -50,9 +52,14 @@ def test_jitter_and_losses_delay_and_keep_the_order() -> None:
         ({"mbit": 0}, "invalid mbit 0: give a rate above 0"),
         ({"loss": 1.0}, "invalid loss 1.0: give a probability"),
         ({"jitter_ms": float("inf")}, "invalid jitter_ms inf"),
+        ({"rtt_ms": "40"}, "invalid rtt_ms '40': give milliseconds"),
+        ({"mbit": "20"}, "invalid mbit '20': give a rate"),
+        ({"loss": None}, "invalid loss None: give a probability"),
+        ({"back": 20}, "invalid back 20: give one direction, such as Way"),
+        ({"back": Link()}, "invalid back Link"),
     ],
 )
-def test_figures_out_of_range_are_refused(wrong: dict[str, float], message: str) -> None:
+def test_figures_out_of_range_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Link(**wrong)
 
