@@ -97,7 +97,7 @@ class Retries:
         self._num_noted += 1
         if not may_do_better or self.failures > self.limit:
             raise error
-        log.warning("server %s failed (%d of %d failures that may be): %s", peer, self.failures, self.limit, error)
+        log.warning("server %s failed (%d of %d allowed failures): %s", peer, self.failures, self.limit, error)
         if isinstance(error, RefusedError):
             self.refusals[peer] = error
         elif isinstance(error, CapacityError):

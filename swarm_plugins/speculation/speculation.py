@@ -35,14 +35,15 @@ class Speculation:
         max_tokens: The most tokens to draft in a round.
 
     Raises:
-        ConfigError: If the draft is a string other than ``"lookup"``, or ``max_tokens`` is less than 1.
+        ConfigError: If the draft is neither a model nor ``"lookup"``, or ``max_tokens`` is not a whole number of 1 or
+            more.
     """
 
     def __init__(self, draft: PreTrainedModel | str, *, max_tokens: int = 32) -> None:
-        if isinstance(draft, str) and draft != LOOKUP:
+        if draft != LOOKUP and not isinstance(draft, torch.nn.Module):
             raise ConfigError(f"invalid draft {draft!r}: expected a model, or {LOOKUP!r} to draft from the text")
-        if max_tokens < 1:
-            raise ConfigError(f"max_tokens is {max_tokens}, expected at least 1")
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ConfigError(f"invalid max_tokens {max_tokens!r}: expected a whole number, 1 or more")
         self.draft = draft
         self.max_tokens = max_tokens
         self.counts = Counts()

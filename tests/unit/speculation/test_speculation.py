@@ -158,8 +158,11 @@ def test_what_cannot_work_is_said_in_a_sentence() -> None:
         greedy(model, PADDED, partial(Speculation("lookup"), streamer=Words()))
     with pytest.raises(ConfigError, match=r"invalid draft 'small': expected a model, or 'lookup'"):
         Speculation("small")
-    with pytest.raises(ConfigError, match="max_tokens is 0, expected at least 1"):
-        Speculation("lookup", max_tokens=0)
+    with pytest.raises(ConfigError, match="invalid draft None: expected a model"):
+        Speculation(None)  # type: ignore[arg-type]
+    for wrong in (0, "8", 2.5):
+        with pytest.raises(ConfigError, match=f"invalid max_tokens {wrong!r}: expected a whole number"):
+            Speculation("lookup", max_tokens=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [120, 200])
