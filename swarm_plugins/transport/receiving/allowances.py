@@ -24,6 +24,8 @@ from swarm_plugins.transport.server_info import InfoRequest
 
 _PADDING_BYTES = 1 << 20
 """Of metadata and tensors."""
+_UNASKED_BYTES = 1 << 16
+"""Of what comes without a question: a refusal. Nothing may ever read it, as on streams that only push."""
 
 
 class Allowances:
@@ -50,8 +52,11 @@ class Allowances:
         Raises:
             ProtocolError: If it is larger than what was asked for can be.
         """
-        tensors = self._awaited.popleft() if self._awaited else 0
-        most = tensors + self._limits.max_metadata_bytes + _PADDING_BYTES
+        if self._awaited:
+            tensors = self._awaited.popleft()
+            most = tensors + self._limits.max_metadata_bytes + _PADDING_BYTES
+        else:
+            tensors, most = 0, _UNASKED_BYTES
         if body_bytes > most:
             raise ProtocolError(f"an answer of {body_bytes} bytes declared, that to the request has at most {most}")
         return tensors

@@ -27,6 +27,7 @@ from swarm_plugins.transport.messages import (
     Message,
     OpenedStates,
     OpenRequest,
+    PushedHidden,
     SessionStep,
     SessionStepResponse,
 )
@@ -68,6 +69,24 @@ def test_an_answer_of_400_mib_is_refused_at_its_header(run: Callable[[Body], Non
                 stream._allowances.asked(request_)  # type: ignore[union-attr]
             far.send(HUGE)
             with pytest.raises(ProtocolError, match="an answer of 419430464 bytes declared"):
+                await stream.receive(timeout_s=5.0)
+            assert ledger.used == 0
+
+    run(body)
+
+
+def test_what_is_pushed_is_refused_in_a_few_words(run: Callable[[Body], None]) -> None:
+    """Nothing is read from such a stream: whatever comes stays in memory, once for each stream to that peer."""
+    ledger = Ledger(1 << 30)
+    refusal = Failure(kind="refused", message="x" * 1000)
+
+    async def body() -> None:
+        async with stream_and_socket(budget=ledger, allowances=Allowances(DEFAULT_LIMITS)) as (stream, far):
+            stream._allowances.asked(PushedHidden(session="s", step=0, hidden=HIDDEN))  # type: ignore[union-attr]
+            far.send(b"".join(encode(refusal)))
+            assert await stream.receive(timeout_s=5.0) == refusal
+            far.send(b"".join(encode(Failure(kind="refused", message="x" * (1 << 17)))))
+            with pytest.raises(ProtocolError, match="at most 65536"):
                 await stream.receive(timeout_s=5.0)
             assert ledger.used == 0
 
