@@ -15,8 +15,9 @@ from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, excusing, feeding, started_s
 from swarm_plugins.client.sessions.span_session import SpanSession
 from swarm_plugins.errors import SwarmError, UnknownAdapterError, printable
-from swarm_plugins.transport.admission.pushing import plain_step, push_token
+from swarm_plugins.transport.admission.pushing import push_token
 from swarm_plugins.transport.messages import PushTo, SessionStep, SessionStepResponse
+from swarm_plugins.transport.pushed import emptied_step, plain_step
 
 if TYPE_CHECKING:
     from swarm_plugins.client.discovery.view import Servers
@@ -73,9 +74,7 @@ class PushedSteps:
             return False
         request, adapters = named
         if current in self._before:
-            request = msgspec.structs.replace(
-                request, hidden=request.hidden[:, :, :0], pushed_bytes=request.hidden.nbytes
-            )
+            request = emptied_step(request)
         step, after = current.num_steps, self._after.get(current)
         if after is not None and after in self._sent:
             number = step + self._leads[current]

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs, join_outputs
+from swarm_plugins.block_io import SpanInputs, SpanOutputs, chain_outputs, join_outputs
 from swarm_plugins.client.answers import check_same_routers
 from swarm_plugins.client.digests import CallAdapters
 from swarm_plugins.client.retries import ChainRetries
 from swarm_plugins.client.splitting import chunk_rows, chunks_within, tokens_per_message
-from swarm_plugins.client.training.chain_call import ChainCall
+from swarm_plugins.client.training.backward import Backward
+from swarm_plugins.client.training.forward import Forward
+from swarm_plugins.client.training.records import SpanRun
 from swarm_plugins.routing import Demand, SpanChoice
 
 if TYPE_CHECKING:
@@ -116,6 +118,78 @@ class BatchCall:
             None if not column else functools.reduce(torch.add, column) if 1 <= index < end else torch.cat(column)
             for index, column in enumerate(columns)
         ]
+
+
+class ChainCall:
+    """Runs blocks for one chunk of a batch; chunks of a batch share their retries and adapters.
+
+    The inputs of each span stay here as long as the graph does: a lost server costs one span's work, never the step,
+    and a second backward (``retain_graph=True``) gets the same gradients.
+
+    Args:
+        servers: The swarm.
+        inputs: The chunk.
+        keep: Whether a backward will follow.
+        adapters: The batch's.
+    """
+
+    def __init__(self, servers: Servers, inputs: SpanInputs, *, keep: bool, adapters: CallAdapters) -> None:
+        self._servers = servers
+        self._keep = keep
+        self._forward = Forward(servers, keep=keep, adapters=adapters)
+        self._runs: list[SpanRun] = []
+        self.inputs = inputs
+
+    @property
+    def unkept(self) -> list[str]:
+        """Servers that do not keep the graph for the backward to come."""
+        return [run.peer for run in self._runs if not run.has_ticket]
+
+    async def forward(self, retries: ChainRetries, chain: Sequence[SpanChoice]) -> SpanOutputs:
+        """Runs the blocks on a chain, or on other servers if these fail.
+
+        Raises:
+            MissingBlocksError: If no server is left for some block.
+            SwarmError: After too many failures.
+        """
+        runs = await self._forward.run(self.inputs, retries, chain)
+        if self._keep:
+            self._runs = runs
+        return chain_outputs([run.response for run in runs], collect_hidden=self.inputs.collect_hidden)
+
+    async def backward(
+        self,
+        grads: SpanOutputs,
+        *,
+        needs_hidden: bool,
+        needs: Sequence[bool],
+        retries: ChainRetries,
+    ) -> list[Tensor | None]:
+        """Returns the gradients of hidden states, adapter tensors and prefix, in this order.
+
+        Args:
+            grads: The gradients of the outputs.
+            needs_hidden: Whether the gradient of hidden states is wanted.
+            needs: The same for each tensor of adapters and prefix.
+            retries: The batch's.
+
+        Raises:
+            MissingBlocksError: If no server is left for some block.
+            SwarmError: After too many failures.
+        """
+        backward = Backward(
+            self._servers,
+            self._forward,
+            self.inputs,
+            grads,
+            needs_hidden=needs_hidden,
+            needs=needs,
+            retries=retries,
+        )
+        found = await backward.run(self._runs)
+        # A kept graph serves one backward; another one starts from the inputs.
+        self._runs = [run.without_ticket() for run in self._runs]
+        return found
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.client.answers import StreamLostError
 from swarm_plugins.client.handing import Handover, PostedInVainError, check_handed, excusing, feeding, started_s
 from swarm_plugins.errors import CapacityError, RemoteError, printable
-from swarm_plugins.transport.admission.pushing import plain_backward, plain_forward, push_token
+from swarm_plugins.transport.admission.pushing import new_push_key, push_token
 from swarm_plugins.transport.messages import (
     BackwardRequest,
     BackwardResponse,
@@ -94,9 +93,7 @@ class Posted(ABC, Generic[Request, Response]):
             if not peers.queues.claim(two.peer, two.tokens, room=room):
                 continue
             slots = self._servers.slots
-            slot = PushSlot(
-                name=slots.name, step=next(slots.steps), key=secrets.token_bytes(32), num_bytes=two.num_bytes
-            )
+            slot = PushSlot(name=slots.name, step=next(slots.steps), key=new_push_key(), num_bytes=two.num_bytes)
             told = _Told[Request, Response](two.request, slot, one.peer)
             token = push_token(slot.key, one.peer, slot.step)
             self._to[one.peer, one.blocks] = PushTo(peer=two.peer, session=slot.name, step=slot.step, token=token), told
@@ -177,33 +174,3 @@ class Posted(ABC, Generic[Request, Response]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class PostedForwards(Posted[ForwardRequest, ForwardResponse]):
-    """Forwards of a chunk."""
-
-    rpc = "rpc_forward"
-    kind = ForwardResponse
-
-    def plain(self, request: ForwardRequest, tensor: Tensor) -> ForwardRequest:
-        """Returns a forward as if all of it had come from here."""
-        return plain_forward(request, tensor)
-
-    def emptied(self, request: ForwardRequest, slot: PushSlot) -> ForwardRequest:
-        """Returns a forward whose hidden states come from another server."""
-        return msgspec.structs.replace(request, hidden=request.hidden[:, :, :0], pushed=slot)
-
-
-class PostedBackwards(Posted[BackwardRequest, BackwardResponse]):
-    """Backwards of a chunk."""
-
-    rpc = "rpc_backward"
-    kind = BackwardResponse
-
-    def plain(self, request: BackwardRequest, tensor: Tensor) -> BackwardRequest:
-        """Returns a backward as if all of it had come from here."""
-        return plain_backward(request, tensor)
-
-    def emptied(self, request: BackwardRequest, slot: PushSlot) -> BackwardRequest:
-        """Returns a backward whose gradient comes from another server."""
-        return msgspec.structs.replace(request, grad_hidden=request.grad_hidden[:, :, :0], pushed=slot)

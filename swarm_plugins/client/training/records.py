@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
-
 from swarm_plugins.block_io import SpanInputs
 from swarm_plugins.errors import TransportError
 from swarm_plugins.transport.messages import ForwardRequest, ForwardResponse
@@ -44,13 +42,3 @@ class Attempt(NamedTuple):
         """Raises TransportError if another request of the call has found out that a server fails."""
         if self.retries.has_failed(peer, self.since):
             raise TransportError(f"server {peer} has failed meanwhile")
-
-
-@dataclass(kw_only=True)
-class Collected:
-    """What a backward has found so far, and what is wanted of it."""
-
-    adapters: list[Tensor | None]
-    prefix: list[Tensor | None]
-    needs_adapters: bool
-    needs_prefix: bool

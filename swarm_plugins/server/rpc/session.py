@@ -28,9 +28,9 @@ from swarm_plugins.server.rpc.proofs import hidden_hash, opening_history, signed
 from swarm_plugins.server.rpc.push import fitting
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.sessions import Session, apply_ops, shape_after
-from swarm_plugins.transport.admission.pushing import plain_step
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import Codec, PushTo, SessionOpen, SessionOpened, SessionStep, SessionStepResponse
+from swarm_plugins.transport.pushed import plain_step
 
 
 async def session_handler(service: Service, channel: Channel) -> None:

@@ -31,7 +31,6 @@ from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.cutting import Portion, cut_batch
 from swarm_plugins.server.state.gradients import Gradients, KeptForward, Needs
 from swarm_plugins.server.state.runs import run_backward, run_forward
-from swarm_plugins.transport.admission.pushing import plain_backward, plain_forward
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
     BackwardRequest,
@@ -42,6 +41,7 @@ from swarm_plugins.transport.messages import (
     PushSlot,
     PushTo,
 )
+from swarm_plugins.transport.pushed import plain_backward, plain_forward
 
 
 async def forward_handler(service: Service, channel: Channel) -> None:

@@ -10,11 +10,6 @@ import hashlib
 import hmac
 import secrets
 
-import msgspec
-from torch import Tensor
-
-from swarm_plugins.transport.messages import BackwardRequest, ForwardRequest, SessionStep
-
 _DOMAIN = b"swarm_plugins push 1"
 
 
@@ -31,18 +26,3 @@ def push_token(key: bytes, sender: str, step: int) -> bytes:
 def is_push_allowed(key: bytes, sender: str, step: int, token: bytes) -> bool:
     """Returns whether a token was made for this peer and step."""
     return bool(key) and hmac.compare_digest(push_token(key, sender, step), token)
-
-
-def plain_step(request: SessionStep, hidden: Tensor) -> SessionStep:
-    """Returns a step without any pushing, with its hidden states: what a server computes, and what receipts are for."""
-    return msgspec.structs.replace(request, hidden=hidden, pushed_bytes=0, push_to=None)
-
-
-def plain_forward(request: ForwardRequest, hidden: Tensor) -> ForwardRequest:
-    """Returns a forward without any pushing, with its hidden states; see `plain_step`."""
-    return msgspec.structs.replace(request, hidden=hidden, pushed=None, push_to=None)
-
-
-def plain_backward(request: BackwardRequest, grad: Tensor) -> BackwardRequest:
-    """Returns a backward without any pushing, with the gradient of its output; see `plain_step`."""
-    return msgspec.structs.replace(request, grad_hidden=grad, pushed=None, push_to=None)

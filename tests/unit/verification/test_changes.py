@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.client.discovery.view import Servers
-from swarm_plugins.client.training import racing
+from swarm_plugins.client.training import asking
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.routing import Demand
 from swarm_plugins.testing import InProcessSwarm, save_tiny
@@ -73,7 +73,7 @@ def test_a_server_that_comes_back_in_another_type(llama: Path, config: SwarmConf
 
 
 def test_a_backward_that_a_replica_has_answered(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    race = racing._race
+    race = asking._race
 
     async def late(servers: Servers, peer: str, rpc: str, inputs: Any, without: Any, ask: Any) -> Any:
         if rpc != "rpc_backward":
@@ -82,7 +82,7 @@ def test_a_backward_that_a_replica_has_answered(llama: Path, monkeypatch: pytest
         assert other is not None
         return await ask(other)
 
-    monkeypatch.setattr(racing, "_race", late)
+    monkeypatch.setattr(asking, "_race", late)
     with InProcessSwarm(llama, spans=[(0, 4), (0, 4)], config=WHOLE) as swarm:
         model = get_peft_model(all_checked(swarm), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
         for _ in range(2):

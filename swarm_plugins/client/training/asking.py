@@ -1,4 +1,4 @@
-"""A server that takes longer than it does as a rule, and a replica that is asked, too."""
+"""How a request of training is asked: in its turn, and of a replica, too, if a server takes longer than as a rule."""
 
 from __future__ import annotations
 
@@ -8,19 +8,53 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm_plugins.block_io import SpanInputs
+from swarm_plugins.client.answers import OverloadedError
 from swarm_plugins.client.hedging import first_answer
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.errors import CapacityError, SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.messages import Message
 
 if TYPE_CHECKING:
+    from swarm_plugins.client.digests import AdapterPart
     from swarm_plugins.client.discovery.view import Servers
+    from swarm_plugins.client.training.records import Attempt
 
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 _SLACK_S = 0.02
 """Added to what a server's requests take as a rule: a delay shorter than that is not worth a request."""
+
+
+async def answer_in_turn(
+    servers: Servers,
+    peer: str,
+    part: AdapterPart,
+    rpc: str,
+    request: Message,
+    kind: type[M],
+    inputs: SpanInputs,
+    attempt: Attempt,
+) -> M:
+    """Asks a server when it has a place for the request, and again if it had none; uploads adapters that it lacks.
+
+    Raises:
+        TransportError: Also if another request of the call has meanwhile found out that the server fails.
+        SwarmError: As for any request.
+    """
+    peers, blocks = servers.peers, len(inputs.blocks)
+    room = servers.view.known.max_batch_tokens(peer)
+    while True:
+        async with peers.queues.turn(peer, inputs.num_tokens, room=room):
+            attempt.check(peer)
+            try:
+                return await peers.with_adapters(
+                    peer, part.shipped, lambda: peers.request(peer, rpc, request, kind, blocks=blocks)
+                )
+            except (OverloadedError, CapacityError) as exc:
+                refusal = exc
+        if not peers.queues.refused(peer):
+            raise refusal
 
 
 async def won_answer(
