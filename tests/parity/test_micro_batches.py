@@ -30,7 +30,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def trained(directory: Path, chunks: int, *, is_mixture: bool) -> tuple[list[Tensor], int]:
     """Returns everything that a training step gives, and the number of chunks in which it was asked of a server."""
-    config = SwarmConfig(micro_batches=chunks, verify="off")
+    config = SwarmConfig(micro_batches=chunks, push="off", verify="off")
     with InProcessSwarm(directory, spans=SPANS, config=config) as swarm:
         model: Any = AutoSwarmModelForCausalLM.from_pretrained(directory, connection=swarm.connection)
         torch.manual_seed(0)
