@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from swarm_plugins.bench.figures import Report
+    from swarm_plugins.links import Link
+
+_MBIT = 100.0
 
 
 def network(
@@ -21,7 +24,7 @@ def network(
     rtt: Annotated[
         float | None, typer.Option(help="Round-trip time between client and servers, ms. Default: 100.", min=0)
     ] = None,
-    mbit: Annotated[float, typer.Option(help="Rate of each connection, Mbit/s.")] = 100.0,
+    mbit: Annotated[float | None, typer.Option(help="Rate of each connection, Mbit/s. Default: 100.")] = None,
     server_rtt: Annotated[
         float | None, typer.Option(help="Round-trip time between servers, ms. Default: as --rtt.", min=0)
     ] = None,
@@ -58,15 +61,15 @@ def network(
     """Measure servers at a distance: a token, the first token and a training step against the link's bound."""
 
     def run(progress: Progress) -> Report:
+        from swarm_plugins.links import Link
+
+        link = _parse_link(rtt, mbit, preset)
+        _check_draft(draft)
+        # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.bench.network.pipeline import Pipeline
         from swarm_plugins.bench.network.run import bench_network
-        from swarm_plugins.errors import ConfigError
-        from swarm_plugins.links import NETWORKS, Link
         from swarm_plugins.testing.in_process import InProcessSwarm
 
-        if preset is not None and preset not in NETWORKS:
-            raise ConfigError(f"unknown --preset {preset!r}: choose from {', '.join(NETWORKS)}")
-        link = Link(rtt_ms=100.0 if rtt is None else rtt, mbit=mbit) if preset is None else NETWORKS[preset]
         report = bench_network(
             model,
             link=link,
@@ -91,8 +94,10 @@ def network(
 
         if (rtt, preset, waiting) != (None, None, None):
             raise ConfigError("--plot measures answers at --rtts: leave out --rtt, --preset and --waiting")
-        links = [Link(rtt_ms=one, mbit=mbit) for one in _parse_rtts(rtts)]
-        between = None if server_rtt is None else Link(rtt_ms=server_rtt, mbit=mbit)
+        rate = _MBIT if mbit is None else mbit
+        links = [Link(rtt_ms=one, mbit=rate) for one in _parse_rtts(rtts)]
+        between = None if server_rtt is None else Link(rtt_ms=server_rtt, mbit=rate)
+        _check_draft(draft)
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.bench.network.distances import Distances
 
@@ -107,6 +112,27 @@ def network(
         return distances.report(file, progress)
 
     measure("network", run if plot is None else partial(run_plot, plot), json)
+
+
+def _parse_link(rtt: float | None, mbit: float | None, preset: str | None) -> Link:
+    """Returns the link between the client and the servers."""
+    from swarm_plugins.errors import ConfigError
+    from swarm_plugins.links import NETWORKS, Link
+
+    if preset is None:
+        return Link(rtt_ms=100.0 if rtt is None else rtt, mbit=_MBIT if mbit is None else mbit)
+    if preset not in NETWORKS:
+        raise ConfigError(f"unknown --preset {preset!r}: choose from {', '.join(NETWORKS)}")
+    if (rtt, mbit) != (None, None):
+        raise ConfigError(f"--preset {preset} sets the round-trip time and the rate: leave out --rtt and --mbit")
+    return NETWORKS[preset]
+
+
+def _check_draft(draft: str | None) -> None:
+    from swarm_plugins.errors import ConfigError
+
+    if draft not in (None, "lookup") and not Path(str(draft)).is_dir():
+        raise ConfigError(f"there is no directory {draft!r}: give that of a small model with --draft, or lookup")
 
 
 def _parse_rtts(text: str) -> list[float]:

@@ -18,6 +18,18 @@ PLOT = ["--plot", "FOLDER/a.svg"]
         (["--preset", "dsl"], "unknown --preset 'dsl': choose from 1gbit-5ms, 100mbit-5ms, 100mbit-100ms"),
         (["--mbit", "0"], "invalid mbit 0.0: give a rate above 0, in Mbit/s"),
         (
+            ["--preset", "1gbit-5ms", "--mbit", "20"],
+            "--preset 1gbit-5ms sets the round-trip time and the rate: leave out --rtt and --mbit",
+        ),
+        (
+            ["--draft", "FOLDER/small"],
+            "there is no directory 'FOLDER/small': give that of a small model with --draft, or lookup",
+        ),
+        (
+            [*PLOT, "--draft", "look"],
+            "there is no directory 'look': give that of a small model with --draft, or lookup",
+        ),
+        (
             ["--json", "FOLDER/b/c.json"],
             "cannot write the figures to FOLDER/b/c.json: No such file or directory; give another file",
         ),
