@@ -102,7 +102,9 @@ def unpack(payload: Tensor, codec: Codec, dtype: torch.dtype, num_elements: int)
     if payload.numel() != expected:
         raise ValueError(f"{payload.numel()} bytes for {num_elements} elements packed by {codec}, expected {expected}")
     if codec == "rotated8":
-        return _from_rotated8(payload, dtype, num_elements)
+        values = torch.empty(num_elements, dtype=dtype)
+        unpack_rotated8(payload, values)
+        return values
     half = payload.view(torch.float16 if codec == "float16" else torch.bfloat16)
     # The result must own its memory.
     return half.clone() if dtype == half.dtype else half.to(dtype)
@@ -181,15 +183,14 @@ def _to_rotated8(tensor: Tensor) -> Tensor | None:
     return packed
 
 
-def _from_rotated8(payload: Tensor, dtype: torch.dtype, num_elements: int) -> Tensor:
-    rest, coded = _parts(payload, dtype, num_elements)
-    values = torch.empty(num_elements, dtype=dtype)
+def unpack_rotated8(payload: Tensor, values: Tensor) -> None:
+    """Restores a flat tensor in place from a payload, flat ``uint8``, of exactly its packed size."""
+    rest, coded = _parts(payload, values.dtype, values.numel())
     numbers = values[: coded.codes.numel()].view(-1, BLOCK_ELEMENTS)
     values[numbers.numel() :] = rest
     for first in range(0, len(numbers), _BLOCKS_AT_ONCE):
         part = slice(first, first + _BLOCKS_AT_ONCE)
-        numbers[part] = _restored(coded.at(part), dtype)
-    return values
+        numbers[part] = _restored(coded.at(part), values.dtype)
 
 
 def _parts(payload: Tensor, dtype: torch.dtype, num_elements: int) -> tuple[Tensor, _Blocks]:

@@ -22,7 +22,7 @@ from swarm_plugins.transport.receiving.allowances import Allowances, unpacking_c
 from swarm_plugins.transport.receiving.arriving import ArrivingBody
 from swarm_plugins.transport.receiving.turnstile import Turnstile
 from swarm_plugins.transport.receiving.waiter import Waiter
-from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decode_body, encode, parse_header
+from swarm_plugins.transport.wire import END_FRAME, HEADER_BYTES, FrameHeader, decoded, encoded, parse_header
 
 _STAGING_BYTES = 64 * 1024
 _SLICE_BYTES = 256 * 1024
@@ -173,7 +173,7 @@ class FrameStream(asyncio.BufferedProtocol):
         """Sends one message; see `Channel.send`."""
         if self._allowances is not None:
             self._allowances.asked(message)
-        await self.write(encode(message, codec=codec))
+        await self.write(await encoded(message, codec))
 
     async def receive(self, *, timeout_s: float) -> Message | None:
         """Receives the next message; see `Channel.receive`."""
@@ -185,7 +185,7 @@ class FrameStream(asyncio.BufferedProtocol):
         claim: Callable[[int], None] | None = self._charge.claim if self._is_served else None
         if frame.tensor_bytes is not None:
             claim = unpacking_claim(frame.tensor_bytes)
-        return decode_body(frame.header, frame.body, self._limits, claim)
+        return await decoded(frame.header, frame.body, self._limits, claim)
 
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
         """Writes one frame; returns once the kernel has accepted all of it.

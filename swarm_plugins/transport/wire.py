@@ -13,6 +13,8 @@ tensors can neither overlap nor be named twice, and the payload must be used up 
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import math
 import struct
 import threading
@@ -24,11 +26,13 @@ import torch
 from torch import Tensor
 
 from swarm_plugins.errors import ProtocolError
-from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpack
+from swarm_plugins.transport.codec import is_packable, pack, packed_bytes, unpack, unpack_rotated8
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import CODECS, Codec, Message
 
 HEADER_BYTES = 16
+_LONG_BYTES = 256 << 10
+"""``rotated8`` takes 5 ms to unpack so much, and four times as long to pack it: too long for an event loop."""
 _HEADER = struct.Struct("<2sBBIQ")
 _MAGIC = b"SW"
 _VERSION = 1
@@ -88,6 +92,15 @@ def encode(message: Message, *, codec: Codec = "none") -> list[bytes | memoryvie
     return [header + metadata + _ZEROS[: -len(metadata) % _ALIGN], *payload]
 
 
+async def encoded(message: Message, codec: Codec) -> list[bytes | memoryview]:
+    """Returns what `encode` does; long tensors are packed outside of the event loop."""
+    fields = [getattr(message, name) for name in message.__struct_fields__] if codec == "rotated8" else []
+    tensors = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
+    if sum(one.nbytes for one in tensors if isinstance(one, Tensor)) > _LONG_BYTES:
+        return await asyncio.to_thread(encode, message, codec=codec)
+    return encode(message, codec=codec)
+
+
 def decode(data: bytes | bytearray | memoryview, *, limits: WireLimits = DEFAULT_LIMITS) -> Message:
     """Decodes one whole frame that holds a message; its tensors do not alias ``data``.
 
@@ -136,6 +149,7 @@ def decode_body(
     body: Tensor,
     limits: WireLimits = DEFAULT_LIMITS,
     claim: Callable[[int], None] | None = None,
+    later: list[Callable[[], None]] | None = None,
 ) -> Message:
     """Decodes a message from a body, flat ``uint8``, that it then owns: the message's tensors are views of it.
 
@@ -144,13 +158,14 @@ def decode_body(
         body: What follows the header.
         limits: Bounds on messages.
         claim: Called with a number of bytes before packed tensors are unpacked to so many; may refuse.
+        later: Gets what unpacks long tensors, which are of no use before that was called. None: they are unpacked.
 
     Raises:
         ProtocolError: If it is malformed.
         CapacityError: If there is no memory to unpack it.
     """
     buffer = body.numpy().data
-    reader = _TensorReader(buffer, _padded(header.metadata_bytes), limits, claim)
+    reader = _TensorReader(buffer, _padded(header.metadata_bytes), limits, claim, later)
     _local.reader = reader
     try:
         message = cast(Message, _decoder.decode(buffer[: header.metadata_bytes]))
@@ -162,6 +177,17 @@ def decode_body(
         _local.reader = None
     if reader.cursor != len(buffer):
         raise ProtocolError(f"{len(buffer) - reader.cursor} bytes of the message do not belong to a tensor")
+    return message
+
+
+async def decoded(
+    header: FrameHeader, body: Tensor, limits: WireLimits, claim: Callable[[int], None] | None
+) -> Message:
+    """Returns what `decode_body` does; long tensors are unpacked outside of the event loop."""
+    later: list[Callable[[], None]] = []
+    message = decode_body(header, body, limits, claim, later)
+    if later:
+        await asyncio.to_thread(lambda: [unpack() for unpack in later])
     return message
 
 
@@ -187,10 +213,16 @@ class _TensorReader:
     """Turns descriptions into tensors over a body, front to back."""
 
     def __init__(
-        self, buffer: memoryview, cursor: int, limits: WireLimits, claim: Callable[[int], None] | None
+        self,
+        buffer: memoryview,
+        cursor: int,
+        limits: WireLimits,
+        claim: Callable[[int], None] | None,
+        later: list[Callable[[], None]] | None,
     ) -> None:
         self.cursor = cursor
         self._claim = claim
+        self._later = later
         self._buffer = buffer
         self._tensors_left = limits.max_tensors
 
@@ -217,7 +249,12 @@ class _TensorReader:
             return torch.frombuffer(raw, dtype=dtype).view(shape)
         if self._claim is not None:
             self._claim(num_elements * dtype.itemsize)
-        return unpack(torch.frombuffer(raw, dtype=torch.uint8), codec, dtype, num_elements).view(shape)
+        payload = torch.frombuffer(raw, dtype=torch.uint8)
+        if self._later is None or codec != "rotated8" or num_bytes <= _LONG_BYTES:
+            return unpack(payload, codec, dtype, num_elements).view(shape)
+        values = torch.empty(num_elements, dtype=dtype)
+        self._later.append(functools.partial(unpack_rotated8, payload, values))
+        return values.view(shape)
 
 
 def _check_description(description: object) -> tuple[torch.dtype, Codec, list[int]]:

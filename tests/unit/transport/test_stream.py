@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from stream_kit import Body, frame_bytes, message, read_hidden, stream_and_socke
 import swarm_plugins.transport.stream as stream_module
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport import wire
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
+from swarm_plugins.transport.messages import ForwardResponse, Message
 from swarm_plugins.transport.stream import FrameStream, Parting
 from swarm_plugins.transport.wire import END_FRAME, encode
 
@@ -41,6 +45,39 @@ def test_messages_of_any_size_arrive_in_order(run: Callable[[Body], None], num_e
             await sending
 
     run(body)
+
+
+def test_long_tensors_are_packed_and_unpacked_outside_of_the_event_loop(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 MiB take 0.1 s to unpack and up to 0.8 s to pack, in which no other peer would get an answer."""
+    threads: dict[str, set[int]] = {"pack": set(), "unpack_rotated8": set()}
+
+    def note(name: str) -> None:
+        plain = getattr(wire, name)
+
+        def noting(*args: Any) -> Any:
+            threads[name].add(threading.get_ident())
+            return plain(*args)
+
+        monkeypatch.setattr(wire, name, noting)
+
+    for name in threads:
+        note(name)
+
+    async def body() -> None:
+        async with two_streams() as (near, far):
+            sending = asyncio.create_task(near.send(message(1 << 18), codec="rotated8"))
+            found.append(await far.receive(timeout_s=20.0))
+            await sending
+
+    found: list[Message | None] = []
+    run(body)
+    assert all(seen and threading.get_ident() not in seen for seen in threads.values())
+    want = wire.decode(b"".join(encode(message(1 << 18), codec="rotated8")))
+    assert isinstance(found[0], ForwardResponse)
+    assert isinstance(want, ForwardResponse)
+    assert found[0].hidden.equal(want.hidden)
 
 
 def test_frames_cut_anywhere_are_put_together(run: Callable[[Body], None]) -> None:
