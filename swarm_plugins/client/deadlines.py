@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import TypeVar
-
-K = TypeVar("K")
-V = TypeVar("V")
+from swarm_plugins.client.recent import Recent
 
 SLACK_S = 2.5
 """Added to every deadline: a long request of another client may be running."""
@@ -24,8 +20,6 @@ _FACTOR = 10.0
 """A server slower than this many times its own average counts as hung."""
 _SMOOTHING = 0.2
 """Weight of the newest observation when the pace falls."""
-_MAX_PACES = 4096
-"""Paces remembered; the one known for longest is forgotten first."""
 
 
 class Deadlines:
@@ -36,9 +30,9 @@ class Deadlines:
         """Upper bound of all deadlines."""
         self.slack_s = slack_s
         """Added to the deadlines of servers whose pace is known."""
-        self._token_s: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._missed: OrderedDict[tuple[str, str], int] = OrderedDict()
-        self._announced: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._token_s: Recent[tuple[str, str], float] = Recent()
+        self._missed: Recent[tuple[str, str], int] = Recent()
+        self._announced: Recent[str, tuple[float, float]] = Recent()
 
     def timeout_s(self, peer: str, rpc: str, tokens: int) -> float:
         """Returns how long to wait for the answer to a request of ``tokens`` tokens (or other units)."""
@@ -60,8 +54,6 @@ class Deadlines:
     def announce(self, peer: str, *, step_s: float, token_s: float) -> None:
         """Notes what a server says of its speed: seconds of the smallest request, and of each token of a large one."""
         self._announced[peer] = (step_s, token_s)
-        self._announced.move_to_end(peer)
-        _forget_oldest(self._announced)
 
     def observe(self, peer: str, rpc: str, tokens: int, seconds: float) -> None:
         """Records how long an answer took."""
@@ -71,14 +63,7 @@ class Deadlines:
         # after a long prefill still gets a fitting deadline.
         self._token_s[peer, rpc] = token_s if token_s > known else known + _SMOOTHING * (token_s - known)
         self._missed.pop((peer, rpc), None)
-        _forget_oldest(self._token_s)
 
     def missed(self, peer: str, rpc: str) -> None:
         """Records that no answer came in time: if the server proves to be alive, it gets more time."""
         self._missed[peer, rpc] = self._missed.get((peer, rpc), 0) + 1
-        _forget_oldest(self._missed)
-
-
-def _forget_oldest(entries: OrderedDict[K, V]) -> None:
-    if len(entries) > _MAX_PACES:
-        entries.popitem(last=False)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
+from swarm_plugins.client.recent import Recent
 from swarm_plugins.errors import UnsupportedError
 
-K = TypeVar("K")
-V = TypeVar("V")
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -55,10 +53,9 @@ class DigestCache:
     """Cuts adapters to spans and names the parts; only changed tensors are hashed again."""
 
     def __init__(self, capacity: int = 256) -> None:
-        self.capacity = capacity
         # Entries hold the objects whose ids are in their keys, so that these ids cannot be used by others meanwhile.
-        self._cuts: OrderedDict[tuple[int, range], _Cut] = OrderedDict()
-        self._named: OrderedDict[tuple[object, ...], _Named] = OrderedDict()
+        self._cuts: Recent[tuple[int, range], _Cut] = Recent(capacity)
+        self._named: Recent[tuple[object, ...], _Named] = Recent(capacity)
 
     def part(self, use: AdapterUse, blocks: range, *, verify: bool = True) -> AdapterPart:
         """Returns the adapter parts to ship for some blocks.
@@ -88,7 +85,6 @@ class DigestCache:
             tensors = tuple(adapter.tensors[index] for index in indices)
             part = LoadedAdapter(spec=AdapterSpec(modules=modules), tensors=tensors)
             cut = self._cuts[key] = _Cut(adapter, part, indices)
-            _forget_oldest(self._cuts, self.capacity)
         self._cuts.move_to_end(key)
         return cut
 
@@ -101,7 +97,6 @@ class DigestCache:
             if known is None or known.contents != contents:
                 shipped = LoadedAdapter(digest=adapter_digest(spec, tensors), spec=spec, tensors=tensors)
                 known = self._named[key] = _Named(cut, contents, shipped)
-                _forget_oldest(self._named, self.capacity)
         self._named.move_to_end(key)
         return known
 
@@ -136,11 +131,6 @@ def changed_adapter_error() -> UnsupportedError:
     return UnsupportedError(
         "an adapter was changed while a forward or backward with it was under way: change adapters between steps"
     )
-
-
-def _forget_oldest(entries: OrderedDict[K, V], capacity: int) -> None:
-    while len(entries) > capacity:
-        entries.popitem(last=False)
 
 
 def _contents(tensors: Sequence[Tensor]) -> list[int]:

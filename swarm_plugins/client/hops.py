@@ -6,9 +6,9 @@ import itertools
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
+from swarm_plugins.client.recent import Once, Recent
 from swarm_plugins.errors import printable
 
 log = logging.getLogger(__name__)
@@ -16,8 +16,6 @@ log = logging.getLogger(__name__)
 _REST_S = 60.0
 """How long two servers are not asked to push after that was in vain; twice as long each time."""
 _MAX_REST_S = 3600.0
-_MAX_PAIRS = 4096
-"""Pairs remembered: identities are free."""
 
 
 class SlotNames:
@@ -38,8 +36,8 @@ class Hops:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._rests: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
-        self._unable: OrderedDict[str, None] = OrderedDict()
+        self._rests: Recent[tuple[str, str], tuple[float, float]] = Recent()
+        self._unable: Once[str] = Once()
 
     def is_open(self, sender: str, receiver: str) -> bool:
         """Returns whether one server is worth asking to push to another."""
@@ -56,17 +54,11 @@ class Hops:
         _, rest_s = self._rests.get((sender, receiver), (0.0, _REST_S / 2))
         rest_s = min(2 * rest_s, _MAX_REST_S)
         self._rests[sender, receiver] = self._clock() + rest_s, rest_s
-        self._rests.move_to_end((sender, receiver))
-        if len(self._rests) > _MAX_PAIRS:
-            self._rests.popitem(last=False)
         text = "server %s does not reach server %s (%s): outputs go by this client for %g s"
         log.info(text, sender, receiver, why, rest_s)
 
     def found_unable(self, peer: str, software: str, *, level: int) -> None:
         """Says once of a server that it cannot push at all."""
-        if peer not in self._unable:
-            self._unable[peer] = None
+        if self._unable.is_first(peer):
             text = "server %s (version %s) neither takes nor sends outputs of other servers: they go by this client"
             log.log(level, text, peer, printable(software) or "unknown")
-            if len(self._unable) > _MAX_PAIRS:
-                self._unable.popitem(last=False)

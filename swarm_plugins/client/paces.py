@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
+from swarm_plugins.client.recent import Recent
 from swarm_plugins.routing.chain import ServerEntry
 
 _MIN_CALLS = 3
@@ -37,7 +38,6 @@ _MOVE_S = 0.2
 """Time of a move that does not depend on its length."""
 _COMPUTING = ("rpc_forward", "rpc_session")
 """Requests by which servers are compared."""
-_MAX_PEERS = 4096
 _LEAST_S = 1e-9
 
 
@@ -110,17 +110,14 @@ class Paces:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._seen: Recent[str, _Seen] = Recent()
 
     def observe(self, peer: str, rpc: str, *, blocks: int, tokens: int, seconds: float) -> None:
         """Records how long a server took for so many tokens through so many blocks; 0 blocks: for nothing."""
-        seen = self._seen.setdefault(peer, _Seen())
-        self._seen.move_to_end(peer)
+        seen = self._seen[peer] = self._seen.get(peer) or _Seen()
         seen.samples.setdefault(rpc, deque(maxlen=_KEPT)).append(_Sample(blocks, tokens, seconds))
         seen.num_calls += blocks > 0
         seen.at = self._clock()
-        if len(self._seen) > _MAX_PEERS:
-            self._seen.popitem(last=False)
 
     def round_trip_s(self, peer: str) -> float | None:
         """Returns how long a server took lately to say what it serves, without opening a stream; None: not known."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from swarm_plugins.client.recent import Once, Recent
 from swarm_plugins.transport.messages import Codec
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ _FAR_S = 0.003
 """Round trip from which ``auto`` packs: nearer servers are in the same network, or on the same machine."""
 _LARGE_BYTES = 1 << 16
 """Size from which it does: 5 ms at 100 Mbit/s. A token of a generation is smaller and stays exact."""
-_MAX_PEERS = 4096
-"""Servers remembered: identities are free."""
 
 
 class Codecs:
@@ -38,9 +37,9 @@ class Codecs:
         self._wanted = wanted
         self._known = known
         self._paces = paces
-        self._far: dict[str, bool] = {}
+        self._far: Recent[str, bool] = Recent()
         """Decided once: the parts of one call, a forward and its backward, travel alike."""
-        self._told: set[str] = set()
+        self._told: Once[str] = Once()
 
     def between(self, hidden: Tensor, *peers: str) -> Codec:
         """Returns how hidden states travel between this client and some servers, all of which know the codec.
@@ -64,14 +63,9 @@ class Codecs:
 
     def _is_far(self, peer: str) -> bool:
         if peer not in self._far:
-            if len(self._far) >= _MAX_PEERS:
-                self._far.clear()
             self._far[peer] = (self._paces.round_trip_s(peer) or 0.0) >= _FAR_S
         return self._far[peer]
 
     def _tell(self, peer: str, codec: Codec) -> None:
-        if peer not in self._told:
-            if len(self._told) >= _MAX_PEERS:
-                self._told.clear()
-            self._told.add(peer)
+        if self._told.is_first(peer):
             log.warning("server %s does not know codec %r: nothing is packed for it; upgrade that server", peer, codec)

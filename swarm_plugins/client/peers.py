@@ -20,6 +20,7 @@ from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.digests import changed_adapter_error
 from swarm_plugins.client.paces import Paces
 from swarm_plugins.client.queues import MOST_AT_ONCE, Queues
+from swarm_plugins.client.recent import Recent
 from swarm_plugins.client.sharing import SharedWork
 from swarm_plugins.errors import (
     CapacityError,
@@ -50,7 +51,6 @@ _MAX_IDLE_CHANNELS = MOST_AT_ONCE
 """Open streams kept for each peer and rpc; more are closed after use."""
 _MAX_IDLE_PEERS = 256
 """Pairs of peer and rpc with kept streams; those unused for longest are closed: each stream is an open file."""
-_MAX_UPLOADS_REMEMBERED = 4096
 _QUEUED = ("rpc_forward", "rpc_backward")
 """Requests that a server carries out one after another."""
 _LATE_S = 3.0
@@ -77,7 +77,7 @@ class Peers:
         self.paces = Paces()
         self._idle: OrderedDict[tuple[str, str], list[Channel]] = OrderedDict()
         self.queues = Queues()
-        self._uploaded: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._uploaded: Recent[tuple[str, str], int] = Recent()
         """The number of the upload by which a peer got an adapter."""
         self._num_uploads = 0
         self._uploads = SharedWork[tuple[str, str]]()
@@ -310,8 +310,6 @@ class Peers:
             await channel.close()
         self._num_uploads += 1
         self._uploaded[peer, adapter.digest] = self._num_uploads
-        while len(self._uploaded) > _MAX_UPLOADS_REMEMBERED:
-            self._uploaded.popitem(last=False)
 
     async def close(self) -> None:
         """Closes all kept streams. Idempotent."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from swarm_plugins.client.recent import Recent
+
 MOST_AT_ONCE = 8
 """Requests at one server, which keeps twice as many of one client if no other has any."""
-_MAX_PEERS = 4096
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Queues:
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
-        self._answered_at: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._answered_at: Recent[tuple[str, str], float] = Recent()
 
     @contextmanager
     def asking(self, peer: str, tokens: int) -> Iterator[int]:
@@ -136,9 +136,7 @@ class Queues:
             now: When the answer came.
             round_trip_s: Of a message and its answer.
         """
-        before = self._answered_at.pop((peer, rpc), sent)
+        before = self._answered_at.get((peer, rpc), sent)
         self._answered_at[peer, rpc] = now
-        if len(self._answered_at) > _MAX_PEERS:
-            self._answered_at.popitem(last=False)
         # A server that has just answered begins with this one, whose way there is over.
         return now - max(sent, before - round_trip_s)

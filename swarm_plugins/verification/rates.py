@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Literal
+
+from swarm_plugins.client.recent import Recent
 
 FIRST_CALLS = 4
 """Calls of a new server whose answers wait for their check."""
 FLOOR = 0.02
 """Share of the calls of a server that are checked however long it has been honest."""
-_MAX_SERVERS = 4096
-"""Servers remembered; those unused for longest are new again."""
 
 When = Literal["before", "after", "never"]
 """Whether a call is checked before its answer is used, afterwards, or not at all."""
@@ -29,7 +28,7 @@ class CheckRates:
     def __init__(self, *, floor: float = FLOOR, chance: Callable[[], float] | None = None) -> None:
         self.floor = floor
         self.chance = chance or secrets.SystemRandom().random
-        self._passed: OrderedDict[Hashable, int] = OrderedDict()
+        self._passed: Recent[Hashable, int] = Recent()
 
     def rate(self, server: Hashable) -> float:
         """Returns the share of a server's calls that are checked now."""
@@ -45,9 +44,6 @@ class CheckRates:
     def passed(self, server: Hashable) -> None:
         """Records that a check found nothing wrong."""
         self._passed[server] = self._passed.get(server, 0) + 1
-        self._passed.move_to_end(server)
-        if len(self._passed) > _MAX_SERVERS:
-            self._passed.popitem(last=False)
 
     def doubt(self, server: Hashable) -> None:
         """Makes a server new again: all its calls are checked."""

@@ -13,6 +13,7 @@ from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.hedging import HedgeBudget
 from swarm_plugins.client.hops import Hops, SlotNames
+from swarm_plugins.client.recent import Once
 from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
 from swarm_plugins.routing.chain import Alternative, expected
@@ -135,12 +136,11 @@ class Servers:
     digests: DigestCache = field(default_factory=DigestCache)
     hedges: HedgeBudget = field(default_factory=HedgeBudget)
     slots: SlotNames = field(default_factory=SlotNames)
-    _named: set[str] = field(default_factory=set)
+    _named: Once[str] = field(default_factory=Once)
 
     def note_unkept(self, peer: str, tokens: int) -> None:
         """Says once of a server that it did not keep the graph of a forward of so many tokens."""
-        if peer not in self._named:
-            self._named.add(peer)
+        if self._named.is_first(peer):
             log.warning(
                 "server %s did not keep the graph of a forward of %d tokens, so the backward runs it again and takes "
                 "up to half as long again: train with smaller batches, or give that server more --activation-bytes",
