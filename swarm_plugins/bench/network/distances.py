@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,19 +12,15 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from swarm_plugins.bench.arms import local_model
 from swarm_plugins.bench.figures import Report, new_table
 from swarm_plugins.bench.measure import Arm, take_turns
 from swarm_plugins.bench.network.chat import ANSWER, CHAT, Run, answering
+from swarm_plugins.bench.network.models import load_models, swarm_models
 from swarm_plugins.bench.pictures import check_picture, picture
-from swarm_plugins.bench.swarm import model_on
-from swarm_plugins.client import SwarmConfig, connect
 from swarm_plugins.links import Link
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.speculation import Speculation
-from swarm_plugins.speculation.speculation import check_vocabulary
 from swarm_plugins.study.drawing import GOOD, MARK, MUTED, WARM, tidy
-from swarm_plugins.talk.loading import load_draft
 
 _NAMES = {
     "local": "the model here",
@@ -102,10 +97,7 @@ class Distances:
         # Constructors find settings that are wrong.
         swarms = [self._swarm(*links) for links in self.links]
         report = DistanceReport(command="swarm bench network", model=self.directory.resolve().name)
-        local = local_model(self.directory)
-        drafter = None if self.draft is None else load_draft(self.draft)
-        if drafter is not None and not isinstance(drafter, str):
-            check_vocabulary(local, drafter)
+        local, drafter = load_models(self.directory, self.draft)
         run = answering(self.directory, local, CHAT, ANSWER * self.new_tokens)
         for (link, server_link), swarm in zip(self.links, swarms, strict=True):
             speeds = self._speeds(swarm, local, run, drafter, f"{link.rtt_ms:g} ms", progress)
@@ -133,13 +125,7 @@ class Distances:
         progress: Progress,
     ) -> dict[str, float]:
         """Returns the tokens a second of each way to answer, and the tokens a trip of the draft."""
-        with swarm, ExitStack() as connections:
-            star, pushing = (
-                model_on(
-                    self.directory, connections.enter_context(connect(swarm.initial_peers, SwarmConfig(push=push)))
-                )
-                for push in ("off", "on")
-            )
+        with swarm, swarm_models(self.directory, swarm.initial_peers) as (star, pushing):
             speculation = None if drafter is None else Speculation(drafter)
             works: dict[str, tuple[PreTrainedModel, Speculation | None]] = {
                 "local": (local, None),

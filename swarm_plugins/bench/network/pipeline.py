@@ -37,20 +37,20 @@ CHUNKS, REPLICA_CHUNKS, COMPUTING_CHUNKS = 8, 16, 4
 GOAL_WAITING, GOAL_COMPUTING, GOAL_REPLICAS, GOAL_BOUND, GOAL_PROMPT = 2.0, 1.5, 1.7, 0.85, 0.5
 _ROWS = 16
 _CALL_S = 1e-4
-"""What a chunk takes of a server that waits, however small it is."""
+"""Least time of a chunk at a server that waits."""
 _BACKWARD = 2.0
-"""What a backward takes, in forwards."""
+"""Time of a backward, in forwards."""
 _NEAR = Link(rtt_ms=20)
 _TINY_BLOCKS = 6
 _SPANS = ((0, 2), (2, 4), (4, 6))
 _PROMPT = 1024
 _STEP_S = 0.02
-"""What a chunk of a prompt takes of a server that waits, however small it is: about as much as a single token."""
+"""Least time of a prompt's chunk at a server that waits: about that of a token."""
 _MOST_ROUNDS = 3
 
 
 class Connected(Protocol):
-    """Servers, as far as a model needs to know them; an `InProcessSwarm` is such."""
+    """The part of an `InProcessSwarm` that models need."""
 
     connection: SwarmConnection
 
@@ -62,7 +62,7 @@ class Pipeline:
         directory: The model whose blocks are computed; others wait.
         link: Between the client and servers that compute.
         swarm: Starts servers that wait: `InProcessSwarm`.
-        waiting_s: What a forward of a whole batch takes of a server that waits.
+        waiting_s: Seconds of a forward of the whole batch at a server that waits.
         rounds: Rounds whose medians are shown.
         progress: Shows how far it is.
     """

@@ -12,19 +12,16 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from swarm_plugins.bench.arms import decode, local_model, prompt_tokens
+from swarm_plugins.bench.arms import decode, prompt_tokens
 from swarm_plugins.bench.decode import decoding_round
 from swarm_plugins.bench.figures import Figure, SwarmReport
 from swarm_plugins.bench.measure import Arm, take_turns
 from swarm_plugins.bench.network.chat import ANSWER
 from swarm_plugins.bench.network.drafting import drafting_figures
-from swarm_plugins.bench.swarm import swarm_model
+from swarm_plugins.bench.network.models import load_models, swarm_models
 from swarm_plugins.bench.train import TOKENS, batch_of_texts, check_equal, prompt_gradient, timed_run
-from swarm_plugins.client import SwarmConfig
 from swarm_plugins.links import Link, Way
 from swarm_plugins.local_swarm import LocalSwarm
-from swarm_plugins.speculation.speculation import check_vocabulary
-from swarm_plugins.talk.loading import load_draft
 
 GOAL = 0.85
 _SLACK = 1.05
@@ -65,21 +62,20 @@ def bench_network(
         SwarmError: If the swarm's tokens or gradients differ from the local model's.
     """
     report = SwarmReport(command="swarm bench network", model=directory.resolve().name, headings=("bound", "swarm"))
-    local = local_model(directory)
-    drafter = None if draft is None else load_draft(draft)
-    if drafter is not None and not isinstance(drafter, str):
-        check_vocabulary(local, drafter)
+    swarm = LocalSwarm(
+        directory, num_servers=num_servers, dtype="float32", threads=1, link=link, server_link=server_link
+    )
+    local, drafter = load_models(directory, draft)
     prompt = prompt_tokens(directory, length=prefix_tokens, vocab_size=local.config.vocab_size)
     expected = decode(local, prompt, new_tokens).tokens
     texts = batch_of_texts(directory, BATCH, local.config.vocab_size)
-    with LocalSwarm(
-        directory, num_servers=num_servers, dtype="float32", threads=1, link=link, server_link=server_link
-    ) as swarm:
-        star, pushing = (swarm_model(directory, swarm.initial_peers, SwarmConfig(push=push)) for push in ("off", "on"))
+    with swarm, swarm_models(directory, swarm.initial_peers) as (star, pushing):
         pids = (os.getpid(), *(server.pid for server in swarm.servers))
         routes = Routes(link, server_link, num_servers, 4 * local.config.get_text_config(decoder=True).hidden_size)
         bench = _Bench({"local": local, "star": star, "pushed": pushing}, pids, routes, rounds, progress)
-        check_equal("gradient", prompt_gradient(local, texts)(), prompt_gradient(star, texts)())
+        gradient = prompt_gradient(local, texts)()
+        for model in (star, pushing):
+            check_equal("gradient", gradient, prompt_gradient(model, texts)())
         sent = _sent_per_token(swarm, star, prompt, new_tokens)
         tokens = bench.compare(
             "a decoded token", lambda model: decoding_round(model, prompt, new_tokens, expected), tokens=1
@@ -89,8 +85,9 @@ def bench_network(
         step = bench.compare(
             name, lambda model: timed_run(prompt_gradient(model, texts)), tokens=BATCH * TOKENS, trips=2
         )
-        drafting = (
-            drafting_figures(
+        report.figures += [*tokens, *first, *step, _bytes_per_token(routes, sent)]
+        if drafter is not None:
+            report.figures += drafting_figures(
                 directory,
                 local,
                 star,
@@ -100,10 +97,6 @@ def bench_network(
                 rounds=rounds,
                 progress=progress,
             )
-            if drafter is not None
-            else []
-        )
-    report.figures += [*tokens, *first, *step, _bytes_per_token(routes, sent), *drafting]
     report.notes += [
         f"{num_servers} servers; to the client {_described(link)}, to each other {_described(server_link)}",
         "bound: the local model's time plus that of hidden states on the links; results equal the local model's",
