@@ -90,20 +90,17 @@ def network(
 
     def run_plot(file: Path, progress: Progress) -> Report:
         from swarm_plugins.errors import ConfigError
-        from swarm_plugins.links import Link
 
         if (rtt, preset, waiting) != (None, None, None):
             raise ConfigError("--plot measures answers at --rtts: leave out --rtt, --preset and --waiting")
-        rate = _MBIT if mbit is None else mbit
-        links = [Link(rtt_ms=one, mbit=rate) for one in _parse_rtts(rtts)]
-        between = None if server_rtt is None else Link(rtt_ms=server_rtt, mbit=rate)
+        links = parse_links(rtts, mbit=_MBIT if mbit is None else mbit, server_rtt=server_rtt)
         _check_draft(draft)
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.bench.network.distances import Distances
 
         distances = Distances(
             directory=model,
-            links=[(link, between or link) for link in links],
+            links=links,
             num_servers=servers,
             draft=draft,
             new_tokens=new_tokens,
@@ -135,11 +132,22 @@ def _check_draft(draft: str | None) -> None:
         raise ConfigError(f"there is no directory {draft!r}: give that of a small model with --draft, or lookup")
 
 
-def _parse_rtts(text: str) -> list[float]:
-    """Parses round-trip times such as ``5,20``; returns them in order, each once."""
+def parse_links(rtts: str, *, mbit: float, server_rtt: float | None) -> list[tuple[Link, Link]]:
+    """Parses round-trip times such as ``5,20``; returns links to the client and between servers, nearest first.
+
+    Servers are at most as far from each other as from the client: packets could take the way through it otherwise.
+
+    Raises:
+        ConfigError: If a time is not a number of 0 or more, or the rate is wrong.
+    """
     from swarm_plugins.errors import ConfigError
+    from swarm_plugins.links import Link
 
     try:
-        return sorted({float(one) for one in text.split(",")})
+        times = sorted({float(one) for one in rtts.split(",")})
     except ValueError as exc:
-        raise ConfigError(f"invalid --rtts {text!r}: expected round-trip times in ms, such as 5,20,50") from exc
+        raise ConfigError(f"invalid --rtts {rtts!r}: expected round-trip times in ms, such as 5,20,50") from exc
+    between = [time if server_rtt is None else min(time, server_rtt) for time in times]
+    return [
+        (Link(rtt_ms=time, mbit=mbit), Link(rtt_ms=near, mbit=mbit)) for time, near in zip(times, between, strict=True)
+    ]

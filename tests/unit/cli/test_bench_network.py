@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from swarm_plugins.cli.bench_network import parse_links
 from swarm_plugins.cli.main import app
 
 PLOT = ["--plot", "FOLDER/a.svg"]
+
+
+def test_servers_are_no_farther_from_each_other_than_from_the_client() -> None:
+    links = parse_links("50,5,50,20", mbit=100.0, server_rtt=20.0)
+    assert [(link.rtt_ms, between.rtt_ms) for link, between in links] == [(5, 5), (20, 20), (50, 20)]
+    assert {one.mbit for pair in links for one in pair} == {100.0}
+    assert [between.rtt_ms for _, between in parse_links("5,50", mbit=100.0, server_rtt=None)] == [5, 50]
 
 
 @pytest.mark.parametrize(
