@@ -50,7 +50,7 @@ def is_handing_on(servers: Servers, peers: Sequence[str]) -> bool:
 
     Says once of each server that it cannot.
     """
-    config, hops, paces = servers.peers.config, servers.hops, servers.peers.paces
+    config, hops, paces = servers.peers.config, servers.peers.hops, servers.peers.paces
     if len(peers) < 2 or config.push == "off":
         return False
     round_trips_s = [trip_s for peer in peers if (trip_s := paces.round_trip_s(peer)) is not None]
@@ -71,7 +71,7 @@ async def feeding(servers: Servers, way: Handover, rpc: str, tensor: Tensor, *, 
     async def feed() -> None:
         if is_sent:
             await asyncio.sleep(_patience_s(servers.peers, way.receiver, rpc, tensor))
-            servers.hops.failed(way.sender, way.receiver, "its input has not arrived in time")
+            servers.peers.hops.failed(way.sender, way.receiver, "its input has not arrived in time")
         message = PushedHidden(session=way.name, step=way.step, hidden=tensor)
         with contextlib.suppress(SwarmError):
             channel = await servers.peers.open(way.receiver, "rpc_push")
@@ -118,7 +118,7 @@ def excusing(servers: Servers, way: Handover) -> Iterator[None]:
     except RemoteError as error:
         if type(error) not in (RemoteError, RefusedError):
             raise
-        servers.hops.failed(way.sender, way.receiver, str(error))
+        servers.peers.hops.failed(way.sender, way.receiver, str(error))
         raise PostedInVainError(f"server {way.receiver} failed at what server {way.sender} has sent") from error
 
 
@@ -128,5 +128,5 @@ def check_handed(servers: Servers, way: Handover, input_hash: bytes, tensor: Ten
     One of the two lies, or a way between them is broken: its answer is right for what it got.
     """
     if input_hash != tensor_hash(tensor):
-        servers.hops.failed(way.sender, way.receiver, "it has got something else")
+        servers.peers.hops.failed(way.sender, way.receiver, "it has got something else")
         raise PostedInVainError(f"server {way.receiver} has got another input than this client")

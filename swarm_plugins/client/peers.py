@@ -18,6 +18,7 @@ from swarm_plugins.client.answers import StreamLostError, check_answer
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.digests import changed_adapter_error
+from swarm_plugins.client.hops import Hops
 from swarm_plugins.client.paces import Paces
 from swarm_plugins.client.queues import MOST_AT_ONCE, Queues
 from swarm_plugins.client.recent import Recent
@@ -75,8 +76,10 @@ class Peers:
         self.config = config
         self.deadlines = Deadlines(config.request_timeout_s)
         self.paces = Paces()
-        self._idle: OrderedDict[tuple[str, str], list[Channel]] = OrderedDict()
         self.queues = Queues()
+        self.hops = Hops()
+        """Which peers reach which others."""
+        self._idle: OrderedDict[tuple[str, str], list[Channel]] = OrderedDict()
         self._uploaded: Recent[tuple[str, str], int] = Recent()
         """The number of the upload by which a peer got an adapter."""
         self._num_uploads = 0

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarm_plugins.client.digests import DigestCache
 from swarm_plugins.client.discovery.missing import ranges
 from swarm_plugins.client.discovery.server_view import ServerView
 from swarm_plugins.client.hedging import HedgeBudget
-from swarm_plugins.client.hops import Hops, SlotNames
+from swarm_plugins.client.hops import SlotNames
 from swarm_plugins.client.recent import Once
 from swarm_plugins.errors import MissingBlocksError, SwarmError
 from swarm_plugins.routing import Demand, ServerEntry, SpanChoice, missing_blocks, plan
@@ -29,11 +29,6 @@ log = logging.getLogger(__name__)
 
 class SwarmView(ServerView):
     """Finds servers of blocks, and plans chains over them."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.hops = Hops()
-        """Which servers reach which others."""
 
     def is_of_use(self, info: ServerInfo) -> bool:
         """Returns whether a server announces whole blocks."""
@@ -86,7 +81,7 @@ class SwarmView(ServerView):
 
     def _closed(self) -> Collection[tuple[str, str]] | None:
         """Returns which servers hand nothing on to which others; None: no server is to."""
-        return None if self.config.push == "off" else self.hops.closed()
+        return None if self.config.push == "off" else self.peers.hops.closed()
 
     def believed(self, without: Collection[str] = frozenset()) -> list[ServerEntry]:
         """Returns the usable servers, with what was seen of their speed instead of what they announce."""
@@ -147,8 +142,3 @@ class Servers:
                 peer,
                 tokens,
             )
-
-    @property
-    def hops(self) -> Hops:
-        """Which servers reach which others."""
-        return self.view.hops

@@ -121,7 +121,7 @@ class PushedSteps:
         after = self._after.get(current)
         if after is not None and sent.request.push_to is not None:
             if response.not_pushed:
-                self._servers.hops.failed(current.peer, after.peer, printable(response.not_pushed))
+                self._servers.peers.hops.failed(current.peer, after.peer, printable(response.not_pushed))
             else:
                 self._fed.add((after, sent.request.push_to.step))
         return plain_step(sent.request, hidden), sent.adapters, response

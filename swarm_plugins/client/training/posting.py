@@ -120,7 +120,7 @@ class Posted(ABC, Generic[Request, Response]):
             to, told = self._to[peer, blocks]
             told.is_sent = not response.not_pushed
             if response.not_pushed:
-                self._servers.hops.failed(peer, to.peer, printable(response.not_pushed))
+                self._servers.peers.hops.failed(peer, to.peer, printable(response.not_pushed))
 
     async def collect(self, peer: str, blocks: range, tensor: Tensor) -> tuple[Request, Response] | None:
         """Returns a server's answer, and its request as if all of it had come from here; ``tensor`` is its input.

@@ -68,11 +68,6 @@ class Pushes:
         self.num_refused = 0
         """Those that were refused."""
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether this server can reach others."""
-        return self._opener is not None
-
     async def send(self, client: str, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
         """Sends the output of a client's step to the next server; returns why that failed, or an empty string.
 
