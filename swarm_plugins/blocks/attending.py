@@ -11,6 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 SDPA = "sdpa"
 _MOST_GROUPED_WIDTH = 256
 """Heads up to this width can share keys and values inside the kernel, as transformers' ``use_gqa_in_sdpa`` says."""
+_PLAIN = {"dropout", "scaling"}
+"""Arguments of a call that asks for nothing special."""
 
 
 def attend(name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Tensor:
@@ -34,6 +36,3 @@ def attend(name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tens
         return output.transpose(1, 2)
     found: Tensor = ALL_ATTENTION_FUNCTIONS[name](module, query, key, value, mask, **kwargs)[0]
     return found
-
-
-_PLAIN = {"dropout", "scaling"}

@@ -80,7 +80,7 @@ class QuantizedExperts:
     """Mixed into a family's experts class: runs the experts from quantized weights."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Runs the experts; the flags of transformers' experts registry are honoured."""
+        """Runs the experts; the flags of transformers' experts registry are honored."""
         return run_frozen(self, (), hidden_states, top_k_index, top_k_weights)
 
 

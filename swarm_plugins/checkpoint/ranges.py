@@ -37,7 +37,7 @@ Sink = Callable[[int, bytes], object]
 
 
 def coalesce(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Returns the ranges to request for pieces sorted by start: neighbours joined, long ones cut."""
+    """Returns the ranges to request for pieces sorted by start: neighbors joined, long ones cut."""
     ranges: list[tuple[int, int]] = []
     for piece in pieces:
         if ranges and piece.start - ranges[-1][1] <= _GAP_BYTES:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from swarm_plugins.client.peers import Peers
 
 _PATIENCE_S = 2.0
-"""A server whose answer comes later than usual by this, and by the way of its input, gets that from here, too."""
+"""An answer may be later than usual by this and by the time in which its input travels. Then the client sends that."""
 _SLOW_BYTES_PER_S = 1_250_000.0
-"""10 Mbit/s: longer than a way of that rate takes for it, an input is not waited for."""
+"""10 Mbit/s: the rate at which an input travels from server to server, or the client's is there sooner."""
 _PART_OF_DEADLINE = 0.5
-"""By then it gets its input in any case."""
+"""Share of an answer's deadline after which the client sends the input in any case."""
 _WORTH_S = 0.003
-"""Round trip to the farthest server from which pushing saves more time than its messages take: it saves no computing.
-The way from one server to another is at most as long as that from one to the client and on to the other."""
+"""Round trip to the farthest server from which on pushing saves more time than its messages take. Distances between
+servers need not be known: none is longer than the way by the client."""
 
 
 class PostedInVainError(SwarmError):

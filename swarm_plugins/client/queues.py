@@ -1,4 +1,4 @@
-"""What this client has sent to each server for training: how much that may be, and what of a wait is the queue's."""
+"""This client's training requests at each server: how many may be there, and how long one takes without the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that several ask for at the same time and that is done once."""
+"""Does work once for all tasks that ask for it at the same time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class _Task:
 
 
 class SharedWork(Generic[K]):
-    """Does a work once for all who ask for it while it is under way; they share its failure, too."""
+    """Work by key: who asks for what is under way waits for that, and shares its failure, too."""
 
     def __init__(self) -> None:
         self._tasks: dict[K, _Task] = {}
 
     async def do(self, key: K, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Waits for a work, which ends early if all who wait for it are cancelled."""
+        """Begins the work unless it is under way, and waits for it; it is cancelled when all who wait for it are."""
         shared = self._tasks.get(key)
         if shared is None:
             shared = self._tasks[key] = _Task(asyncio.create_task(work()))

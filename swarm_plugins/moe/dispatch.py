@@ -31,7 +31,7 @@ def expert_mlp(module: Any, rows: Tensor, product: Product) -> Tensor:
     """Runs rows through an expert, or through all of them if the product tells rows apart.
 
     Args:
-        module: A family's experts; the flags of transformers' experts registry are honoured.
+        module: A family's experts; the flags of transformers' experts registry are honored.
         rows: ``[N, D]``.
         product: Called for ``gate_up_proj`` (``up_proj`` without a gate) and ``down_proj``.
 

@@ -34,7 +34,7 @@ def run_table(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     formed in its type, as by a linear layer.
 
     Args:
-        module: A family's experts; the flags of transformers' experts registry are honoured.
+        module: A family's experts; the flags of transformers' experts registry are honored.
         hidden_states: ``[T, D]``.
         top_k_index: Chosen experts, ``[T, k]``; indices beyond the last expert contribute nothing.
         top_k_weights: ``[T, k]``.

@@ -84,7 +84,7 @@ def build_mesh(
     """Returns a mesh of all ranks whose collectives end after ``timeout_s`` seconds at the latest.
 
     Args:
-        ranks: All ranks, in an order in which neighbours are close.
+        ranks: All ranks, in an order in which neighbors are close.
         shape: Sizes of the dimensions.
         names: Their names.
         device_type: For example "cpu".

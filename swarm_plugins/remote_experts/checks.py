@@ -91,19 +91,13 @@ class HolderChecks(NoObserver):
         version: Its version, which holders have.
         load_expert: Loads one expert of its checkpoint.
         quarantine: Where caught holders are listed.
-        rates: Which answers are checked.
     """
 
     def __init__(
-        self,
-        model: str | Path,
-        version: ModelVersion,
-        load_expert: LoadExpert,
-        quarantine: Quarantine,
-        *,
-        rates: CheckRates | None = None,
+        self, model: str | Path, version: ModelVersion, load_expert: LoadExpert, quarantine: Quarantine
     ) -> None:
-        self.rates = rates or CheckRates()
+        self.rates = CheckRates()
+        """Which answers are checked."""
         self.num_checked = 0
         """Checks that came to a result."""
         self._model = model
@@ -205,7 +199,7 @@ class HolderChecks(NoObserver):
                     rows = nudged_hidden(sample.rows.to(kind.torch_dtype), nudge)
                     found = answer.clone()
                     found[sample.places] = held.run(request.block, rows, spans, grad).to(answer.dtype)
-                    # As it would have arrived, with the same neighbours.
+                    # As it would have arrived, with the same neighbors.
                     return packed(found, request.reply_codec)[sample.places][None]
 
                 wire = str(request.hidden.dtype).removeprefix("torch.")

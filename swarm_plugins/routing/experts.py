@@ -73,7 +73,7 @@ def expert_gaps(
 
 
 def _joined(gaps: Sequence[tuple[range, range]]) -> list[tuple[range, range]]:
-    """Joins neighbouring blocks that lack the same experts."""
+    """Joins neighboring blocks that lack the same experts."""
     joined: list[tuple[range, range]] = []
     for blocks, experts in sorted(gaps, key=lambda gap: (gap[1].start, gap[1].stop, gap[0].start)):
         if joined and joined[-1][1] == experts and joined[-1][0].stop == blocks.start:

@@ -23,7 +23,7 @@ _PEER_TIMEOUT_S = 2.0
 async def keep_measured(
     network: Network, info: Callable[[], ServerInfo], describe: Callable[..., object], *, every_s: float
 ) -> None:
-    """Measures round trips to neighbours from time to time, and announces them.
+    """Measures round trips to neighbors from time to time, and announces them.
 
     Args:
         network: The server's place in the swarm.
@@ -35,19 +35,19 @@ async def keep_measured(
         try:
             describe(round_trips=await round_trips(network, info()))
         except SwarmError as error:
-            log.debug("no look at the neighbours this time: %s", error)
+            log.debug("no look at the neighbors this time: %s", error)
         await asyncio.sleep(every_s * random.uniform(0.75, 1.25))
 
 
 async def round_trips(network: Network, own: ServerInfo) -> tuple[tuple[str, float], ...]:
-    """Returns the seconds of an empty request to some neighbours and its answer, without those that do not answer.
+    """Returns the seconds of an empty request to some neighbors and its answer, without those that do not answer.
 
     Raises:
         SwarmError: If the directory cannot be asked.
     """
     infos = await network.servers(own.version, own.num_blocks)
     found = []
-    for peer in neighbours(network.peer_id, own, infos):
+    for peer in neighbors(network.peer_id, own, infos):
         try:
             async with asyncio.timeout(_PEER_TIMEOUT_S):
                 found.append((peer, round(await _round_trip_s(network, peer), 4)))
@@ -56,7 +56,7 @@ async def round_trips(network: Network, own: ServerInfo) -> tuple[tuple[str, flo
     return tuple(found)
 
 
-def neighbours(me: str, own: ServerInfo, infos: Mapping[str, ServerInfo]) -> list[str]:
+def neighbors(me: str, own: ServerInfo, infos: Mapping[str, ServerInfo]) -> list[str]:
     """Returns the servers that can come after this one in a chain, or before it, `MAX_ROUND_TRIPS` at most.
 
     Of more, those are taken that are likely to take this one, too: a distance counts if both ends announce it.

@@ -278,7 +278,7 @@ class SwarmServer:
             service.adapters.publish(await in_thread(functools.partial(preload_adapter, name, span)))
         await self._go_online(service)
         measured = keep_measured(self._joined(), lambda: self.info, self._describe, every_s=config.announce_every_s)
-        self._chores.append(kept_going(measured, "measure round trips to neighbours"))
+        self._chores.append(kept_going(measured, "measure round trips to neighbors"))
         return service
 
     async def drain(self, drain_s: float) -> int:

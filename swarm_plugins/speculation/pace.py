@@ -32,7 +32,7 @@ _RIDGE = 0.02
 _LOOK_AHEAD = 9
 """Numbers of further tokens that are considered."""
 _FIRST_TOKENS = 4
-"""Drafted in a round before any time is known."""
+"""Drafted at most before any time is known, and after a round in which drafting did not pay."""
 _VARIED = 8
 """One round in so many is shorter if all were alike: from equal ones, the time of a token cannot be known."""
 _UNIFORM = 0.05
@@ -110,9 +110,7 @@ class Pace:
     def limit(self, most: int) -> int:
         """Returns how many tokens to draft at most, if no more than ``most`` are of use."""
         self._is_declined = False
-        if self._rate.value() is None:
-            return min(most, _FIRST_TOKENS)
-        if self._hope < 1.0:
+        if self._rate.value() is None or self._hope < 1.0:
             return min(most, _FIRST_TOKENS)
         self._num_rounds += 1
         is_short = self._num_rounds % _VARIED == 0 and self._trips.is_uniform()

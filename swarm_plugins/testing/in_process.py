@@ -211,7 +211,7 @@ class InProcessSwarm:
         self.connection.loop.run(self._movers[peer].make(Move(peer, range(start, end), closes_gap=False)))
 
     def measure_round_trips(self) -> None:
-        """Lets all servers measure how far they are from their neighbours, and announce it; clients ask for that."""
+        """Lets all servers measure how far they are from their neighbors, and announce it; clients ask for that."""
         for peer, service in self.services.items():
             place = _Place(peer, lambda: self.transport)
             found = self.connection.loop.run(round_trips(place, service.info()))

@@ -79,4 +79,4 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     codecs: tuple[str, ...] = ()
     """Codecs that it knows; ``none`` and ``float16``, which all servers know, need not be named."""
     round_trips: tuple[tuple[str, float], ...] = ()
-    """Seconds to some servers of neighbouring blocks and back, by peer id, as the server measured."""
+    """Seconds to some servers of neighboring blocks and back, by peer id, as the server measured."""

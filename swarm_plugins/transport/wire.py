@@ -243,7 +243,7 @@ class _TensorReader:
             return torch.empty(shape, dtype=dtype)
         raw = self._buffer[start : start + num_bytes]
         if codec == "none":
-            # Any other byte in a bool tensor is undefined behaviour in compiled kernels.
+            # Any other byte in a bool tensor is undefined behavior in compiled kernels.
             if dtype == torch.bool and torch.frombuffer(raw, dtype=torch.uint8).amax().item() > 1:
                 raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
             return torch.frombuffer(raw, dtype=dtype).view(shape)

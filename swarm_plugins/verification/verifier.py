@@ -77,23 +77,16 @@ class Verifier:
         quarantine: Where caught servers are listed.
         evidence: Folder for what they were caught with.
         version: Model version, for both.
-        rates: Which calls are checked.
     """
 
     def __init__(
-        self,
-        servers: Servers,
-        blocks: LocalBlocks,
-        quarantine: Quarantine,
-        *,
-        evidence: Path,
-        version: str,
-        rates: CheckRates | None = None,
+        self, servers: Servers, blocks: LocalBlocks, quarantine: Quarantine, *, evidence: Path, version: str
     ) -> None:
         self.quarantine = quarantine
         self.evidence = evidence
         self.version = version
-        self.rates = rates or CheckRates()
+        self.rates = CheckRates()
+        """Which calls are checked."""
         self.checked: Counter[str] = Counter()
         """Checks that came to a result, by peer."""
         self._blocks = blocks

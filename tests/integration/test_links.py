@@ -65,8 +65,8 @@ def test_clients_and_servers_have_links_of_their_own(tmp_path: Path, monkeypatch
             assert step_bytes < sent.to_servers < 3 * step_bytes
             assert sent.from_servers > 2 * step_bytes
             one, two = (server.peer_id for server in swarm.servers)
-            assert neighbours(connection, one)[two] >= 1e-3
-            assert neighbours(connection, two)[one] >= 1e-3
+            assert neighbors(connection, one)[two] >= 1e-3
+            assert neighbors(connection, two)[one] >= 1e-3
 
 
 def since(before: Traffic, swarm: LocalSwarm) -> Traffic:
@@ -85,7 +85,7 @@ def trained(swarm: LocalSwarm, connection: SwarmConnection) -> Traffic:
     return since(before, swarm)
 
 
-def neighbours(connection: SwarmConnection, peer: str) -> Mapping[str, float]:
+def neighbors(connection: SwarmConnection, peer: str) -> Mapping[str, float]:
     """Returns the round trips that a server announces, once it does."""
     assert connection.peers is not None
     deadline = time.monotonic() + SOON_S

@@ -132,9 +132,9 @@ def test_what_distances_were_to_save_and_did_not_counts_against_a_server(
 
     with swarm_of(model) as swarm:
         swarm.measure_round_trips()
-        neighbours = [{peer for peer, _ in service.info().round_trips} for service in swarm.services.values()]
+        neighbors = [{peer for peer, _ in service.info().round_trips} for service in swarm.services.values()]
         one, two, three = swarm.peers
-        assert neighbours == [{two}, {one, three}, {two}]
+        assert neighbors == [{two}, {one, three}, {two}]
         monkeypatch.setattr(SwarmView, "saved_s", saved_s)
         assert decode(remote(swarm)).equal(want)
         assert set(saved) == {(one, two), (two, three)}

@@ -31,7 +31,7 @@ from swarm_plugins.offload.widths import GROUP_SIZES
 
 _TILE_ROWS = 64
 _HALF = _TILE_ROWS // 2
-# Of every half byte, eight bytes at a time. A shift drags in bits of the neighbour: they are masked away.
+# Of every half byte, eight bytes at a time. A shift drags in bits of the neighbor: they are masked away.
 _LOW_TWO_BITS = 0x3333333333333333
 _LOW_BIT = 0x1111111111111111
 _COLUMN_MULTIPLE = 64

@@ -23,7 +23,7 @@ class ExpertParallelStrategy(ExpertParallelTrainerStrategy, _TrainerDDP):
             layer index, or "auto" for the largest size that divides a layer's experts and the ranks.
         ep_implementation: How tokens reach their experts, as in :func:`swarm_plugins.parallelize`.
         expert_slices: Ranks that an expert's intermediate dimension is divided over.
-        tp_size: Neighbouring ranks that share a batch and divide the dense layers.
+        tp_size: Neighboring ranks that share a batch and divide the dense layers.
         ranks_per_node: For the hierarchical exchange. None: as torchrun says.
         timeout_s: Deadline of each collective: how long a rank may be late.
 

@@ -74,7 +74,7 @@ def test_a_clients_share_is_all_that_is_downloaded(
     assert_equal(checkpoint.read(names), directory, names)
     needed = sum(checkpoint.tensors[name].num_bytes for name in names)
     files = {checkpoint.tensors[name].file for name in names}
-    # Neighbours closer than a few KB are fetched along.
+    # Neighbors closer than a few KB are fetched along.
     assert needed <= shard_bytes(hub, directory) <= needed + len(files) * (HEADER_BYTES + ranges._GAP_BYTES)
     assert all(hub.bytes_served(REPO, p.name) == 0 for p in directory.glob("*.safetensors") if p.name not in files)
 

@@ -14,7 +14,7 @@ def pieces(*spans: tuple[int, int]) -> list[Piece]:
     return [Piece(start, memoryview(bytearray(end - start))) for start, end in spans]
 
 
-def test_neighbours_share_a_request_and_strangers_do_not() -> None:
+def test_neighbors_share_a_request_and_strangers_do_not() -> None:
     gap = ranges._GAP_BYTES
     assert coalesce(pieces((0, 10), (10, 20), (20 + gap, 30 + gap))) == [(0, 30 + gap)]
     assert coalesce(pieces((0, 10), (11 + gap, 20 + gap))) == [(0, 10), (11 + gap, 20 + gap)]

@@ -1,4 +1,4 @@
-"""Servers measure how far they are from their neighbours, and clients go by it."""
+"""Servers measure how far they are from their neighbors, and clients go by it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarm_plugins.client.discovery.view import SwarmView
 from swarm_plugins.client.peers import Peers
 from swarm_plugins.links import Link
 from swarm_plugins.routing import Demand
-from swarm_plugins.server.distances import keep_measured, neighbours, round_trips
+from swarm_plugins.server.distances import keep_measured, neighbors, round_trips
 from swarm_plugins.testing.transports import LocalTransport
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.messages import EchoRequest, EchoResponse
@@ -122,7 +122,7 @@ def test_a_client_plans_with_distances_that_both_ends_measured() -> None:
     virtual_time.run(main(), timeout_s=100)
 
 
-def test_neighbours_are_those_that_come_next_or_before_in_a_chain() -> None:
+def test_neighbors_are_those_that_come_next_or_before_in_a_chain() -> None:
     infos = {
         "me": info_of(2, 5),
         "before": info_of(0, 2),
@@ -136,12 +136,12 @@ def test_neighbours_are_those_that_come_next_or_before_in_a_chain() -> None:
         "joining": info_of(5, 8, state="joining"),
         "older": msgspec.structs.replace(info_of(5, 8), pushes=False),
     }
-    assert sorted(neighbours("me", infos["me"], infos)) == ["before", "longer", "next", "overlapping", "within"]
+    assert sorted(neighbors("me", infos["me"], infos)) == ["before", "longer", "next", "overlapping", "within"]
 
 
-def test_of_many_neighbours_both_ends_take_the_same_pairs() -> None:
+def test_of_many_neighbors_both_ends_take_the_same_pairs() -> None:
     infos = {f"{side}{index}": info_of(*span) for side, span in (("l", (0, 4)), ("r", (4, 8))) for index in range(40)}
-    chosen = {peer: neighbours(peer, info, infos) for peer, info in infos.items()}
+    chosen = {peer: neighbors(peer, info, infos) for peer, info in infos.items()}
     assert {len(peers) for peers in chosen.values()} == {MAX_ROUND_TRIPS}
     mutual = sum(peer in chosen[other] for peer in infos for other in chosen[peer])
     # Independent choices would agree on 40 % of the pairs.

@@ -123,7 +123,7 @@ def test_rotated8_takes_five_bytes_more_for_128_numbers() -> None:
             assert packed_of(tensor, "rotated8").numel() <= 1.04 * tensor.numel()
 
 
-def test_rotated8_keeps_the_neighbours_of_an_outlier() -> None:
+def test_rotated8_keeps_the_neighbors_of_an_outlier() -> None:
     tensor = torch.randn(64 * 128, generator=torch.Generator().manual_seed(0))
     for place in (17, 40, 80):
         outliers = blocks_of(tensor)[:, place]

@@ -76,7 +76,7 @@ def test_any_ranges_arrive_where_they_belong(path: Path, content: np.ndarray, pi
     assert np.array_equal(read(ranges, end), np.concatenate(expected))
 
 
-def test_neighbours_are_read_in_one_go(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbors_are_read_in_one_go(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *arguments: calls.append(arguments) or real(*arguments))
@@ -280,7 +280,7 @@ def test_a_file_stays_open_until_the_disk_has_answered(path: Path, monkeypatch: 
 def test_whatever_fits_in_place_every_byte_arrives_and_no_other(
     path: Path, content: np.ndarray, data: st.DataObject, is_shared: bool
 ) -> None:
-    # Neighbours in the file, which are read in one go, in any order in the buffer and with gaps there.
+    # Neighbors in the file, which are read in one go, in any order in the buffer and with gaps there.
     cuts = sorted(data.draw(st.lists(st.integers(0, SIZE // 512), min_size=2, max_size=5, unique=True)))
     unit = data.draw(st.sampled_from([512, 511]))
     pieces = [(unit * a, unit * (b - a)) for a, b in pairwise(cuts)]
