@@ -72,12 +72,14 @@ def _continuation(ids: Tensor, limit: int) -> tuple[list[int], int]:
     text = ids.tolist()
     end = len(text) - 1
     best, best_length = -1, 0
-    for start in (ids[:-1] == ids[-1]).nonzero()[:, 0].tolist():
+    for start in (ids[:-1] == ids[-1]).nonzero()[:, 0].flip(0).tolist():
         length = 1
         while length < min(_LONGEST_MATCH, start + 1) and text[start - length] == text[end - length]:
             length += 1
-        if length >= best_length:
+        if length > best_length:
             best, best_length = start, length
+        if length == _LONGEST_MATCH:
+            break
     return (text[best + 1 : best + 1 + limit], best_length) if best >= 0 else ([], 0)
 
 

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.speculation import Speculation
+from swarm_plugins.speculation.drafts import _continuation
 from swarm_plugins.speculation.pace import Pace
 from swarm_plugins.speculation.rows import Places
 from swarm_plugins.testing.models import tiny_model
@@ -191,3 +192,33 @@ def test_lookup_takes_the_longest_match() -> None:
     first = list(itertools.takewhile(lambda length: length != asked[0] or not asked, asked[1:]))
     assert asked[0] == len(text)
     assert first[:4] == [len(text) + place for place in range(1, 5)], "four drafted tokens were verified at once"
+
+
+class CountedText(list[int]):
+    """Counts the tokens that are read one by one."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += not isinstance(index, slice)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [
+        (torch.ones(20_000, dtype=torch.long), ([1], 16)),
+        (torch.arange(20_000) % 17, (list(range(8, 16)), 16)),
+        (torch.tensor([1, 2, 3, 9, 2, 3, 8, 1, 2, 3, 7, 2, 3]), ([7, 2, 3], 2)),
+        (torch.tensor([1, 2, 3, 9, 4, 3, 8, 5, 1, 2, 3]), ([9, 4, 3, 8, 5, 1, 2, 3], 3)),
+    ],
+    ids=["one token", "period", "latest", "longest"],
+)
+def test_lookup_ends_at_the_latest_of_the_longest_matches(
+    ids: Tensor, found: tuple[list[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with each place of a long text in which one token is repeated, it takes longer than a trip."""
+    text, sound = CountedText(ids.tolist()), Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: text if self is ids else sound(self))
+    assert _continuation(ids, 8) == found
+    assert text.num_read < 100
