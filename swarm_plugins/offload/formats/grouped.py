@@ -136,12 +136,14 @@ class GroupedMatrix(MatrixFormat):
 
     def _cpu_product(self, parts: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         height, width = self._padded_shape
-        inputs = functional.pad(rows.to(torch.bfloat16), (0, width - rows.shape[1])).contiguous()
+        inputs = rows.to(torch.bfloat16)
+        if width > inputs.shape[1]:
+            inputs = functional.pad(inputs, (0, width - inputs.shape[1]))
         tiles = parts["codes"] if self.is_converted else unfold(parts["codes"], self.bits)
         product = torch._weight_int4pack_mm_for_cpu(
-            inputs, tiles.view(height, width // 2), GROUP_SIZES[self.bits], parts["scales"]
+            inputs.contiguous(), tiles.view(height, width // 2), GROUP_SIZES[self.bits], parts["scales"]
         )
-        return product[:, : self.shape[0]]
+        return product if height == self.shape[0] else product[:, : self.shape[0]]
 
 
 def to_tiles(codes: Tensor) -> Tensor:
