@@ -91,6 +91,9 @@ class PackedPast(Past):
         self.attention = attention
         self._joined = joined
         self._handed: tuple[int, Tensor, Tensor] | None = None
+        self._new_sizes = [part.num_tokens for part in parts]
+        self._whole_sizes = [part.batch_size * part.length for part in parts]
+        self._has_single_rows = all(part.batch_size == 1 for part in parts)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -123,16 +126,15 @@ class PackedPast(Past):
             outputs.append(output if part.batch_size == 1 else output.reshape(1, part.num_tokens, *output.shape[2:]))
         return torch.cat(outputs, dim=1), None  # [1, T, H, W]
 
-    def _cut(self, joined: Tensor, *, is_whole: bool = False) -> list[Tensor]:
+    def _cut(self, joined: Tensor, *, is_whole: bool = False) -> Sequence[Tensor]:
         """Cuts ``[1, H, tokens of all sessions, W]`` by session, as ``[B, H, S, W]``; with cached tokens if whole."""
-        lengths = [part.length if is_whole else part.num_new for part in self.parts]
-        sizes = [part.batch_size * length for part, length in zip(self.parts, lengths, strict=True)]
-        pieces = zip(self.parts, lengths, joined.split(sizes, dim=2), strict=True)
+        sizes = self._whole_sizes if is_whole else self._new_sizes
+        pieces = joined.split_with_sizes(sizes, 2)
+        if self._has_single_rows:
+            return pieces
         return [
-            piece
-            if part.batch_size == 1
-            else piece.reshape(piece.shape[1], part.batch_size, length, piece.shape[3]).transpose(0, 1)
-            for part, length, piece in pieces
+            piece.reshape(piece.shape[1], part.batch_size, -1, piece.shape[3]).transpose(0, 1)
+            for part, piece in zip(self.parts, pieces, strict=True)
         ]
 
     def _join(self, block: int) -> tuple[Tensor, Tensor]:
