@@ -158,7 +158,6 @@ def test_a_server_that_pushes_something_else_harms_no_other(
 ) -> None:
     pushes = falsify_pushes(monkeypatch, number, LIES[lie])
     overflow_beyond_16_bits(monkeypatch)
-    set_patience(monkeypatch, SHORT_S)
     with swarm_of(directory, verify="on") as swarm:
         assert_near(gradients(remote(swarm)), want)
         assert len(pushes) >= number
