@@ -160,12 +160,12 @@ def view_of(model: PreTrainedModel) -> HolderView:
     return module._remote.holders.view
 
 
-def prefer(model: PreTrainedModel, connection: SwarmConnection, peer: str) -> None:
-    """Makes a holder the nearest of all."""
+def prefer(model: PreTrainedModel, connection: SwarmConnection, peer: str, *, by_s: float = 0.1) -> None:
+    """Makes a holder the nearest of all; one that a busy machine holds up for longer than ``by_s`` is not preferred."""
     view = view_of(model)
     connection.loop.run(view.refresh(force=True))
     for one, entry in view.known.entries.items():
-        view.known.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else 0.1)
+        view.known.entries[one] = replace(entry, round_trip_s=0.0 if one == peer else by_s)
 
 
 def outcome(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

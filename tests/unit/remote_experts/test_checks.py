@@ -82,7 +82,7 @@ def test_a_liar_is_caught_before_its_answer_is_used(mixtral: Path, held: dict[st
 
         corrupt(holders, "a", held["a"], lie)
         model = load(holders)
-        prefer(model, holders.connection, "a")
+        prefer(model, holders.connection, "a", by_s=5.0)
         found = outcome(model)
         assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
         ((peer, caught),) = user_quarantine().peers().items()
@@ -100,12 +100,12 @@ def test_a_liar_that_was_honest_at_first_is_caught_in_the_background(mixtral: Pa
         corrupt(holders, "a", REPLICAS["a"], lambda request, rows: rows * (1.02 if is_lying else 1.0))
         model = load(holders)
         for _ in range(4):
-            prefer(model, holders.connection, "a")
+            prefer(model, holders.connection, "a", by_s=5.0)
             outcome(model)
         assert checks_of(model).num_checked >= 8
         assert not user_quarantine().peers()
         is_lying, checks_of(model).rates.chance = True, lambda: 0.0
-        prefer(model, holders.connection, "a")
+        prefer(model, holders.connection, "a", by_s=5.0)
         model(TOKENS)
         finish_checks(model)
         assert list(user_quarantine().peers()) == ["a"]
@@ -136,7 +136,7 @@ def test_honest_holders_pass(mixtral: Path, held: dict[str, Held], codec: str) -
 def test_a_holder_that_came_back_in_another_type_is_not_accused(mixtral: Path) -> None:
     with serving(mixtral, REPLICAS, config=CHECKED) as holders:
         model = load(holders)
-        prefer(model, holders.connection, "a")
+        prefer(model, holders.connection, "a", by_s=5.0)
         corrupt(holders, "a", REPLICAS["a"], lambda request, rows: rows.bfloat16().float())
         known = view_of(model).known.infos["a"]
 
@@ -155,7 +155,7 @@ def test_an_owner_whose_files_have_changed_accuses_nobody(
     with serving(mixtral, REPLICAS, config=CHECKED) as holders:
         corrupt(holders, "a", REPLICAS["a"], lambda request, rows: rows * 1.02)
         model = load(holders)
-        prefer(model, holders.connection, "a")
+        prefer(model, holders.connection, "a", by_s=5.0)
 
         def gone(*_: object, **__: object) -> Checkpoint:
             raise ConfigError("there is no such model")
