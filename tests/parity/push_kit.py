@@ -74,12 +74,11 @@ async def kill(swarm: InProcessSwarm, peer: str) -> None:
 
 
 Way = tuple[Pushes, str]
+Send = Callable[[Tensor], Awaitable[str]]
 
 
-def strike_at_push(
-    monkeypatch: pytest.MonkeyPatch, number: int, strike: Callable[[], Awaitable[None]], *, is_sent: bool
-) -> list[Way]:
-    """Has something happen right before or right after the push of that number; then the client is impatient.
+def replace_pushes(monkeypatch: pytest.MonkeyPatch, push: Callable[[int, Tensor, Send], Awaitable[str]]) -> list[Way]:
+    """Has each push done by a function of its number, from 1, what is pushed, and what pushes it.
 
     Returns:
         Sender and receiver of each push, noted as they begin.
@@ -87,20 +86,31 @@ def strike_at_push(
     ways: list[Way] = []
     send = Pushes.send
 
-    async def struck(self: Pushes, client: str, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
+    async def replaced(self: Pushes, client: str, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
         ways.append((self, to.peer))
-        is_due = len(ways) == number
+        return await push(len(ways), hidden, lambda other: send(self, client, to, other, codec, charge))
+
+    monkeypatch.setattr(Pushes, "send", replaced)
+    return ways
+
+
+def strike_at_push(
+    monkeypatch: pytest.MonkeyPatch, number: int, strike: Callable[[], Awaitable[None]], *, is_sent: bool
+) -> list[Way]:
+    """Has something happen right before or right after the push of that number; then the client is impatient."""
+
+    async def push(current: int, hidden: Tensor, send: Send) -> str:
+        is_due = current == number
         if is_due:
             set_patience(monkeypatch, SHORT_S)
         if is_due and not is_sent:
             await strike()
-        why = await send(self, client, to, hidden, codec, charge)
+        why = await send(hidden)
         if is_due and is_sent:
             await strike()
         return why
 
-    monkeypatch.setattr(Pushes, "send", struck)
-    return ways
+    return replace_pushes(monkeypatch, push)
 
 
 LIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -124,17 +134,9 @@ def overflow_beyond_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def falsify_pushes(
     monkeypatch: pytest.MonkeyPatch, number: int, lie: Callable[[Tensor], Tensor] = LIES["a bit more"]
 ) -> list[Way]:
-    """Has servers push something else from the push of that number on, and answer their client as before.
+    """Has servers push something else from the push of that number on, and answer their client as before."""
 
-    Returns:
-        Sender and receiver of each push, noted as they begin.
-    """
-    ways: list[Way] = []
-    send = Pushes.send
+    async def push(current: int, hidden: Tensor, send: Send) -> str:
+        return await send(lie(hidden) if current >= number else hidden)
 
-    async def false(self: Pushes, client: str, to: PushTo, hidden: Tensor, codec: Codec, charge: Charge) -> str:
-        ways.append((self, to.peer))
-        return await send(self, client, to, lie(hidden) if len(ways) >= number else hidden, codec, charge)
-
-    monkeypatch.setattr(Pushes, "send", false)
-    return ways
+    return replace_pushes(monkeypatch, push)
