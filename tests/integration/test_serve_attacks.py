@@ -295,8 +295,8 @@ async def slow_to_decode(node: SwarmNode, victim: Victim) -> None:
         waiting_forwards,
         one_long_row,
         half_messages,
-        unread_answers,
         packed_payloads,
+        unread_answers,  # the last: the server notices that nobody reads them after a minute
     ],
     ids=lambda one: one.__name__,
 )
