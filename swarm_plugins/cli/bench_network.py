@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm_plugins.cli.support.measuring import Json, ModelFolder, NewTokens, Rounds, Servers, measure
+from swarm_plugins.cli.support.measuring import Json, ModelFolder, NewTokens, Rounds, measure
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,7 +31,7 @@ def network(
     preset: Annotated[
         str | None, typer.Option(help="Instead of --rtt and --mbit: 1gbit-5ms, 100mbit-5ms or 100mbit-100ms.")
     ] = None,
-    servers: Servers = 3,
+    servers: Annotated[int, typer.Option(help="Servers in the chain.", min=1, max=16)] = 3,
     draft: Annotated[
         str | None,
         typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ class SwarmConfig:
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "request_timeout_s", "info_timeout_s", "refresh_s"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
         for name, least in (("max_retries", 0), ("min_batch_tokens", 1), ("verify_bytes", 0)):
             value = getattr(self, name)
@@ -106,12 +107,14 @@ class SwarmConfig:
             if getattr(self, name) not in known:
                 raise ConfigError(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
         object.__setattr__(self, "local_blocks", _checked_local_blocks(self.local_blocks))
-        object.__setattr__(self, "identity", _path(self.identity))
-        object.__setattr__(self, "secret_file", _path(self.secret_file))
+        object.__setattr__(self, "identity", _path("identity", self.identity))
+        object.__setattr__(self, "secret_file", _path("secret_file", self.secret_file))
         object.__setattr__(self, "allowed_peers", _checked_peers(self.allowed_peers))
 
 
-def _path(given: Path | str | None) -> Path | None:
+def _path(name: str, given: object) -> Path | None:
+    if given is not None and not isinstance(given, str | Path):
+        raise ConfigError(f"{name} must be the path of a file, got {given!r}")
     return None if given is None else Path(given)
 
 

@@ -31,7 +31,10 @@ def load_models(directory: Path, draft: str | None) -> tuple[PreTrainedModel, Pr
 
 @contextmanager
 def swarm_models(directory: Path, initial_peers: Sequence[str]) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
-    """Gives two models on a swarm: one whose client carries hidden states, and one whose servers push them."""
-    carrying, pushing = (connect(initial_peers, SwarmConfig(push=push)) for push in ("off", "on"))
+    """Gives two models on a swarm: one whose client carries hidden states, and one whose servers push them.
+
+    Batches are not cut, whatever the client sees of the servers: their bounds are those of whole batches.
+    """
+    carrying, pushing = (connect(initial_peers, SwarmConfig(push=push, micro_batches=1)) for push in ("off", "on"))
     with carrying, pushing:
         yield model_on(directory, carrying), model_on(directory, pushing)

@@ -161,21 +161,21 @@ class _Bench:
         local, star, pushed = arms
         star_s, pushed_s = trips * self._routes.star_s(tokens), trips * self._routes.pushed_s(tokens)
         waits = [(arm.median_s - local.median_s) * 1e3 for arm in (star, pushed)]
-        share = Figure(
-            name="network's part of it, pushed / star",
-            unit="ms",
-            local=waits[0],
-            swarm=waits[1],
-            ratio=waits[1] / waits[0],
-            goal=_SLACK * pushed_s / star_s,
-            goal_is_upper_bound=True,
-            rounds=self._rounds,
-        )
-        return [
-            self._figure(name, local, star, star_s),
-            self._figure(f"{name}, pushed", local, pushed, pushed_s),
-            share,
-        ]
+        figures = [self._figure(name, local, star, star_s), self._figure(f"{name}, pushed", local, pushed, pushed_s)]
+        # Over short ways, servers that compute at once can make up for the network.
+        if min(waits) > 0:
+            share = Figure(
+                name="network's part of it, pushed / star",
+                unit="ms",
+                local=waits[0],
+                swarm=waits[1],
+                ratio=waits[1] / waits[0],
+                goal=_SLACK * pushed_s / star_s,
+                goal_is_upper_bound=True,
+                rounds=self._rounds,
+            )
+            figures.append(share)
+        return figures
 
     def _figure(self, name: str, local: Arm, there: Arm, links_s: float) -> Figure:
         bound_s = local.median_s + links_s

@@ -16,6 +16,9 @@ from swarm_plugins.errors import ConfigError
     [
         pytest.param({"request_timeout_s": 0}, r"request_timeout_s must be a number of seconds above 0, got 0", id="s"),
         pytest.param({"refresh_s": float("nan")}, r"refresh_s must be .* got nan", id="nan"),
+        pytest.param({"request_timeout_s": float("inf")}, r"request_timeout_s must be .* got inf", id="endless"),
+        pytest.param({"refresh_s": True}, r"refresh_s must be .* got True", id="bool"),
+        pytest.param({"identity": 5}, r"identity must be the path of a file, got 5", id="path"),
         pytest.param({"max_retries": -1}, r"max_retries must be a whole number, 0 or more; got -1", id="retries"),
         pytest.param(
             {"codec": "zip"}, r"unknown codec 'zip'; known: none, float16, bfloat16, rotated8, auto", id="codec"
