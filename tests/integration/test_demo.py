@@ -75,20 +75,27 @@ def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp
 )
 def test_ctrl_c_ends_the_servers_too(model: Path, tmp_path: Path, said: str) -> None:
     steps = "100" if "100" in said else "2"
-    process = demo("--model", str(model), "--steps", steps, "--dir", str(tmp_path / "demo"))
-    try:
-        wait_until(process, said)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert children
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=END_S)
-        assert process.returncode == 130, output[-4000:]
-        assert "Traceback" not in output
-        _, left = psutil.wait_procs(children, timeout=END_S)
-        assert not left
-    finally:
-        process.kill()
-        process.wait(END_S)
+    with demo("--model", str(model), "--steps", steps, "--dir", str(tmp_path / "demo")) as process:
+        try:
+            wait_until(process, said)
+            children = children_of(process)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=END_S)
+            assert process.returncode == 130, output[-4000:]
+            assert "Traceback" not in output
+            _, left = psutil.wait_procs(children, timeout=END_S)
+            assert not left
+        finally:
+            process.kill()
+
+
+def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Returns the processes that it has started; it may have said so a moment before."""
+    deadline = time.monotonic() + START_S
+    while not (children := psutil.Process(process.pid).children(recursive=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return children
 
 
 def wait_until(process: subprocess.Popen[str], said: str) -> None:
