@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from swarm_plugins.client.discovery.view import Servers
     from swarm_plugins.client.retries import ChainRetries
 
-_LEAST_TOKENS = 32
-"""Of all rows in one chunk; smaller ones cost about as much as these."""
+_LEAST_TOKENS = 128
+"""Of all rows in one chunk: most of a smaller one's time is reading weights, and a mixture reads all of its experts."""
 _MAX_CHUNKS = 16
 _NEAR_BEST = 1.05
 _MESSAGE_S = 0.005
