@@ -46,7 +46,6 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
                 *("a decoded token", "a decoded token, pushed"),
                 *("first token after 8", "first token after 8, pushed"),
                 *("forward + backward, 8 x 64 tokens", "forward + backward, 8 x 64 tokens, pushed"),
-                *["network's part of it, pushed / star"] * 3,
                 "sent for a token, by the client",
             ],
             id="network",
@@ -65,7 +64,9 @@ def test_bench_shows_a_ratio_for_each_figure(
     result = bench(*arguments, *QUICK, "--model", str(tiny), "--json", str(path))
     assert result.returncode == 0, result.stderr
     content = json.loads(path.read_text())
-    assert sorted(one["name"] for one in content["figures"]) == sorted(figures)
+    # The network's part is shown only where it can be told from noise.
+    names = [one["name"] for one in content["figures"] if not one["name"].startswith("network's part")]
+    assert sorted(names) == sorted(figures)
     assert all(one["ratio"] > 0 and one["local"] > 0 and one["swarm"] > 0 for one in content["figures"])
     assert all(name in result.stdout for name in figures)
 
