@@ -1,6 +1,6 @@
 """What a curious first server reads: the share of input tokens it recovers from the hidden states it receives.
 
-The attacker knows the model, and text of the same kind. Three attacks, none of which looks at neighboring positions:
+The attacker knows the model, and text of the same kind. Three attacks look at one position at a time:
 
 - **embedding**: the nearest input embedding, by cosine, after subtracting the blocks' mean change.
 - **reference**: the token of the nearest hidden state in a reference corpus at the same depth, by cosine after

@@ -33,7 +33,7 @@ def load_models(directory: Path, draft: str | None) -> tuple[PreTrainedModel, Pr
 def swarm_models(directory: Path, initial_peers: Sequence[str]) -> Iterator[tuple[PreTrainedModel, PreTrainedModel]]:
     """Gives two models on a swarm: one whose client carries hidden states, and one whose servers push them.
 
-    Batches are not cut, whatever the client sees of the servers: their bounds are those of whole batches.
+    Neither cuts batches into chunks: the bounds they are compared with assume whole batches.
     """
     carrying, pushing = (connect(initial_peers, SwarmConfig(push=push, micro_batches=1)) for push in ("off", "on"))
     with carrying, pushing:

@@ -45,7 +45,7 @@ _TINY_BLOCKS = 6
 _SPANS = ((0, 2), (2, 4), (4, 6))
 _PROMPT = 1024
 _STEP_S = 0.02
-"""Least time of a prompt's chunk at a server that waits: about that of a token."""
+"""Fixed time that a waiting server adds to each chunk of a prompt: about what a single token takes."""
 _MOST_ROUNDS = 3
 
 
