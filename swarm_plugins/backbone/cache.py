@@ -99,6 +99,16 @@ class RemoteCacheState:
         self._session = self._release = None
         self._ops, self._owed = [], []
 
+    def leave(self) -> None:
+        """Closes the session and ends a step that is under way; from any thread."""
+        if self._release is not None:
+            self._release()
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Ids of the servers that hold the cache, in the chain's order."""
+        return () if self._session is None else self._session.peers
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheState:
         twin = RemoteCacheState(self.remote, self.blocks, self.prefix)
         memo[id(self)] = twin
@@ -201,6 +211,11 @@ class RemoteCacheLayer(CacheLayerMixin):
         )
         memo[id(self)] = twin
         return twin
+
+
+def remote_state(cache: Cache) -> RemoteCacheState | None:
+    """Returns the state of a cache's remote layers; None if it has none."""
+    return next((layer.state for layer in cache.layers if isinstance(layer, RemoteCacheLayer)), None)
 
 
 def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCacheState:

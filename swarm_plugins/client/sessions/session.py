@@ -6,8 +6,9 @@ tokens that follow are the same as without the loss.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -34,12 +35,25 @@ class ClientSession:
         """Keys and values the cache starts with, K then V for each block."""
         self._spans: list[SpanSession] = []
         self._steps = SpanSteps(servers)
+        self._running: asyncio.Task[Any] | None = None
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Ids of the servers that hold the cache, in the chain's order."""
+        return tuple(span.peer for span in self._spans)
 
     async def step(self, inputs: SpanInputs, ops: Sequence[CacheOp] = ()) -> SpanOutputs:
         """Applies queued cache changes, then runs new tokens through the chain.
 
         If it raises, the changes stay in the cache and the new tokens do not: the step can be tried again.
         """
+        self._running = asyncio.current_task()
+        try:
+            return await self._step(inputs, ops)
+        finally:
+            self._running = None
+
+    async def _step(self, inputs: SpanInputs, ops: Sequence[CacheOp]) -> SpanOutputs:
         self._apply(ops)
         retries = ChainRetries(self.servers.view)
         if not self._spans:
@@ -108,7 +122,10 @@ class ClientSession:
         return other
 
     async def close(self) -> None:
-        """Closes the sessions on all servers. Idempotent."""
+        """Closes the sessions on all servers; a step under way is cancelled. Idempotent."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
         spans, self._spans = self._spans, []
         for current in spans:
             await current.close()

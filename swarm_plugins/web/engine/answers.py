@@ -1,0 +1,123 @@
+"""Follows the answers of one generation while `generate()` runs: text, ends, probabilities."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
+
+from swarm_plugins.web.engine.processors import Recorder
+from swarm_plugins.web.engine.request import Event, Finished, FinishReason, Generation, Piece, Scored
+from swarm_plugins.web.engine.text import StopTexts, TextStream
+
+
+class Answer:
+    """One of the answers."""
+
+    def __init__(self, index: int, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
+        self.index = index
+        self.tokens: list[int] = []
+        self.reason: FinishReason | None = None
+        """Why it has ended; None: it goes on."""
+        self._text = TextStream(decode)
+        self._stops = StopTexts(stop)
+
+    def add(self, token: int, is_end: bool) -> str:
+        """Takes the next token; returns text that is final."""
+        self.tokens.append(token)
+        if is_end:
+            return self.end("stop")
+        text = self._stops.add(self._text.add(token))
+        if self._stops.is_reached:
+            self.reason = "stop"
+        return text
+
+    def end(self, reason: FinishReason) -> str:
+        """Ends it; returns what was held back."""
+        text = self._stops.add(self._text.end())
+        if self._stops.is_reached:
+            reason = "stop"
+        self.reason = reason
+        return text + self._stops.end()
+
+
+class Answers(StoppingCriteria):
+    """All answers of a generation; `generate()` shows it each step's tokens.
+
+    Args:
+        request: What was asked.
+        tokenizer: Turns tokens into text.
+        ends: Tokens that end an answer.
+        tell: Called with each event, in the generating thread.
+        recorder: Has the step's log probabilities, if they are wanted.
+    """
+
+    def __init__(
+        self,
+        request: Generation,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: Collection[int],
+        tell: Callable[[Event], object],
+        recorder: Recorder | None,
+    ) -> None:
+        self._request = request
+        self._ends = frozenset(ends)
+        self._tell = tell
+        self._recorder = recorder
+        skip = not request.keep_special_tokens
+
+        def decode(tokens: Sequence[int]) -> str:
+            text: str = tokenizer.decode(list(tokens), skip_special_tokens=skip)
+            return text
+
+        self._all = [Answer(index, decode, request.stop) for index in range(request.n)]
+        self.cancelled = threading.Event()
+        """Set from another thread: no answer is wanted any more."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        """Takes the last token of each row ``[B, T]``; returns which rows have ended, ``[B]``."""
+        for answer, token in zip(self._all, input_ids[:, -1].tolist(), strict=True):
+            if answer.reason is None:
+                self._add(answer, token)
+        over = [self.cancelled.is_set() or answer.reason is not None for answer in self._all]
+        return torch.tensor(over, device=input_ids.device)
+
+    def _add(self, answer: Answer, token: int) -> None:
+        is_end = token in self._ends
+        text = answer.add(token, is_end)
+        scored = () if self._recorder is None or is_end else (self._score(answer.index, token),)
+        if text or scored:
+            self._tell(Piece(answer.index, text, scored))
+        if answer.reason is not None:
+            self._tell(Finished(answer.index, answer.reason, tuple(answer.tokens)))
+
+    def _score(self, row: int, token: int) -> Scored:
+        assert_recorded = self._recorder.logprobs if self._recorder is not None else None
+        if assert_recorded is None:
+            raise RuntimeError("probabilities are wanted, but the recorder saw no step")
+        return scored_of(assert_recorded[row], token, self._request.logprobs or 0)
+
+    def finish(self) -> None:
+        """Ends answers that have as many tokens as they may."""
+        for answer in self._all:
+            if answer.reason is None:
+                text = answer.end("length")
+                if text:
+                    self._tell(Piece(answer.index, text))
+                self._tell(Finished(answer.index, answer.reason or "length", tuple(answer.tokens)))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer.tokens) for answer in self._all)
+
+
+def scored_of(logprobs: Tensor, token: int, top: int) -> Scored:
+    """Returns a token's entry of ``logprobs`` ``[vocabulary]`` and the ``top`` likeliest ones."""
+    best = logprobs.topk(min(top, logprobs.shape[0])) if top else None
+    pairs = () if best is None else tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return Scored(token, float(logprobs[token]), pairs)

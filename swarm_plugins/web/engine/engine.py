@@ -1,0 +1,135 @@
+"""Runs generations side by side: as many at once as allowed, the others in the order they came."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from swarm_plugins.errors import CapacityError
+from swarm_plugins.web.engine.caches import CacheStore
+from swarm_plugins.web.engine.grammar import GrammarProcessor
+from swarm_plugins.web.engine.models import Models
+from swarm_plugins.web.engine.request import Event, Generation
+from swarm_plugins.web.engine.run import Run
+from swarm_plugins.web.settings import ApiSettings
+
+
+class OverloadedError(CapacityError):
+    """Too many requests wait already."""
+
+
+class Engine:
+    """Generates for many clients at once. Threads run `generate()`; servers pack what comes at the same time.
+
+    Args:
+        models: Base model and adapters.
+        tokenizer: Their tokenizer.
+        settings: Bounds.
+    """
+
+    def __init__(self, models: Models, tokenizer: PreTrainedTokenizerBase, settings: ApiSettings) -> None:
+        self.models = models
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.caches = CacheStore(
+            max_bytes=settings.cache_bytes, max_age_s=settings.cache_age_s, token_bytes=_token_bytes(models.base)
+        )
+        self.reading = threading.Lock()
+        """Held while text becomes tokens: tokenizers keep settings of a call in themselves."""
+        self._threads = ThreadPoolExecutor(settings.max_running, thread_name_prefix="swarm-api")
+        self._turns = asyncio.Semaphore(settings.max_running)
+        self._waiting = 0
+        self.running = 0
+        """Generations under way."""
+
+    def close(self) -> None:
+        """Takes no further requests; those under way end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.caches.clear()
+
+    async def generate(self, request: Generation) -> AsyncIterator[Event]:
+        """Yields a generation's events; leaving the iterator ends it and frees its session.
+
+        Raises:
+            OverloadedError: If too many requests wait.
+            SwarmError: If servers are missing or fail.
+        """
+        if self._turns.locked() and self._waiting >= self.settings.max_waiting:
+            raise OverloadedError(
+                f"{self.running} requests are running and {self._waiting} wait, the most that may: try again later"
+            )
+        self._waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+        self.running += 1
+        try:
+            async for event in self._events(request):
+                yield event
+        finally:
+            self.running -= 1
+            self._turns.release()
+
+    async def _events(self, request: Generation) -> AsyncIterator[Event]:
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        started = _Started()
+
+        def tell(event: Event | None) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def work() -> None:
+            try:
+                model = self.models.get(request.adapter)
+                grammar = None if request.grammar is None else GrammarProcessor(
+                    request.grammar, self.tokenizer, len(request.tokens), request.n
+                )
+                started.run(Run(model, self.tokenizer, request, self.caches, tell, grammar))
+            finally:
+                tell(None)
+
+        future = loop.run_in_executor(self._threads, work)
+        try:
+            while (event := await events.get()) is not None:
+                yield event
+            await future
+        finally:
+            started.cancel()
+            # A cancelled run's error has no reader.
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+class _Started:
+    """A run that another thread may cancel, before it begins too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._run: Run | None = None
+        self._is_cancelled = False
+
+    def run(self, run: Run) -> None:
+        with self._lock:
+            if self._is_cancelled:
+                return
+            self._run = run
+        run()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+        if self._run is not None:
+            self._run.cancel()
+
+
+def _token_bytes(model: Any) -> int:
+    """Returns the bytes of keys and values of one token, in all layers."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)

@@ -1,0 +1,69 @@
+"""Answers that follow a grammar or a JSON schema, by llguidance."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import llguidance.hf
+import llguidance.torch
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from swarm_plugins.errors import ConfigError, one_line
+
+
+def json_grammar(schema: dict[str, Any] | None) -> str:
+    """Returns the grammar of JSON texts that fit a schema; None: any object.
+
+    Raises:
+        ConfigError: If it is not a schema, or has parts that cannot be enforced.
+    """
+    try:
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema or {"type": "object"})))
+    except ValueError as error:
+        raise ConfigError(f"the JSON schema cannot be used ({one_line(error)})") from error
+
+
+def check_grammar(grammar: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError if a grammar is malformed or cannot be enforced."""
+    if error := LLMatcher.validate_grammar(grammar, _guiding(tokenizer)):
+        raise ConfigError(f"the JSON schema cannot be used ({one_line(ValueError(error))})")
+
+
+class GrammarProcessor(LogitsProcessor):
+    """Forbids each row's tokens that the grammar does not allow next.
+
+    Args:
+        grammar: A grammar of llguidance.
+        tokenizer: The model's tokenizer.
+        prompt_tokens: How many tokens of each row come before the answer.
+        rows: Number of answers.
+    """
+
+    def __init__(self, grammar: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, rows: int) -> None:
+        guiding = _guiding(tokenizer)
+        self._matchers = [LLMatcher(guiding, grammar) for _ in range(rows)]
+        self._mask = llguidance.torch.allocate_token_bitmask(rows, guiding.vocab_size)
+        self._seen = prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns logits, ``[B, vocabulary]``, with forbidden tokens at minus infinity."""
+        for row, matcher in enumerate(self._matchers):
+            if not matcher.is_stopped():
+                matcher.consume_tokens(input_ids[row, self._seen :].tolist())
+            llguidance.torch.fill_next_token_bitmask(matcher, self._mask, row)
+        self._seen = input_ids.shape[1]
+        # A model's vocabulary may be padded: what the tokenizer does not have is forbidden, too.
+        known = min(scores.shape[1], 32 * self._mask.shape[1])
+        scores[:, known:] = -torch.inf
+        llguidance.torch.apply_token_bitmask_inplace(scores, self._mask.to(scores.device))
+        return scores
+
+
+@functools.lru_cache(maxsize=4)
+def _guiding(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
+    return llguidance.hf.from_tokenizer(tokenizer)

@@ -1,0 +1,127 @@
+"""The models of an API: one base, and copies of it that share its weights, each with an adapter.
+
+PEFT activates an adapter in the model itself, for all threads. So each adapter gets a copy of the model's structure: what
+a copy adds in memory is its adapter.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from typing import Any
+
+from peft import PeftModel
+
+from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.talk.loading import split_tag
+
+_DEFAULT_CONTEXT_TOKENS = 2048
+
+
+class UnknownModelError(ConfigError):
+    """A request names a model or an adapter that is not here."""
+
+
+class Models:
+    """Base model and adapters.
+
+    Args:
+        base: A causal language model; it is not changed.
+        name: The base model's name in requests.
+        max_adapters: Most adapters in memory.
+        load_unknown: Whether an adapter that was not added may be loaded from the Hub.
+        endpoint: The Hub's address. None: ``HF_ENDPOINT``.
+    """
+
+    def __init__(
+        self, base: Any, name: str, *, max_adapters: int, load_unknown: bool = False, endpoint: str | None = None
+    ) -> None:
+        self.base = base
+        self.name = name
+        self._max_adapters = max_adapters
+        self._load_unknown = load_unknown
+        self._endpoint = endpoint
+        self._adapters: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens the model reads."""
+        config = self.base.config.get_text_config(decoder=True)
+        return int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters in memory."""
+        return list(self._adapters)
+
+    def split(self, model: str) -> str | None:
+        """Returns the adapter that ``BASE`` or ``BASE:ADAPTER`` names.
+
+        Raises:
+            UnknownModelError: If it names another base, or an adapter that is neither here nor may be loaded.
+        """
+        if model == self.name:
+            return None
+        adapter = model.removeprefix(f"{self.name}:")
+        if adapter == model or not adapter:
+            raise UnknownModelError(f"the model {model!r} does not exist here; this server has {', '.join(self.names())}")
+        if adapter not in self._adapters and not self._load_unknown:
+            raise UnknownModelError(
+                f"the adapter {adapter!r} is not loaded, and this server loads none on request; "
+                f"it has {', '.join(self.names())}"
+            )
+        return adapter
+
+    def names(self) -> list[str]:
+        """Returns the names that requests can give."""
+        return [self.name, *(f"{self.name}:{adapter}" for adapter in self._adapters)]
+
+    def get(self, adapter: str | None) -> Any:
+        """Returns the model with an adapter, loaded if need be.
+
+        Raises:
+            ConfigError: If the adapter was made for another version of the base.
+            CheckpointError: If it is none, or does not fit the model.
+            HubError: If the Hub does not have it.
+            CapacityError: If there are as many adapters as may be.
+        """
+        if adapter is None:
+            return self.base
+        known = self._adapters.get(adapter)
+        return self.add(adapter) if known is None else known
+
+    def add(self, adapter: str) -> Any:
+        """Loads an adapter, from ``DIR|REPO[@TAG]``; raises like `get`."""
+        with self._lock:
+            if adapter not in self._adapters:
+                if len(self._adapters) >= self._max_adapters:
+                    raise CapacityError(
+                        f"{len(self._adapters)} adapters are in memory, as many as this server takes: use one of them"
+                    )
+                repo, tag = split_tag(adapter)
+                self._adapters[adapter] = load_adapter(twin(self.base), repo, tag, endpoint=self._endpoint).eval()
+            return self._adapters[adapter]
+
+
+def twin(model: Any) -> Any:
+    """Returns a copy of a model's structure that shares all its tensors."""
+    shared: dict[int, Any] = {id(one): one for one in itertools.chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def is_prompt_learning(model: Any) -> bool:
+    """Returns whether an adapter puts virtual tokens before the prompt."""
+    return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """Returns the tokens that end a text."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        ends = model.config.get_text_config(decoder=True).eos_token_id
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+

@@ -1,0 +1,111 @@
+"""Logits processors of one request. Its draws are its own: transformers samples from the generator of the process.
+
+In their order: probabilities are recorded as the model gives them; penalties, bias and grammar change logits; then
+temperature, top-k, top-p and min-p (transformers' own), and noise, so that the greedy choice is a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from swarm_plugins.talk.sampling import Sampling
+from swarm_plugins.web.engine.request import Generation
+
+
+class Recorder(LogitsProcessor):
+    """Keeps the log probabilities of the step that is under way, ``[B, vocabulary]``."""
+
+    def __init__(self) -> None:
+        self.logprobs: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Changes nothing."""
+        self.logprobs = scores.log_softmax(dim=-1)
+        return scores
+
+
+class Bias(LogitsProcessor):
+    """Adds numbers to the logits of some tokens."""
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self.tokens = torch.tensor(list(bias), dtype=torch.long)
+        self.values = torch.tensor(list(bias.values()))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns changed logits."""
+        scores[:, self.tokens] += self.values.to(scores)
+        return scores
+
+
+class Penalties(LogitsProcessor):
+    """Lowers the logits of tokens that the answer has already, as OpenAI defines it: ``- c * frequency - presence``."""
+
+    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.presence = presence
+        self.frequency = frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns changed logits."""
+        said = input_ids[:, self.prompt_tokens :]
+        counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class Sampler(LogitsProcessor):
+    """Adds Gumbel noise: the largest of the sums is a sample of the softmax."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.generator = torch.Generator()
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns logits whose largest one is drawn."""
+        uniform = torch.rand(scores.shape, generator=self.generator, dtype=torch.float64)
+        # 0 would be plus infinity's opposite: a token that is never drawn, whatever its probability.
+        noise = -(-uniform.clamp_min(torch.finfo(torch.float64).tiny).log()).log()
+        return scores.double() + noise.to(scores.device)
+
+
+def processors_of(
+    request: Generation, prompt_tokens: int, *, recorder: Recorder | None, grammar: LogitsProcessor | None
+) -> LogitsProcessorList:
+    """Returns the processors of a request, in order."""
+    chosen: list[Any] = [recorder] if recorder is not None else []
+    if request.presence_penalty or request.frequency_penalty:
+        chosen.append(Penalties(prompt_tokens, request.presence_penalty, request.frequency_penalty))
+    if request.logit_bias:
+        chosen.append(Bias(request.logit_bias))
+    if grammar is not None:
+        chosen.append(grammar)
+    if request.sampling.temperature > 0:
+        chosen += _warpers(request.sampling)
+        chosen.append(Sampler(request.seed))
+    return LogitsProcessorList(chosen)
+
+
+def _warpers(sampling: Sampling) -> list[Any]:
+    warpers: list[Any] = []
+    if sampling.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
+    return warpers
