@@ -87,19 +87,18 @@ class Answers(StoppingCriteria):
         return torch.tensor(over, device=input_ids.device)
 
     def _add(self, answer: Answer, token: int) -> None:
-        is_end = token in self._ends
-        text = answer.add(token, is_end)
-        scored = () if self._recorder is None or is_end else (self._score(answer.index, token),)
+        text = answer.add(token, token in self._ends)
+        scored = () if self._recorder is None else (self._score(answer.index, token),)
         if text or scored:
             self._tell(Piece(answer.index, text, scored))
         if answer.reason is not None:
             self._tell(Finished(answer.index, answer.reason, tuple(answer.tokens)))
 
     def _score(self, row: int, token: int) -> Scored:
-        assert_recorded = self._recorder.logprobs if self._recorder is not None else None
-        if assert_recorded is None:
-            raise RuntimeError("probabilities are wanted, but the recorder saw no step")
-        return scored_of(assert_recorded[row], token, self._request.logprobs or 0)
+        recorded = None if self._recorder is None else self._recorder.logprobs
+        if recorded is None:
+            raise RuntimeError("probabilities are wanted, but no step was recorded")
+        return scored_of(recorded[row], token, self._request.logprobs or 0)
 
     def finish(self) -> None:
         """Ends answers that have as many tokens as they may."""

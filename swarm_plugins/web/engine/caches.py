@@ -103,4 +103,6 @@ class CacheStore:
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns how many tokens two texts begin with alike."""
-    return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

@@ -87,8 +87,10 @@ class Engine:
         def work() -> None:
             try:
                 model = self.models.get(request.adapter)
-                grammar = None if request.grammar is None else GrammarProcessor(
-                    request.grammar, self.tokenizer, len(request.tokens), request.n
+                grammar = (
+                    None
+                    if request.grammar is None
+                    else GrammarProcessor(request.grammar, self.tokenizer, len(request.tokens), request.n)
                 )
                 started.run(Run(model, self.tokenizer, request, self.caches, tell, grammar))
             finally:

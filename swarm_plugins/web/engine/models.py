@@ -53,6 +53,11 @@ class Models:
         return int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT_TOKENS)
 
     @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return int(self.base.config.get_text_config(decoder=True).vocab_size)
+
+    @property
     def adapters(self) -> list[str]:
         """Names of the adapters in memory."""
         return list(self._adapters)
@@ -67,7 +72,9 @@ class Models:
             return None
         adapter = model.removeprefix(f"{self.name}:")
         if adapter == model or not adapter:
-            raise UnknownModelError(f"the model {model!r} does not exist here; this server has {', '.join(self.names())}")
+            raise UnknownModelError(
+                f"the model {model!r} does not exist here; this server has {', '.join(self.names())}"
+            )
         if adapter not in self._adapters and not self._load_unknown:
             raise UnknownModelError(
                 f"the adapter {adapter!r} is not loaded, and this server loads none on request; "
@@ -123,5 +130,3 @@ def end_tokens(model: Any) -> frozenset[int]:
     if ends is None:
         ends = model.config.get_text_config(decoder=True).eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
-
-

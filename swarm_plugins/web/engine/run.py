@@ -139,9 +139,7 @@ class Run:
         if cache is not None and ids.shape[1] > 1:
             start = cache.get_seq_length()
             if start < ids.shape[1] - 1:
-                self._model(
-                    input_ids=ids[:, start:-1], past_key_values=cache, use_cache=True, logits_to_keep=1
-                )
+                self._model(input_ids=ids[:, start:-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache.batch_repeat_interleave(self._request.n)
         return ids.repeat(self._request.n, 1)
 

@@ -69,6 +69,10 @@ class StopTexts:
         """Returns how many of the last characters may begin a stop text."""
         longest = min(len(self._held), max(map(len, self._stops)) - 1)
         return next(
-            (chars for chars in range(longest, 0, -1) if self._held.endswith(tuple(s[:chars] for s in self._stops if len(s) > chars))),
+            (
+                chars
+                for chars in range(longest, 0, -1)
+                if self._held.endswith(tuple(s[:chars] for s in self._stops if len(s) > chars))
+            ),
             0,
         )

@@ -1,0 +1,147 @@
+"""``swarm api``: a model for every client of OpenAI's protocol, and for a browser."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarm_plugins.cli.support.arguments import (
+    Discovery,
+    Identity,
+    Model,
+    Peers,
+    Revision,
+    Secret,
+    client_node,
+    require_addresses,
+    split_addresses,
+)
+from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
+from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.noise import quiet_command
+
+if TYPE_CHECKING:
+    from swarm_plugins.talk.loading import LoadedModel
+
+_SETTINGS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("max_running", "max_waiting", "max_running_per_key", "max_body_bytes", "max_context_tokens")
+}
+
+
+def api(
+    model: Model,
+    initial_peers: Peers = None,
+    discovery: Discovery = "dht",
+    secret_file: Secret = None,
+    identity: Identity = None,
+    revision: Revision = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fast=SIZE,...", help="Run it here, experts on disk; as in `swarm run`. 'auto': free memory."
+        ),
+    ] = None,
+    local_swarm: Annotated[
+        int | None, typer.Option(min=1, max=16, help="Start this many servers here, and use them.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR|REPO[@TAG]", help="Adapter that requests can name: model=MODEL:ADAPTER; repeatable."),
+    ] = None,
+    load_adapters: Annotated[
+        bool, typer.Option("--load-adapters", help="Let requests name any adapter on the Hub.")
+    ] = False,
+    endpoint: Annotated[str | None, typer.Option(help="Address of the adapters' Hub. Default: HF_ENDPOINT.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in requests. Default: its id, or its directory's last part.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Keys that clients have to show, one a line.", dir_okay=False)
+    ] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests that generate at once.")] = 8,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait their turn; more are refused.")] = 64,
+    max_running_per_key: Annotated[int, typer.Option(min=1, help="Requests of one key at once.")] = 8,
+    max_context_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Longest prompt and answer together. Default: what the model reads.")
+    ] = None,
+) -> None:
+    """Serve a model to clients of OpenAI's API, and to browsers: a page to talk, and to see the swarm."""
+    quiet_command()
+    with one_sentence_errors("api", OFFLOAD_WORDS | _SETTINGS), contextlib.ExitStack() as stack:
+        peers = _peers(initial_peers, offload, local_swarm)
+        client_node(peers, discovery, secret_file, identity)  # checked before what takes seconds to import
+        try:
+            from swarm_plugins.web.serving import serve_app
+            from swarm_plugins.web.settings import ApiSettings
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(
+                f"swarm api needs {error.name}: install it with: pip install 'swarm_plugins[web]'"
+            ) from error
+        settings = ApiSettings(
+            api_keys=_keys(api_key_file),
+            max_running=max_running,
+            max_waiting=max_waiting,
+            max_running_per_key=max_running_per_key,
+            max_context_tokens=max_context_tokens,
+            load_adapters=load_adapters,
+        )
+        if local_swarm is not None:
+            from swarm_plugins.local_swarm import LocalSwarm
+
+            peers = list(stack.enter_context(LocalSwarm(model, num_servers=local_swarm)).initial_peers)
+        loaded = _load(model, peers, offload, revision, discovery=discovery, secret_file=secret_file, identity=identity)
+        from swarm_plugins.web.app import create_app
+
+        app = create_app(
+            loaded.model,
+            loaded.tokenizer,
+            name=name or _name(model),
+            adapters=adapter or (),
+            settings=settings,
+            endpoint=endpoint,
+        )
+        serve_app(app, host, port, lambda url: typer.echo(f"listening at {url} (API: {url}/v1)"))
+
+
+def _peers(initial_peers: list[str] | None, offload: str | None, local_swarm: int | None) -> list[str]:
+    """Returns the addresses of the swarm, if there is one already."""
+    if offload is not None and local_swarm is not None:
+        raise ConfigError("--offload and --local-swarm exclude each other: give one")
+    if offload is None and local_swarm is None:
+        return require_addresses(initial_peers)
+    if split_addresses(initial_peers):
+        raise ConfigError("--initial-peers is for a swarm that runs: leave out --offload and --local-swarm")
+    return []
+
+
+def _keys(file: Path | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    if not keys:
+        raise ConfigError(f"{file} has no key: write one a line")
+    return keys
+
+
+def _load(model: str, peers: list[str], offload: str | None, revision: str | None, **client: Any) -> LoadedModel:
+    from swarm_plugins.talk.loading import load_for_chat, load_for_run
+
+    if offload is not None:
+        from swarm_plugins.cli.support.options import parse_offload
+
+        config = parse_offload("" if offload == "auto" else offload)
+        return load_for_run(model, config, adapter=None, revision=revision, device=None)
+    from swarm_plugins.client.config import SwarmConfig
+
+    return load_for_chat(model, peers, SwarmConfig(**client), adapter=None, revision=revision, endpoint=None)
+
+
+def _name(model: str) -> str:
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model

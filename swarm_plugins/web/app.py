@@ -1,0 +1,90 @@
+"""`create_app`: an ASGI app that speaks OpenAI's protocol for one model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from swarm_plugins import __version__
+from swarm_plugins.web.access import Access
+from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.engine.models import Models
+from swarm_plugins.web.protocol.chat import chat_router
+from swarm_plugins.web.protocol.completions import completions_router
+from swarm_plugins.web.protocol.errors import add_error_handlers
+from swarm_plugins.web.protocol.listing import models_router
+from swarm_plugins.web.protocol.prompts import Prompts
+from swarm_plugins.web.settings import ApiSettings
+
+_SWEEP_S = 5.0
+
+
+def create_app(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str | None = None,
+    adapters: Sequence[str] = (),
+    settings: ApiSettings | None = None,
+    endpoint: str | None = None,
+) -> FastAPI:
+    """Returns an app for any ASGI server: ``uvicorn.run(create_app(model, tokenizer))``.
+
+    Args:
+        model: A causal language model: on a swarm, with offloaded experts, or a plain one.
+        tokenizer: Its tokenizer.
+        name: The model's name in requests. None: the name it was loaded by.
+        adapters: ``DIR|REPO[@TAG]`` each; requests use one as ``model="NAME:REPO@TAG"``.
+        settings: Keys and bounds. None: no keys, default bounds.
+        endpoint: The Hub's address for adapters. None: ``HF_ENDPOINT``.
+
+    Raises:
+        ConfigError: If an adapter was made for another version of the model.
+        HubError: If the Hub does not have it.
+        CheckpointError: If it is no adapter, or does not fit the model.
+    """
+    settings = settings or ApiSettings()
+    models = Models(
+        model,
+        name or str(model.config.name_or_path or type(model).__name__),
+        max_adapters=settings.max_adapters,
+        load_unknown=settings.load_adapters,
+        endpoint=endpoint,
+    )
+    for adapter in adapters:
+        models.add(adapter)
+    engine = Engine(models, tokenizer, settings)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        sweeping = asyncio.create_task(_sweep(engine))
+        try:
+            yield
+        finally:
+            sweeping.cancel()
+            engine.close()
+
+    # The documentation pages of FastAPI load their scripts from another host.
+    app = FastAPI(title="swarm_plugins", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    prompts = Prompts(engine)
+    app.include_router(models_router(models))
+    app.include_router(chat_router(engine, prompts))
+    app.include_router(completions_router(engine, prompts))
+    app.add_middleware(_access, settings=settings)
+    return app
+
+
+def _access(app: Any, settings: ApiSettings) -> Access:
+    return Access(app, settings)
+
+
+async def _sweep(engine: Engine) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_S)
+        engine.caches.drop_old()

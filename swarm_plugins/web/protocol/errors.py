@@ -1,0 +1,123 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}`` with the status that fits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from swarm_plugins.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    HubError,
+    MissingBlocksError,
+    SwarmError,
+    TransportError,
+    UnsupportedError,
+    one_line,
+)
+from swarm_plugins.web.engine.models import UnknownModelError
+
+log = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(SwarmError):
+    """A request cannot be answered.
+
+    Args:
+        message: What is wrong, and what to do.
+        status: HTTP status.
+        param: The field that is wrong.
+        code: OpenAI's short name of the error, for programs.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Returns the JSON object to send."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Returns the answer to send."""
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """Returns the error to show a client; what it cannot know of this machine stays in the log."""
+    if isinstance(error, ApiError):
+        return error
+    text = one_line(error, max_chars=1000)
+    if isinstance(error, UnknownModelError):
+        return ApiError(text, status=404, param="model", code="model_not_found")
+    if isinstance(error, HubError):
+        missing = error.kind in ("no repository", "no revision", "no file")
+        return ApiError(
+            text, status=404 if missing else 503, param="model", code="model_not_found" if missing else None
+        )
+    if isinstance(error, MissingBlocksError | CapacityError):
+        return ApiError(text, status=503, code="overloaded")
+    if isinstance(error, TransportError):
+        return ApiError(text, status=502, code="server_failed")
+    if isinstance(error, ConfigError | UnsupportedError | CheckpointError):
+        return ApiError(text)
+    log.error("a request failed", exc_info=error)
+    return ApiError("an internal error; the server's log has the details", status=500)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Makes an app answer all errors in OpenAI's shape."""
+
+    async def on_invalid(request: Request, error: Exception) -> JSONResponse:
+        details = error.errors() if isinstance(error, RequestValidationError) else []
+        return invalid(details).response()
+
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
+        status = getattr(error, "status_code", 500)
+        path = f"{request.method} {request.url.path}"
+        text = f"{path} does not exist here" if status in (404, 405) else str(getattr(error, "detail", error))
+        return ApiError(text, status=status, code="unknown_url" if status in (404, 405) else None).response()
+
+    async def on_error(request: Request, error: Exception) -> JSONResponse:
+        return api_error(error).response()
+
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(SwarmError, on_error)
+    app.add_exception_handler(Exception, on_error)
+
+
+def invalid(details: Any) -> ApiError:
+    """Returns the error for what pydantic found wrong in a request; names the first field."""
+    first = next(iter(details), None)
+    if first is None:
+        return ApiError("the request is not valid")
+    place = [str(part) for part in first.get("loc", ()) if part != "body"]
+    if first.get("type") == "json_invalid":
+        return ApiError("the request's body is not JSON", code="invalid_json")
+    param = ".".join(place) or None
+    what = f"invalid {param}: " if param else ""
+    missing = first.get("type") == "missing"
+    return ApiError(
+        f"{what}{first.get('msg', 'not valid')}",
+        param=param,
+        code="missing_required_parameter" if missing else "invalid_value",
+    )

@@ -1,0 +1,124 @@
+"""Fields that chat and text completions share, and what becomes of those that this server does not know.
+
+A field that does not change the answer is accepted; one of OpenAI's that would, and cannot be honoured, is refused; so is
+a field that OpenAI does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from swarm_plugins.talk.sampling import Sampling
+from swarm_plugins.web.protocol.errors import ApiError
+
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Fields(BaseModel):
+    """A request; unknown fields are kept, to be refused by name."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    known: ClassVar[frozenset[str]] = frozenset()
+    """Names that OpenAI's protocol has."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({
+        "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "store", "user",
+    })  # fmt: skip
+    """Names that do not change the answer."""
+
+    def check(self) -> None:
+        """Raises ApiError if there is a field that cannot be honoured."""
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if name in self.ignored or (name in self.known and value is None):
+                continue
+            if name in self.known:
+                raise ApiError(
+                    f"the field {name!r} is not supported by this server: leave it out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+            raise ApiError(f"unrecognized field {name[:100]!r}", param=name[:100], code="unknown_parameter")
+
+
+class StreamOptions(Fields):
+    """How an answer is streamed."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class SamplingFields(Fields):
+    """How tokens are chosen, and when an answer ends."""
+
+    model: Annotated[str, Field(min_length=1, max_length=500)]
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _tokens(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        if bias and not all(token.isascii() and token.isdigit() and len(token) < 10 for token in bias):
+            raise ValueError("its keys are ids of tokens, such as '50256'")
+        return bias
+
+    @model_validator(mode="after")
+    def _streams(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is for streamed answers: set stream to true, or leave it out")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a streamed answer ends with its counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """Returns the model's own settings with those of this request."""
+        chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        changes: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+        if changes.get("top_p") == 0:
+            changes |= {"top_p": 1.0, "temperature": 0.0}
+        return dataclasses.replace(default, **changes)
+
+    def stops(self) -> tuple[str, ...]:
+        """Returns the texts that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def answers(self, most: int, prompts: int = 1) -> int:
+        """Returns how many answers each prompt gets; raises ApiError if they are more than ``most`` together."""
+        wanted = self.n or 1
+        if wanted * prompts > most:
+            raise ApiError(
+                f"{wanted * prompts} answers are wanted; this server gives at most {most} a request",
+                param="n",
+                code="invalid_value",
+            )
+        return wanted
+
+    def bias(self, vocabulary: int) -> Mapping[int, float]:
+        """Returns the bias of each token; raises ApiError if the model does not have one of them."""
+        bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
+        if bias and max(bias) >= vocabulary:
+            raise ApiError(
+                f"logit_bias names the token {max(bias)}; the model has {vocabulary}, counted from 0",
+                param="logit_bias",
+                code="invalid_value",
+            )
+        return bias

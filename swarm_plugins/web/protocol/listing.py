@@ -1,0 +1,30 @@
+"""``/v1/models``."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter
+from openai.types import Model
+
+from swarm_plugins.web.engine.models import Models
+
+
+def models_router(models: Models) -> APIRouter:
+    """Returns the routes."""
+    router = APIRouter()
+    created = int(time.time())
+
+    def describe(name: str) -> dict[str, object]:
+        return Model(id=name, created=created, object="model", owned_by="swarm_plugins").model_dump(exclude_unset=True)
+
+    @router.get("/v1/models")
+    async def listed() -> dict[str, object]:
+        return {"object": "list", "data": [describe(name) for name in models.names()]}
+
+    @router.get("/v1/models/{model:path}")
+    async def one(model: str) -> dict[str, object]:
+        models.split(model)
+        return describe(model)
+
+    return router

@@ -1,0 +1,96 @@
+"""From messages and texts to tokens, within what the model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.to_thread
+from jinja2 import TemplateError
+
+from swarm_plugins.errors import one_line
+from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.protocol.errors import ApiError
+
+
+class Prompts:
+    """Makes tokens of prompts.
+
+    Args:
+        engine: Has tokenizer and model.
+        max_context_tokens: Longest prompt and answer together.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        own = engine.models.context_tokens
+        self.context = min(own, engine.settings.max_context_tokens or own)
+
+    async def of_messages(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+    ) -> list[int]:
+        """Returns the tokens of a conversation, up to where the model's answer begins.
+
+        Raises:
+            ApiError: If the model's chat template does not take them.
+        """
+        tokenizer: Any = self._engine.tokenizer
+        if tokenizer.chat_template is None:
+            raise ApiError(
+                "this model has no chat template: use /v1/completions with a text",
+                param="messages",
+                code="no_chat_template",
+            )
+
+        def read() -> list[int]:
+            with self._engine.reading:
+                text = tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False
+                )
+                ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                return ids
+
+        try:
+            return await anyio.to_thread.run_sync(read)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ApiError(
+                f"the model's chat template does not take these messages ({one_line(error)})", param="messages"
+            ) from error
+
+    async def of_text(self, text: str) -> list[int]:
+        """Returns the tokens of a text."""
+        tokenizer = self._engine.tokenizer
+
+        def read() -> list[int]:
+            with self._engine.reading:
+                ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+                return ids
+
+        ids = await anyio.to_thread.run_sync(read)
+        # A tokenizer that ends each text would end the prompt.
+        return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+
+    def room(self, prompt: Sequence[int], wanted: int | None, *, param: str, default: int | None = None) -> int:
+        """Returns how many tokens the answer may have.
+
+        Args:
+            prompt: The prompt's tokens.
+            wanted: What the client asks for.
+            param: The prompt's field, for messages.
+            default: If it asks for nothing. None: as many as there is room for.
+
+        Raises:
+            ApiError: If prompt and answer are longer than the model reads.
+        """
+        if not prompt:
+            raise ApiError("the prompt is empty: give at least one token", param=param, code="invalid_value")
+        room = self.context - len(prompt)
+        if room < 1 or (wanted is not None and wanted > room):
+            asked = "" if wanted is None else f" and {wanted} of the answer"
+            raise ApiError(
+                f"the model reads {self.context} tokens, and this request has {len(prompt)} of the prompt{asked}: "
+                "shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return min(room, default) if wanted is None and default is not None else wanted or room

@@ -1,0 +1,85 @@
+"""Server-sent events, and work that ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+
+from swarm_plugins.web.protocol.errors import api_error
+
+T = TypeVar("T")
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+async def while_connected(request: Request, events: AsyncGenerator[T, None]) -> AsyncIterator[T]:
+    """Yields events until they end; closes them at once when the client leaves.
+
+    Raises:
+        ClientLeftError: If it does.
+    """
+    leaving = asyncio.create_task(_until_gone(request))
+    following: asyncio.Future[T] | None = None
+    try:
+        async with contextlib.aclosing(events):
+            while True:
+                following = asyncio.ensure_future(anext(events))
+                await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    raise ClientLeftError
+                try:
+                    event = following.result()
+                except StopAsyncIteration:
+                    return
+                yield event
+    finally:
+        leaving.cancel()
+        if following is not None:
+            following.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def event_stream(parts: AsyncIterator[BaseModel], *, done: bool = True) -> StreamingResponse:
+    """Streams parts as server-sent events; an error on the way is one of them.
+
+    Returns when the first part is there, so that an error before it gets its own status.
+
+    Args:
+        parts: What to send; a part with a ``type`` is an event of that name.
+        done: Whether ``[DONE]`` ends the stream.
+    """
+    first = await anext(parts)
+
+    async def lines() -> AsyncIterator[str]:
+        try:
+            yield _event(first)
+            async for part in parts:
+                yield _event(part)
+        except ClientLeftError:
+            return
+        except Exception as error:  # noqa: BLE001  # the status is out: the client reads the error here
+            yield f"data: {json.dumps(api_error(error).body())}\n\n"
+        if done:
+            yield "data: [DONE]\n\n"
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+
+def _event(part: BaseModel) -> str:
+    name = getattr(part, "type", None)
+    data = part.model_dump_json(exclude_unset=True)
+    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from web_kit import TEMPLATE, served
+
+from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins.testing import InProcessSwarm, save_tiny, tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    one = tiny_tokenizer()
+    one.chat_template = TEMPLATE
+    return one
+
+
+@pytest.fixture
+def swarm(tiny: Path) -> Iterator[InProcessSwarm]:
+    with InProcessSwarm(tiny) as one:
+        yield one
+
+
+@pytest.fixture
+def model(tiny: Path, swarm: InProcessSwarm) -> Any:
+    return AutoSwarmModelForCausalLM.from_pretrained(tiny, connection=swarm.connection).eval()
+
+
+@pytest.fixture
+def url(model: Any, tokenizer: Any) -> Iterator[str]:
+    from swarm_plugins.web import create_app
+
+    with served(create_app(model, tokenizer, name="tiny")) as address:
+        yield address
