@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "local_swarm": frozenset({"transport", "links"}),
     "speculation": frozenset(),
     "talk": frozenset({"backbone", "client", "callbacks", "checkpoint", "offload", "speculation"}),
+    "web": frozenset({"talk", "backbone", "callbacks"}),
     "local_hub": frozenset(),
     "bench": EVERYTHING,
     "demo": EVERYTHING,
@@ -77,7 +78,12 @@ THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "lightning": frozenset({"strategy", "callbacks", "recipes", "study", "demo", "cli"}),
     "pytorch_lightning": frozenset({"strategy", "callbacks", "cli"}),
     "lightning_fabric": frozenset({"strategy", "callbacks", "cli"}),
-    "peft": frozenset({"backbone", "blocks", "callbacks", "recipes"}),
+    "peft": frozenset({"backbone", "blocks", "callbacks", "recipes", "web"}),
+    "fastapi": frozenset({"web"}),
+    "starlette": frozenset({"web"}),
+    "uvicorn": frozenset({"web"}),
+    "openai": frozenset({"web"}),
+    "llguidance": frozenset({"web"}),
     "bitsandbytes": frozenset({"blocks", "offload"}),
 }
 # Packages of an extra: imported where they are used, so that the rest works without them.

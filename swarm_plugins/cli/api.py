@@ -42,7 +42,7 @@ def api(
     offload: Annotated[
         str | None,
         typer.Option(
-            metavar="fast=SIZE,...", help="Run it here, experts on disk; as in `swarm run`. 'auto': free memory."
+            metavar="fast=SIZE,...", help="Run it here, experts on disk, as `swarm run` does; auto: in free memory."
         ),
     ] = None,
     local_swarm: Annotated[

@@ -8,6 +8,7 @@ import typer
 
 from swarm_plugins import __version__
 from swarm_plugins.cli import bench
+from swarm_plugins.cli.api import api
 from swarm_plugins.cli.audit import audit
 from swarm_plugins.cli.bench_network import network
 from swarm_plugins.cli.chat import chat, run
@@ -39,7 +40,7 @@ def _options(
 
 app.command()(serve)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
-for _command in (push, hub, status, audit, drain, chat, plan, run, quantize, demo, demo_model):
+for _command in (push, hub, status, audit, drain, chat, api, plan, run, quantize, demo, demo_model):
     app.command()(_command)
 bench.app.command()(network)
 app.add_typer(bench.app, name="bench")

@@ -71,8 +71,7 @@ class Answers(StoppingCriteria):
         skip = not request.keep_special_tokens
 
         def decode(tokens: Sequence[int]) -> str:
-            text: str = tokenizer.decode(list(tokens), skip_special_tokens=skip)
-            return text
+            return str(tokenizer.decode(list(tokens), skip_special_tokens=skip))
 
         self._all = [Answer(index, decode, request.stop) for index in range(request.n)]
         self.cancelled = threading.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -52,7 +52,7 @@ class Engine:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.caches.clear()
 
-    async def generate(self, request: Generation) -> AsyncIterator[Event]:
+    async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
         """Yields a generation's events; leaving the iterator ends it and frees its session.
 
         Raises:
@@ -76,7 +76,7 @@ class Engine:
             self.running -= 1
             self._turns.release()
 
-    async def _events(self, request: Generation) -> AsyncIterator[Event]:
+    async def _events(self, request: Generation) -> AsyncGenerator[Event, None]:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         started = _Started()

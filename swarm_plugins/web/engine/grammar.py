@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from typing import Any, cast
 
 import llguidance.hf
-import llguidance.torch
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
@@ -45,9 +44,7 @@ class GrammarProcessor(LogitsProcessor):
     """
 
     def __init__(self, grammar: str, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, rows: int) -> None:
-        guiding = _guiding(tokenizer)
-        self._matchers = [LLMatcher(guiding, grammar) for _ in range(rows)]
-        self._mask = llguidance.torch.allocate_token_bitmask(rows, guiding.vocab_size)
+        self._matchers = [LLMatcher(_guiding(tokenizer), grammar) for _ in range(rows)]
         self._seen = prompt_tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -55,15 +52,15 @@ class GrammarProcessor(LogitsProcessor):
         for row, matcher in enumerate(self._matchers):
             if not matcher.is_stopped():
                 matcher.consume_tokens(input_ids[row, self._seen :].tolist())
-            llguidance.torch.fill_next_token_bitmask(matcher, self._mask, row)
+            allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8).bool()
+            known = min(scores.shape[1], allowed.shape[0])
+            scores[row, :known].masked_fill_(~allowed[:known].to(scores.device), -torch.inf)
+            # A model's vocabulary may be padded: what the tokenizer does not have is forbidden, too.
+            scores[row, known:] = -torch.inf
         self._seen = input_ids.shape[1]
-        # A model's vocabulary may be padded: what the tokenizer does not have is forbidden, too.
-        known = min(scores.shape[1], 32 * self._mask.shape[1])
-        scores[:, known:] = -torch.inf
-        llguidance.torch.apply_token_bitmask_inplace(scores, self._mask.to(scores.device))
         return scores
 
 
 @functools.lru_cache(maxsize=4)
 def _guiding(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    return llguidance.hf.from_tokenizer(tokenizer)
+    return llguidance.hf.from_tokenizer(cast("Any", tokenizer))

@@ -1,7 +1,7 @@
 """The models of an API: one base, and copies of it that share its weights, each with an adapter.
 
-PEFT activates an adapter in the model itself, for all threads. So each adapter gets a copy of the model's structure: what
-a copy adds in memory is its adapter.
+PEFT activates an adapter in the model itself, for all threads. So each adapter gets a copy of the model's structure:
+what a copy adds in memory is its adapter.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Models:
         adapter = model.removeprefix(f"{self.name}:")
         if adapter == model or not adapter:
             raise UnknownModelError(
-                f"the model {model!r} does not exist here; this server has {', '.join(self.names())}"
+                f"the model {model[:200]!r} does not exist here; this server has {', '.join(self.names())}"
             )
         if adapter not in self._adapters and not self._load_unknown:
             raise UnknownModelError(
-                f"the adapter {adapter!r} is not loaded, and this server loads none on request; "
+                f"the adapter {adapter[:200]!r} is not loaded, and this server loads none on request; "
                 f"it has {', '.join(self.names())}"
             )
         return adapter

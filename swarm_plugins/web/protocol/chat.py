@@ -95,7 +95,7 @@ def chat_router(engine: Engine, prompts: Prompts) -> APIRouter:
 async def _generation(body: ChatRequest, request: Request, engine: Engine, prompts: Prompts) -> Generation:
     body.check()
     adapter = engine.models.split(body.model)
-    tokens = await prompts.of_messages([message.for_template() for message in body.messages], None)
+    tokens = await prompts.of_messages([message.for_template() for message in body.messages])
     wanted = body.max_completion_tokens or body.max_tokens
     return Generation(
         tokens=tuple(tokens),

@@ -64,8 +64,8 @@ class CompletionRequest(SamplingFields):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
 
 def completions_router(engine: Engine, prompts: Prompts) -> APIRouter:
@@ -156,8 +156,9 @@ class _Answer:
         }
 
     def _echoed(self, number: int) -> str:
-        text: str = self._tokenizer.decode(list(self._generations[number].tokens), skip_special_tokens=False)
-        return text if self._body.echo else ""
+        if not self._body.echo:
+            return ""
+        return str(self._tokenizer.decode(list(self._generations[number].tokens), skip_special_tokens=False))
 
     async def chunks(self, events: AsyncIterator[tuple[int, Event]]) -> AsyncIterator[Completion]:
         """Yields the parts of a streamed answer."""
@@ -182,7 +183,7 @@ class _Answer:
 
     def _part(self, choices: list[dict[str, Any]], **more: Any) -> Completion:
         # A part says that its choice goes on, which OpenAI's type for whole answers does not foresee.
-        return Completion.model_construct(**self._head, choices=choices, **more)  # type: ignore[arg-type]
+        return Completion.model_construct(**self._head, choices=choices, **more)
 
     async def whole(self, events: AsyncIterator[tuple[int, Event]]) -> JSONResponse:
         """Returns the whole answer at once."""

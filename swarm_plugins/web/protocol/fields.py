@@ -1,7 +1,7 @@
 """Fields that chat and text completions share, and what becomes of those that this server does not know.
 
-A field that does not change the answer is accepted; one of OpenAI's that would, and cannot be honoured, is refused; so is
-a field that OpenAI does not know.
+A field that does not change the answer is accepted. One of OpenAI's that would, and cannot be honoured, is refused; so
+is a field that OpenAI does not know.
 """
 
 from __future__ import annotations

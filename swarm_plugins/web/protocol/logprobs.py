@@ -27,8 +27,7 @@ def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scored: Sequence[Scored]) 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Returns the text of one token, special ones too."""
-    text: str = tokenizer.decode([token], skip_special_tokens=False)
-    return text
+    return str(tokenizer.decode([token], skip_special_tokens=False))
 
 
 def text_logprobs(tokenizer: PreTrainedTokenizerBase, scored: Sequence[Scored]) -> dict[str, Any]:

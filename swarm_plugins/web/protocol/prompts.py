@@ -27,7 +27,7 @@ class Prompts:
         self.context = min(own, engine.settings.max_context_tokens or own)
 
     async def of_messages(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> list[int]:
         """Returns the tokens of a conversation, up to where the model's answer begins.
 

@@ -1,0 +1,164 @@
+"""Generations side by side, ended at once, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_plugins.talk.sampling import Sampling
+from swarm_plugins.testing import InProcessSwarm
+from swarm_plugins.web.engine.engine import Engine, OverloadedError
+from swarm_plugins.web.engine.models import Models
+from swarm_plugins.web.engine.request import Done, Event, Finished, Generation, Piece, PromptScored
+from swarm_plugins.web.settings import ApiSettings
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def engine_of(model: Any, tokenizer: Any, **settings: Any) -> Engine:
+    return Engine(Models(model, "tiny", max_adapters=4), tokenizer, ApiSettings(**settings))
+
+
+def ask(text: str, tokenizer: Any, new_tokens: int = 8, **more: Any) -> Generation:
+    tokens = tuple(tokenizer(text)["input_ids"])
+    return Generation(tokens=tokens, max_new_tokens=new_tokens, sampling=more.pop("sampling", GREEDY), **more)
+
+
+async def all_of(engine: Engine, request: Generation) -> list[Event]:
+    return [event async for event in engine.generate(request)]
+
+
+def text_of(events: list[Event], index: int = 0) -> str:
+    return "".join(event.text for event in events if isinstance(event, Piece) and event.index == index)
+
+
+def tokens_of(events: list[Event], index: int = 0) -> tuple[int, ...]:
+    return next(event.tokens for event in events if isinstance(event, Finished) and event.index == index)
+
+
+def test_requests_at_the_same_time_get_the_tokens_they_get_alone(model: Any, tokenizer: Any) -> None:
+    texts = [f"{word} and so on" for word in ("one", "two", "three", "four", "five", "six", "seven", "eight")]
+
+    async def together() -> list[list[Event]]:
+        engine = engine_of(model, tokenizer)
+        try:
+            return await asyncio.gather(*(all_of(engine, ask(text, tokenizer, 16)) for text in texts))
+        finally:
+            engine.close()
+
+    for text, events in zip(texts, asyncio.run(together()), strict=True):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            alone = model.generate(input_ids=ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
+        assert tokens_of(events) == tuple(alone[0, ids.shape[1] :].tolist())
+
+
+def test_leaving_frees_the_session_and_ends_the_step(model: Any, tokenizer: Any, swarm: InProcessSwarm) -> None:
+    async def leave() -> None:
+        engine = engine_of(model, tokenizer)
+        events = engine.generate(ask("a long story", tokenizer, 400, sampling=Sampling(temperature=1.0), seed=1))
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if isinstance(event, Piece):
+                    break
+        assert engine.running == 0
+        for _ in range(500):
+            if not swarm.num_sessions:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            pytest.fail("sessions are still open")
+        assert len(engine.caches) == 0
+        # The engine goes on.
+        assert tokens_of(await all_of(engine, ask("hello", tokenizer, 3)))
+        engine.close()
+
+    asyncio.run(leave())
+
+
+def test_more_requests_than_may_wait_are_refused(model: Any, tokenizer: Any) -> None:
+    async def crowd() -> list[Any]:
+        engine = engine_of(model, tokenizer, max_running=1, max_waiting=1)
+        try:
+            return await asyncio.gather(
+                *(all_of(engine, ask("x", tokenizer, 8)) for _ in range(4)), return_exceptions=True
+            )
+        finally:
+            engine.close()
+
+    refused = [one for one in asyncio.run(crowd()) if isinstance(one, OverloadedError)]
+    assert len(refused) == 2
+
+
+def test_several_answers_read_the_prompt_once_and_differ_by_their_draws(model: Any, tokenizer: Any) -> None:
+    async def run(n: int) -> list[Event]:
+        engine = engine_of(model, tokenizer)
+        request = ask("once upon a time", tokenizer, 12, n=n, seed=4, sampling=Sampling(temperature=1.5))
+        try:
+            return await all_of(engine, request)
+        finally:
+            engine.close()
+
+    events = asyncio.run(run(3))
+    answers = [tokens_of(events, index) for index in range(3)]
+    assert len(set(answers)) == 3
+    assert answers == [tokens_of(asyncio.run(run(3)), index) for index in range(3)]
+
+
+def test_draws_follow_the_probabilities(model: Any, tokenizer: Any) -> None:
+    """The share of the likeliest first token among many answers is its probability."""
+
+    async def run() -> list[Event]:
+        engine = engine_of(model, tokenizer, max_answers=400)
+        try:
+            request = ask("q", tokenizer, 1, n=400, seed=5, sampling=Sampling(temperature=0.5))
+            return await all_of(engine, request)
+        finally:
+            engine.close()
+
+    events = asyncio.run(run())
+    drawn = torch.tensor([tokens_of(events, index)[0] for index in range(400)])
+    ids = tokenizer("q", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = (model(input_ids=ids).logits[0, -1] / 0.5).softmax(-1)
+    counts = torch.bincount(drawn, minlength=expected.shape[0]) / 400
+    # Four standard deviations of a share.
+    assert ((counts - expected).abs() <= 4 * (expected * (1 - expected) / 400).sqrt() + 1e-3).all()
+
+
+def test_a_prompt_is_scored_as_a_forward_pass_scores_it(model: Any, tokenizer: Any) -> None:
+    async def run() -> list[Event]:
+        engine = engine_of(model, tokenizer)
+        try:
+            return await all_of(engine, ask("hello world", tokenizer, 1, logprobs=2, score_prompt=True))
+        finally:
+            engine.close()
+
+    events = asyncio.run(run())
+    scored = next(event for event in events if isinstance(event, PromptScored)).scored
+    ids = tokenizer("hello world", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+    assert scored[0].logprob is None
+    for place in range(1, ids.shape[1]):
+        assert scored[place].logprob == pytest.approx(float(logprobs[place - 1, ids[0, place]]), abs=1e-4)
+        assert len(scored[place].top) == 2
+
+
+def test_counts_and_servers(model: Any, tokenizer: Any, swarm: InProcessSwarm) -> None:
+    async def run() -> list[Event]:
+        engine = engine_of(model, tokenizer)
+        try:
+            return await all_of(engine, ask("hello", tokenizer, 5))
+        finally:
+            engine.close()
+
+    done = asyncio.run(run())[-1]
+    assert isinstance(done, Done)
+    assert done.prompt_tokens == 5
+    assert done.new_tokens <= 5
+    assert len(done.servers) == 2
