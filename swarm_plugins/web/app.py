@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from fastapi import FastAPI
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_plugins import __version__
+from swarm_plugins.callbacks.loading import load_adapter
+from swarm_plugins.talk.loading import split_tag
 from swarm_plugins.web.access import Access
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.models import Models
@@ -52,9 +55,9 @@ def create_app(
     models = Models(
         model,
         name or str(model.config.name_or_path or type(model).__name__),
+        functools.partial(_with_adapter, endpoint=endpoint),
         max_adapters=settings.max_adapters,
         load_unknown=settings.load_adapters,
-        endpoint=endpoint,
     )
     for adapter in adapters:
         models.add(adapter)
@@ -78,6 +81,11 @@ def create_app(
     app.include_router(completions_router(engine, prompts))
     app.add_middleware(_access, settings=settings)
     return app
+
+
+def _with_adapter(model: Any, adapter: str, *, endpoint: str | None) -> Any:
+    repo, tag = split_tag(adapter)
+    return load_adapter(model, repo, tag, endpoint=endpoint)
 
 
 def _access(app: Any, settings: ApiSettings) -> Access:

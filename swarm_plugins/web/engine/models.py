@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from peft import PeftModel
 
-from swarm_plugins.callbacks.loading import load_adapter
 from swarm_plugins.errors import CapacityError, ConfigError
-from swarm_plugins.talk.loading import split_tag
 
 _DEFAULT_CONTEXT_TOKENS = 2048
 
@@ -31,18 +30,24 @@ class Models:
         base: A causal language model; it is not changed.
         name: The base model's name in requests.
         max_adapters: Most adapters in memory.
-        load_unknown: Whether an adapter that was not added may be loaded from the Hub.
-        endpoint: The Hub's address. None: ``HF_ENDPOINT``.
+        load: Puts the adapter of a name into a copy of the base; returns the model that has it.
+        load_unknown: Whether requests may name adapters that were not added.
     """
 
     def __init__(
-        self, base: Any, name: str, *, max_adapters: int, load_unknown: bool = False, endpoint: str | None = None
+        self,
+        base: Any,
+        name: str,
+        load: Callable[[Any, str], Any],
+        *,
+        max_adapters: int,
+        load_unknown: bool = False,
     ) -> None:
         self.base = base
         self.name = name
         self._max_adapters = max_adapters
         self._load_unknown = load_unknown
-        self._endpoint = endpoint
+        self._load = load
         self._adapters: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -101,15 +106,14 @@ class Models:
         return self.add(adapter) if known is None else known
 
     def add(self, adapter: str) -> Any:
-        """Loads an adapter, from ``DIR|REPO[@TAG]``; raises like `get`."""
+        """Loads an adapter; raises like `get`."""
         with self._lock:
             if adapter not in self._adapters:
                 if len(self._adapters) >= self._max_adapters:
                     raise CapacityError(
                         f"{len(self._adapters)} adapters are in memory, as many as this server takes: use one of them"
                     )
-                repo, tag = split_tag(adapter)
-                self._adapters[adapter] = load_adapter(twin(self.base), repo, tag, endpoint=self._endpoint).eval()
+                self._adapters[adapter] = self._load(twin(self.base), adapter).eval()
             return self._adapters[adapter]
 
 

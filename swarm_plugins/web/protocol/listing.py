@@ -15,16 +15,17 @@ def models_router(models: Models) -> APIRouter:
     router = APIRouter()
     created = int(time.time())
 
-    def describe(name: str) -> dict[str, object]:
-        return Model(id=name, created=created, object="model", owned_by="swarm_plugins").model_dump(exclude_unset=True)
-
     @router.get("/v1/models")
     async def listed() -> dict[str, object]:
-        return {"object": "list", "data": [describe(name) for name in models.names()]}
+        return {"object": "list", "data": [_described(name, created) for name in models.names()]}
 
     @router.get("/v1/models/{model:path}")
     async def one(model: str) -> dict[str, object]:
         models.split(model)
-        return describe(model)
+        return _described(model, created)
 
     return router
+
+
+def _described(name: str, created: int) -> dict[str, object]:
+    return Model(id=name, created=created, object="model", owned_by="swarm_plugins").model_dump(exclude_unset=True)

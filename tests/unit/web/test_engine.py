@@ -20,7 +20,11 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def engine_of(model: Any, tokenizer: Any, **settings: Any) -> Engine:
-    return Engine(Models(model, "tiny", max_adapters=4), tokenizer, ApiSettings(**settings))
+    return Engine(Models(model, "tiny", no_adapters, max_adapters=4), tokenizer, ApiSettings(**settings))
+
+
+def no_adapters(model: Any, adapter: str) -> Any:
+    raise AssertionError(adapter)
 
 
 def ask(text: str, tokenizer: Any, new_tokens: int = 8, **more: Any) -> Generation:
