@@ -25,7 +25,7 @@ MAX_FILES_PER_FOLDER = 20
 # Modules on the longest way down from one to the next, each of which has to be understood before the one above it.
 MAX_CHAIN = 16
 # Files whose only definition is one function: more often a paragraph of the caller's file than an idea of its own.
-MAX_ONE_FUNCTION_FILES = 10
+MAX_ONE_FUNCTION_FILES = 8
 
 
 def test_find_cycle_finds_one() -> None:
@@ -82,7 +82,9 @@ def holds_one_function(file: Path) -> bool:
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    return len(definitions) == 1 and not isinstance(definitions[0], ast.ClassDef)
+    # A package that resolves its names at first use has no other way to say it.
+    is_function = len(definitions) == 1 and not isinstance(definitions[0], ast.ClassDef)
+    return is_function and definitions[0].name != "__getattr__"
 
 
 @pytest.mark.parametrize("folder", [PACKAGE, "tests", "examples"])
