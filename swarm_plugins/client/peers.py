@@ -45,6 +45,7 @@ from swarm_plugins.transport.messages import (
     SessionStep,
 )
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
+from swarm_plugins.transport.wire import tensor_bytes
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class Peers:
                 if timeout_s is None:
                     before = self.queues.tokens_before(peer, units) if work in _QUEUED else 0
                     limit_s = self.deadlines.timeout_s(peer, work, before + units)
-                    answer = await self._awaited(channel, limit_s, num_bytes(message))
+                    answer = await self._awaited(channel, limit_s, tensor_bytes(message))
                 else:
                     answer = await channel.receive(timeout_s=timeout_s)
         except TimeoutError:
@@ -332,12 +333,6 @@ def _as_lost_stream() -> Iterator[None]:
         if isinstance(exc, TimeoutError | ProtocolError):
             raise
         raise StreamLostError(f"no answer came: {exc}") from exc
-
-
-def num_bytes(message: Message) -> int:
-    """Returns the size of the tensors in a message."""
-    fields = [getattr(message, name) for name in message.__struct_fields__]
-    return sum(field.nbytes for field in fields if isinstance(field, torch.Tensor))
 
 
 def num_tokens(message: Message) -> int:

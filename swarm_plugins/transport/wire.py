@@ -94,11 +94,16 @@ def encode(message: Message, *, codec: Codec = "none") -> list[bytes | memoryvie
 
 async def encoded(message: Message, codec: Codec) -> list[bytes | memoryview]:
     """Returns what `encode` does; long tensors are packed outside of the event loop."""
-    fields = [getattr(message, name) for name in message.__struct_fields__] if codec == "rotated8" else []
-    tensors = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
-    if sum(one.nbytes for one in tensors if isinstance(one, Tensor)) > _LONG_BYTES:
+    if codec == "rotated8" and tensor_bytes(message) > _LONG_BYTES:
         return await asyncio.to_thread(encode, message, codec=codec)
     return encode(message, codec=codec)
+
+
+def tensor_bytes(message: Message) -> int:
+    """Returns the bytes of a message's tensors, before they are packed."""
+    fields = [getattr(message, name) for name in message.__struct_fields__]
+    tensors = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
+    return sum(one.nbytes for one in tensors if isinstance(one, Tensor))
 
 
 def decode(data: bytes | bytearray | memoryview, *, limits: WireLimits = DEFAULT_LIMITS) -> Message:

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Charge
@@ -17,6 +16,7 @@ from swarm_plugins.server.service import ExpertsService, Service
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import MAX_ECHO_BYTES, Codec, EchoRequest, EchoResponse, Message
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
+from swarm_plugins.transport.wire import tensor_bytes
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ async def answer_requests(
                 raise BadRequestError(f"{rpc} got a {type(request).__name__}, expected {due}")
             with service.ledger.charge(channel.remote_peer) as charge:
                 message, codec = await answer(request, charge)
-                charge.cover(_sent_bytes(message, codec))
+                charge.cover(answer_bytes([tensor_bytes(message)], codec))
                 return await _send(channel, rpc, message, codec)
         except Exception as error:  # noqa: BLE001 - every fault becomes a typed answer
             return await send_failure(channel, rpc, error)
@@ -81,13 +81,6 @@ async def _send(channel: Channel, rpc: str, message: Message, codec: Codec) -> b
         log.debug("%s to %s: the answer could not be sent: %s", rpc, channel.remote_peer, error)
         return False
     return True
-
-
-def _sent_bytes(message: Message, codec: Codec) -> int:
-    """Returns the bytes of a message's tensors, and of what they are packed to."""
-    fields = [getattr(message, name) for name in message.__struct_fields__]
-    tensors = [one for field in fields for one in (field if isinstance(field, tuple) else (field,))]
-    return answer_bytes([tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)], codec)
 
 
 def answer_bytes(tensors: Iterable[int], codec: Codec) -> int:
