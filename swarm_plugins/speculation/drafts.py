@@ -143,6 +143,7 @@ class ModelDrafter:
                 timed, timed_s = timed + 1, timed_s + time.perf_counter() - started
             chances = chances * torch.tensor([pace.acceptance(one) for one in certain.tolist()])
             if not pace.pays_to_verify(sum_of(chances, texts.active), drafts.shape[1]):
+                pace.saw_waste()
                 break
             drafts = torch.cat((drafts, tokens), dim=1)
             confidences = torch.cat((confidences, certain[:, None]), dim=1)

@@ -21,11 +21,11 @@ from torch import Tensor
 _KEPT = 0.9
 """Weight of what was known, each time that something new is seen."""
 _KEPT_ACCEPTANCE = 0.98
-"""The same for acceptance, also of each round: what failed long ago is tried again."""
+"""The same for acceptance and yield, also of each round: what failed long ago is tried again."""
 _NUM_BINS = 10
 _PRIOR_TOKENS = 2.0
 """Drafted tokens that the first guess of an acceptance counts as."""
-_PRIOR_ACCEPTANCE = 0.7
+_PRIOR_YIELD = 0.7
 _PRIOR_SLOPE = 0.1
 """First guess of how much longer a trip is with four tokens than with one, as a share of it."""
 _RIDGE = 0.02
@@ -98,7 +98,8 @@ class Pace:
     def __init__(self) -> None:
         self._bins = [_Mean(_KEPT_ACCEPTANCE) for _ in range(_NUM_BINS)]
         """Acceptance by the draft's confidence."""
-        self._acceptance = _Mean(_KEPT_ACCEPTANCE)
+        self._yield = _Mean(_KEPT_ACCEPTANCE)
+        """Tokens that a pass of the draft brought: 0 also for one that was not worth verifying."""
         self._draft_s = _Mean()
         self._rate = _Mean()
         self._trips = _Line()
@@ -142,7 +143,7 @@ class Pace:
     def _pays(self, chances: float, drafted: int, *, known: int) -> bool:
         """Returns whether some number of further tokens, ``known`` of them drafted, is worth its time."""
         price = (self._rate.value() or 0.0) * self._hope
-        share, draft_s = self._acceptance.with_guess(_PRIOR_ACCEPTANCE), self._draft_s.value() or 0.0
+        share, draft_s = self._yield.with_guess(_PRIOR_YIELD), self._draft_s.value() or 0.0
         gain, chance = known * chances, chances
         for more in range(1 - known, _LOOK_AHEAD):
             if more:
@@ -152,6 +153,11 @@ class Pace:
                 return True
         self._is_declined = True
         return False
+
+    def saw_waste(self) -> None:
+        """Records a pass of the draft model whose token is not worth verifying."""
+        self._yield.add(0.0)
+        self._is_declined = False  # it was tried, and its price is in this round's time
 
     def saw_draft(self, tokens: int, seconds: float) -> None:
         """Records the time of ``tokens`` forward passes of the draft model."""
@@ -173,7 +179,7 @@ class Pace:
         self._trips.add(width, capped_s)
         self._rate.add(tokens, total_s - trip_s + capped_s)
         self._hope = _HOPE * self._hope if width == 1 and self._is_declined else 1.0
-        for acceptance in (*self._bins, self._acceptance):
+        for acceptance in (*self._bins, self._yield):
             acceptance.fade()
 
     def saw_tokens(self, confidences: Sequence[float], accepted: int) -> None:
@@ -181,7 +187,7 @@ class Pace:
         for place, confidence in enumerate(confidences[: accepted + 1]):
             is_accepted = float(place < accepted)
             self._bins[_bin(confidence)].add(is_accepted)
-            self._acceptance.add(is_accepted)
+            self._yield.add(is_accepted)
 
 
 class _Line:
