@@ -1,4 +1,4 @@
-"""``swarm status`` shows the servers of each model version, ``swarm drain`` lets one of one's own end."""
+"""``swarm status`` shows the servers of each model version; ``swarm drain`` and ``swarm identity`` serve operators."""
 
 from __future__ import annotations
 
@@ -94,3 +94,15 @@ def drain(
             f"{wanted} drains; open sessions: {accepted.sessions}; it ends when they have, "
             f"{accepted.drain_s:g} s from now at the latest."
         )
+
+
+def identity(
+    file: Annotated[Path, typer.Argument(help="Key file, made if it does not exist.", show_default=False)],
+) -> None:
+    """Print the peer id that a key file gives a server or a client; make the file if it does not exist."""
+    with one_sentence_errors("identity"):
+        from swarm_plugins.transport.identity import create_identity_file, load_identity
+
+        if not file.exists():
+            create_identity_file(file)
+        typer.echo(load_identity(file).peer_id)

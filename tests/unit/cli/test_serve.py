@@ -75,6 +75,8 @@ def test_help_names_the_environment_variable() -> None:
         pytest.param(["chat", "m", "--initial-peers", FIRST, "--secret-file", "empty"], id="chat"),
         pytest.param(["status", "--initial-peers", FIRST, "--identity", "empty"], id="status"),
         pytest.param(["drain", FIRST, "--identity", "empty"], id="drain"),
+        pytest.param(["identity", "empty"], id="identity-of-nothing"),
+        pytest.param(["identity", "."], id="identity-folder"),
         pytest.param(["run", "m", "--offload", "bits=5"], id="run"),
         pytest.param(["plan", "m", "--memory", "lots"], id="plan"),
         pytest.param(["quantize", "m", "--out", "o", "--experts", "5"], id="quantize"),
