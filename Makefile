@@ -15,14 +15,14 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short pictures test test-all chaos chaos-short study lint format types docs build clean
+.PHONY: help venv demo demo-short pictures notebook test test-all chaos chaos-short study lint format types docs build clean
 
 help:
 	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
 	@echo "make test    the default test suite; make test-all: also the long matrices"
 	@echo "make chaos   ten minutes of faults on a swarm, with a printed seed; make chaos-short: half a minute"
 	@echo "make study   DeepSpeed-MoE's claims about small models, trained and measured here (hours)"
-	@echo "make lint | types | docs | pictures | build | format | clean"
+	@echo "make lint | types | docs | notebook | pictures | build | format | clean"
 
 venv: $(STAMP)
 
@@ -49,6 +49,10 @@ demo-short: $(STAMP)
 # Of the README: runs the demonstration and draws its terminal and its losses.
 pictures: $(STAMP)
 	$(BIN)/python docs/pictures/make_pictures.py
+
+# The tutorial as a notebook: a copy of its page, which tests compare.
+notebook: $(STAMP)
+	$(BIN)/jupytext --quiet --to ipynb --set-kernel python3 --update --output docs/tutorials/fine-tune.ipynb docs/tutorials/fine-tune.md
 
 # The real small model is made once (100 MB to fetch, a minute to convert) and kept.
 test: export SWARM_TEST_SMOLLM2 ?= 1

@@ -56,6 +56,8 @@ def groups() -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {"readme": [ROOT / "README.md"], "plain": [], "swarm": [], "hub": []}
     for page in PAGES:
         code = "".join(blocks(page, "python"))
+        if page.with_suffix(".ipynb").exists():
+            continue  # test_notebook runs it
         # Not what the overview shows too.
         if code and code not in "".join(blocks(ROOT / "README.md", "python")):
             kind = "hub" if "LocalHub" in code else "swarm" if "LocalSwarm" in code else "plain"
