@@ -15,6 +15,7 @@ from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
 from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.counts import ClientCounts
 from swarm_plugins.client.discovery.network import LastingNetwork, Network
 from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.observer import CallObserver
@@ -54,6 +55,8 @@ class SwarmConnection:
         self.loop = LoopThread()
         self.network: Network | None = None
         self.peers: Peers | None = None
+        self.counts = ClientCounts()
+        """What it has done so far; for monitors."""
         self._open_network = open_network
         self._lock = threading.Lock()
         # Weak: a model that is gone must not keep its checks alive.
@@ -74,7 +77,8 @@ class SwarmConnection:
                 except BaseException:
                     self.loop.close()
                     raise
-                self.peers = Peers(self.network, self.config)
+                self.counts.streams = self.network.counts
+                self.peers = Peers(self.network, self.config, self.counts)
                 # The thread and the daemon would outlive the last model that uses them.
                 self._leaving = weakref.finalize(self, _leave, self.loop, self._observers, self.peers, self.network)
                 self._leaving.atexit = False

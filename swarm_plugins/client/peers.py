@@ -16,6 +16,7 @@ from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.client.answers import StreamLostError, check_answer
 from swarm_plugins.client.config import SwarmConfig
+from swarm_plugins.client.counts import ClientCounts
 from swarm_plugins.client.deadlines import Deadlines
 from swarm_plugins.client.digests import changed_adapter_error
 from swarm_plugins.client.hops import Hops
@@ -72,9 +73,10 @@ _UPLOAD_UNIT_BYTES = 4096
 class Peers:
     """Sends requests to peers; raises SwarmError if one cannot be reached, is late, or answers with a failure."""
 
-    def __init__(self, transport: Transport, config: SwarmConfig) -> None:
+    def __init__(self, transport: Transport, config: SwarmConfig, counts: ClientCounts | None = None) -> None:
         self.transport = transport
         self.config = config
+        self.counts = counts or ClientCounts()
         self.deadlines = Deadlines(config.request_timeout_s)
         self.paces = Paces()
         self.queues = Queues()
@@ -160,10 +162,12 @@ class Peers:
         except TimeoutError:
             self.deadlines.missed(peer, work)
             raise
-        checked = check_answer(answer, kind, peer)
-        # Only finished work counts: a refusal is instant and tells nothing about the pace.
         now = time.perf_counter()
         seconds = now - started
+        if answer is not None:
+            self.counts.answered(work, seconds)
+        # Only finished work counts below: a refusal is instant and tells nothing about the pace.
+        checked = check_answer(answer, kind, peer)
         if work in _QUEUED:
             trip_s = self.paces.round_trip_s(peer) or 0.0
             seconds = self.queues.answered(peer, work, sent=started, now=now, round_trip_s=trip_s)

@@ -91,12 +91,15 @@ class Retries:
         may_do_better = isinstance(error, TransportError | CapacityError)
         if may_do_better and since is not None and self.has_failed(peer, since):
             return
+        counts = self.view.peers.counts
+        counts.failed(error)
         self.last = error
         self.failures += not self._is_excused(peer)
         self._failed[peer] = self._num_noted
         self._num_noted += 1
         if not may_do_better or self.failures > self.limit:
             raise error
+        counts.retries += 1
         log.warning("server %s failed (%d of %d allowed failures): %s", peer, self.failures, self.limit, error)
         if isinstance(error, RefusedError):
             self.refusals[peer] = error

@@ -10,6 +10,7 @@ from swarm_plugins.errors import SwarmError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.server_info import ServerInfo
@@ -41,6 +42,11 @@ class Presence:
     def peer_id(self) -> str:
         """Base58 id of this peer."""
         return self._node.peer_id
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What the streams have carried so far, over all nodes."""
+        return self._node.counts
 
     @property
     def identity(self) -> Identity:

@@ -40,6 +40,7 @@ from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.points import Points
 from swarm_plugins.server.state.pushes import Pushes
 from swarm_plugins.server.state.sessions import SessionTable
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,8 @@ class SwarmServer:
             raise ConfigError("this server has not been started: call start() first")
         if self._service is None:
             return self._info
-        load = round(self._service.scheduler.load, 3)
-        info = self._service.draining.shown(msgspec.structs.replace(self._info, load=load))
+        load, served = round(self._service.scheduler.load, 3), self._service.counts.tokens.total()
+        info = self._service.draining.shown(msgspec.structs.replace(self._info, load=load, served_tokens=served))
         if self._spans is None or not isinstance(self._service, Service):
             return info
         # What idle sessions give back when it is needed is free.
@@ -96,6 +97,16 @@ class SwarmServer:
         free = self._spans.free_tokens + idle // max(1, len(self._spans.spec.blocks))
         unkept, refused = self._service.activations.num_unkept, self._service.pushes.num_refused
         return msgspec.structs.replace(info, free_kv_tokens=free, unkept_graphs=unkept, refused_pushes=refused)
+
+    @property
+    def service(self) -> Service | ExpertsService | None:
+        """What answers requests, for monitors; None until it has been loaded."""
+        return self._service
+
+    @property
+    def streams(self) -> StreamCounts:
+        """What its streams have carried so far, for monitors."""
+        return StreamCounts() if self._presence is None else self._presence.counts
 
     @property
     def memory(self) -> dict[str, int]:

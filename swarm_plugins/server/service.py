@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -34,6 +35,17 @@ MAX_REQUEST_BYTES = 4 << 30
 """Most bytes of all requests that are being received, worked on and answered, unless the server says otherwise."""
 
 
+@dataclass
+class ServiceCounts:
+    """What a service has done so far; written on its event loop, read by any thread."""
+
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Rows times tokens that were computed: ``decode`` for steps of one token a row, ``prefill`` for longer ones;
+    ``forward``, ``backward``; ``check`` for passes repeated to open their states; ``experts`` for rows of experts."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Requests that were answered with a failure, by its kind."""
+
+
 @dataclass(kw_only=True)
 class Service:
     """One span with everything needed to serve it."""
@@ -59,6 +71,7 @@ class Service:
     sessions: SessionTable = field(default_factory=lambda: SessionTable(ServiceLimits().max_sessions_per_peer))
     ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
     """What the requests of each peer hold."""
+    counts: ServiceCounts = field(default_factory=ServiceCounts)
     draining: Draining = field(default_factory=Draining)
     identity: Identity | None = None
     """Signs receipts. None: there are none."""
@@ -112,6 +125,7 @@ class ExpertsService:
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     ledger: Ledger = field(default_factory=lambda: Ledger(MAX_REQUEST_BYTES))
     """What the requests of each peer hold."""
+    counts: ServiceCounts = field(default_factory=ServiceCounts)
     draining: Draining = field(default_factory=Draining)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from swarm_plugins.links.line import Line
 from swarm_plugins.links.pacing import Pacer
 from swarm_plugins.testing.trips import Trips
 from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Opener, Transport
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import Codec, Failure, Message
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import decode, encode
@@ -41,10 +42,12 @@ class _Pipe:
 
     Args:
         pacer: When what is sent now arrives.
+        sender: Counts for the peer that puts.
+        receiver: Counts for the peer that gets.
     """
 
-    def __init__(self, pacer: Callable[[], Pacer]) -> None:
-        self._pacer = pacer
+    def __init__(self, pacer: Callable[[], Pacer], sender: StreamCounts, receiver: StreamCounts) -> None:
+        self._pacer, self._sender, self._receiver = pacer, sender, receiver
         self._frames: deque[_Frame] = deque()
         self._changed = asyncio.Condition()
         self._is_ended = False
@@ -57,6 +60,7 @@ class _Pipe:
             if self._is_ended:
                 raise TransportError("the stream is broken")
             self._frames.append(_Frame(self._arrival(len(content)), content, trips))
+            self._sender.sent_bytes += len(content)
             self._changed.notify_all()
 
     async def get(self) -> _Frame | None:
@@ -71,6 +75,7 @@ class _Pipe:
             if self._is_broken:
                 raise TransportError("the stream is broken")
             frame = self._frames.popleft() if self._frames else None
+            self._receiver.received_bytes += 0 if frame is None else len(frame.content)
             self._changed.notify_all()
             return frame
 
@@ -166,6 +171,9 @@ class LocalTransport:
         self._killed: set[str] = set()
         self._lines: dict[tuple[str | None, str], Line] = {}
         self._announced: dict[str, ServerInfo] = {}
+        self.counts_of: defaultdict[str, StreamCounts] = defaultdict(StreamCounts)
+        """What each peer has sent and received."""
+        self.counts = self.counts_of[client]
         self.trips = Trips()
         """Messages one after the other, except those of ``rpc_info``."""
         self._live: dict[asyncio.Task[None], tuple[set[str], _LocalChannel]] = {}
@@ -196,7 +204,8 @@ class LocalTransport:
             raise RequestTimeoutError(f"peer {peer} did not answer within {timeout_s:g} s") from exc
         if peer in self._killed:
             raise TransportError(f"peer {peer} cannot be reached")
-        forth, back = _Pipe(lambda: line.there), _Pipe(lambda: line.back)
+        own, its = self.counts_of[caller], self.counts_of[peer]
+        forth, back = _Pipe(lambda: line.there, own, its), _Pipe(lambda: line.back, its, own)
         trips = None if rpc == _ASIDE else self.trips
         near = _LocalChannel(caller, peer, forth, back, trips, line)
         far = _LocalChannel(peer, caller, back, forth, trips, Line())

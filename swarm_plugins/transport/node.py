@@ -14,6 +14,7 @@ from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.admission.gate import PROOF_PROTOCOL, Gate, StrangerError, load_secret
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.daemon.memory import DaemonMemory
 from swarm_plugins.transport.daemon.process import Daemon, start_daemon
 from swarm_plugins.transport.dht import SwarmDHT
@@ -26,7 +27,7 @@ from swarm_plugins.transport.reach.relays import Relays
 from swarm_plugins.transport.reach.static import StaticPeers, ask_info
 from swarm_plugins.transport.records import ModelInfo
 from swarm_plugins.transport.server_info import ServerInfo
-from swarm_plugins.transport.stream import FrameStream, Parting
+from swarm_plugins.transport.stream import FrameStream
 
 log = logging.getLogger(__name__)
 
@@ -45,19 +46,26 @@ class SwarmNode:
         config: Settings. None: the defaults.
         limits: Bounds on messages and streams.
         ledger: Counts what peers' requests hold, also while they are worked on. None: ``max_receiving_bytes``.
+        counts: Counts on, over the streams of this node. None: from 0.
     """
 
     def __init__(
-        self, config: NodeConfig | None = None, *, limits: WireLimits = DEFAULT_LIMITS, ledger: Ledger | None = None
+        self,
+        config: NodeConfig | None = None,
+        *,
+        limits: WireLimits = DEFAULT_LIMITS,
+        ledger: Ledger | None = None,
+        counts: StreamCounts | None = None,
     ) -> None:
         self._config = config or NodeConfig()
         self._limits = limits
-        self._parting = Parting()
+        self.counts = counts or StreamCounts()
+        """What all streams have carried so far; a successor counts on."""
         # A client chooses whom it asks: answers of one server may fill all of it.
         self._answers = Ledger(limits.max_receiving_bytes, max_peer_share=1.0)
         self._ledger = ledger or Ledger(limits.max_receiving_bytes)
         self._gate: Gate | None = None
-        self._acceptor = Acceptor(limits, self._ledger, self._parting, lambda peer: _started(self._gate).refusal(peer))
+        self._acceptor = Acceptor(limits, self._ledger, self.counts, lambda peer: _started(self._gate).refusal(peer))
         self._identity: IdentityFile | None = None
         self._listens: tuple[str, ...] = ()
         self._daemon: Daemon | None = None
@@ -142,6 +150,7 @@ class SwarmNode:
             ),
             limits=self._limits,
             ledger=self._ledger,
+            counts=self.counts,
         )
         node._identity = _started(self._identity).share()
         return node
@@ -251,7 +260,7 @@ class SwarmNode:
             timeout_s=timeout_s,
             limits=self._limits,
             ledger=self._answers,
-            parting=self._parting,
+            counts=self.counts,
         )
         self._opened.add(channel)
         return channel

@@ -20,11 +20,12 @@ from hivemind.proto import p2pd_pb2
 from swarm_plugins.errors import CapacityError, ConfigError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport.channel import RPC_NAMES, Handler, dial_error
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.receiving.allowances import Allowances
 from swarm_plugins.transport.receiving.turnstile import Turnstile
-from swarm_plugins.transport.stream import FrameStream, Parting
+from swarm_plugins.transport.stream import FrameStream
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ async def open_channel(
     timeout_s: float,
     limits: WireLimits,
     ledger: Ledger,
-    parting: Parting | None = None,
+    counts: StreamCounts | None = None,
 ) -> FrameStream:
     """Opens a stream to a peer through the daemon that listens on ``socket_path``.
 
@@ -64,7 +65,7 @@ async def open_channel(
         async with asyncio.timeout(timeout_s):
             reader, writer = await open_stream(socket_path, peer, protocol)
             try:
-                stream = FrameStream(peer, limits, ledger, parting, allowances=Allowances(limits))
+                stream = FrameStream(peer, limits, ledger, counts, allowances=Allowances(limits))
                 return await _take_over(stream, reader, writer)
             except BaseException:
                 writer.transport.abort()
@@ -126,7 +127,7 @@ class Acceptor:
     Args:
         limits: Of streams and messages.
         ledger: For messages that are not read yet; its groups share streams too.
-        parting: Counts streams that linger.
+        counts: Counts over all streams of the node.
         refusal: Returns why a peer may not call at all, or None.
     """
 
@@ -134,14 +135,14 @@ class Acceptor:
         self,
         limits: WireLimits,
         ledger: Ledger,
-        parting: Parting | None = None,
+        counts: StreamCounts | None = None,
         refusal: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._refusal = refusal
         self._limits = limits
         self._request_limits = replace(limits, max_tensors=limits.max_request_tensors)
         self._ledger = ledger
-        self._parting = parting or Parting()
+        self._counts = counts or StreamCounts()
         self._streams = Ledger(
             limits.max_streams,
             max_peer_share=limits.max_peer_stream_share,
@@ -180,7 +181,7 @@ class Acceptor:
             groups = self._ledger.groups
             with contextlib.nullcontext() if groups is None else groups.calling(peer, str(info.addr)):
                 stream = FrameStream(
-                    peer, limits, self._ledger, self._parting, is_served=True, turnstile=self._turnstile
+                    peer, limits, self._ledger, self._counts, is_served=True, turnstile=self._turnstile
                 )
                 channel = await _take_over(stream, reader, writer)
                 try:
@@ -208,6 +209,7 @@ class Acceptor:
     async def _serve(self, handler: Handler, channel: FrameStream) -> None:
         refusal = self._refusal(channel.remote_peer)
         if refusal is not None:
+            self._counts.refused["refused"] += 1
             await channel.send(Failure(kind="refused", message=refusal))
             return
         peer = channel.remote_peer
@@ -216,6 +218,7 @@ class Acceptor:
                 await self._end_idlest(peer)
             self._streams.claim(peer, 1)
         except CapacityError as error:
+            self._counts.refused["overloaded"] += 1
             await channel.send(Failure(kind="overloaded", message=str(error)))
             return
         self._open.add(channel)

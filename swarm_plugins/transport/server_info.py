@@ -74,6 +74,8 @@ class ServerInfo(BaseMessage, frozen=True, kw_only=True, forbid_unknown_fields=F
     """Whether it sends hidden states to other servers, and takes theirs."""
     refused_pushes: int = 0
     """Hidden states of other servers that it has refused: forged, late, repeated or of a wrong shape."""
+    served_tokens: int = 0
+    """Tokens that it has computed since it started, of all requests together."""
     unkept_graphs: int = 0
     """Forwards whose graph it did not keep until their backward, which ran them again."""
     codecs: tuple[str, ...] = ()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swarm_plugins.errors import CapacityError, ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.limits import WireLimits
 from swarm_plugins.transport.messages import Codec, Message
 from swarm_plugins.transport.receiving.allowances import Allowances, unpacking_claim
@@ -42,13 +43,6 @@ class Frame(NamedTuple):
     """Most bytes of its tensors, if that is known."""
 
 
-class Parting:
-    """Counts the closed streams of a node that still read, so that the other end gets the last frame."""
-
-    def __init__(self) -> None:
-        self.num_streams = 0
-
-
 class FrameStream(asyncio.BufferedProtocol):
     """A [`Channel`][swarm_plugins.transport.channel.Channel] over one stream, and asyncio's protocol object of it.
 
@@ -56,7 +50,7 @@ class FrameStream(asyncio.BufferedProtocol):
         peer: Id of the peer at the other end.
         limits: Bounds on messages.
         ledger: Counts the memory of messages.
-        parting: Counts lingering streams.
+        counts: Counts over all streams of the node.
         is_served: Whether this is a server's end. A message then counts until the next one is read: as long as its
             request is worked on. Otherwise it belongs to the reader as soon as it is read.
         turnstile: Lets messages be decoded, at a server's end. None: at once.
@@ -68,7 +62,7 @@ class FrameStream(asyncio.BufferedProtocol):
         peer: str,
         limits: WireLimits,
         ledger: Ledger,
-        parting: Parting | None = None,
+        counts: StreamCounts | None = None,
         *,
         is_served: bool = False,
         turnstile: Turnstile | None = None,
@@ -77,7 +71,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self.remote_peer = peer
         self._limits = limits
         self._ledger = ledger
-        self._parting = parting or Parting()
+        self._counts = counts or StreamCounts()
         self._is_served = is_served
         self._turnstile = turnstile
         self._allowances = allowances
@@ -115,6 +109,7 @@ class FrameStream(asyncio.BufferedProtocol):
         # Zero: a send returns only when the kernel has all bytes, so its caller may reuse the memory.
         transport.set_write_buffer_limits(high=0)
         transport.set_protocol(self)
+        self._counts.received_bytes += len(already_read)
         try:
             self._feed(memoryview(already_read))
         except ProtocolError as exc:
@@ -130,6 +125,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Processes bytes that have arrived in that memory."""
         self.received_bytes += nbytes
+        self._counts.received_bytes += nbytes
         if self.is_closed:
             return
         try:
@@ -153,7 +149,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._writer = None
         if self._is_parting:
             self._is_parting = False
-            self._parting.num_streams -= 1
+            self._counts.num_parting -= 1
         self._drop_body()
         self._receiver.wake()
         self._sender.wake()
@@ -208,6 +204,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 if self._is_writing_paused:
                     await self._wait_writable(deadline)
                 self._check_usable()
+        self._counts.sent_bytes += num_bytes
 
     async def read(self, timeout_s: float) -> Frame | None:
         """Returns the next frame; None when the other end has closed the stream.
@@ -284,10 +281,10 @@ class FrameStream(asyncio.BufferedProtocol):
         """Lingering close, so the last frame is not lost to a reset."""
         # Closing a socket with unread bytes resets it, and the other end loses the last frame (such as a refusal). So
         # late bytes are read and dropped, for a bounded time and on a bounded number of streams.
-        if self._has_ended or self._parting.num_streams >= _MAX_PARTING:
+        if self._has_ended or self._counts.num_parting >= _MAX_PARTING:
             transport.close()
         else:
-            self._parting.num_streams += 1
+            self._counts.num_parting += 1
             self._is_parting = True
             transport.write_eof()
             self._resume_reading()

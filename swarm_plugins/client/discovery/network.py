@@ -11,6 +11,7 @@ from typing import Protocol, Self
 
 from swarm_plugins.errors import SwarmError, TransportError
 from swarm_plugins.transport.channel import BackoffError, Channel, Directory, Transport
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,11 @@ _MAX_RETIRED = 2
 
 class Network(Transport, Directory, Protocol):
     """Opens channels and looks up servers."""
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What its streams have carried so far."""
+        ...
 
 
 class Node(Network, Protocol):
@@ -69,6 +75,11 @@ class LastingNetwork:
         self._renewal: asyncio.Task[None] | None = None
         self._renewed_at = float("-inf")
         self._pause_s = _RENEWAL_PAUSE_S
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What the streams of all nodes have carried so far."""
+        return StreamCounts() if self._node is None else self._node.counts
 
     async def start(self) -> None:
         """Starts the first node."""

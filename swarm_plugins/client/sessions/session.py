@@ -73,6 +73,7 @@ class ClientSession:
         finally:
             self._spans = pipe.spans
         retries.succeeded()
+        self.servers.peers.counts.passes["step"] += 1
         await self._leave_slow(inputs.hidden.shape[0])
         return outputs
 

@@ -71,6 +71,8 @@ class SpanSteps:
     async def _replay(self, parts: Sequence[SpanSession], history: History) -> tuple[str, SwarmError] | None:
         """Sends a history to new sessions; if that fails, closes them and returns where and why."""
         running = parts[0]
+        if history.steps:
+            self.servers.peers.counts.replays += 1
         try:
             for sent in history.merged():
                 hidden = sent.hidden

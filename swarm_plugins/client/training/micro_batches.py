@@ -58,6 +58,7 @@ class BatchCall:
         chunks = [ChainCall(servers, part, keep=self.keep, adapters=adapters) for part in parts]
         outputs = await _all(chunk.forward(retries, chain) for chunk, chain in zip(chunks, chains, strict=True))
         retries.succeeded()
+        servers.peers.counts.passes["forward"] += 1
         check_same_routers(outputs, "the swarm")
         if self.keep:
             self._chunks = chunks
@@ -109,6 +110,7 @@ class BatchCall:
             first = rows.stop
         found = await _all(calls)
         retries.succeeded()
+        self.servers.peers.counts.passes["backward"] += 1
         if len(found) == 1:
             return found[0]
         end = 1 + len(self.inputs.adapters.tensors)

@@ -105,7 +105,7 @@ class BusyMeter:
 
     def __init__(self) -> None:
         # One tuple, replaced as a whole: a reader in another thread never sees half an update.
-        self._state: tuple[float, float, bool] | None = None
+        self._state: tuple[float, float, bool, float] | None = None
         self._pieces: deque[float] = deque(maxlen=_MAX_PIECES)
         self._longest_s = 0.0
 
@@ -121,7 +121,7 @@ class BusyMeter:
         if self._state is not None and self._state[2] and now - self._state[0] > _MIN_PIECE_S:
             self._pieces.append(now - self._state[0])
             self._longest_s = max(self._pieces)
-        self._state = (now, self.share(now), is_busy)
+        self._state = (now, self.share(now), is_busy, self.seconds(now))
 
     def is_stuck(self, now: float, usual_s: float) -> bool:
         """Returns whether a piece of work takes far longer than the last ones did, and than ``usual_s``."""
@@ -133,6 +133,13 @@ class BusyMeter:
         """Returns the average at time ``now``, between 0 and 1."""
         if self._state is None:
             return 0.0
-        since, value, is_busy = self._state
+        since, value, is_busy, _ = self._state
         goal = 1.0 if is_busy else 0.0
         return goal + (value - goal) * math.exp(-max(0.0, now - since) / _WINDOW_S)
+
+    def seconds(self, now: float) -> float:
+        """Returns how long work has taken in all, until ``now``."""
+        if self._state is None:
+            return 0.0
+        since, _, is_busy, before = self._state
+        return before + (max(0.0, now - since) if is_busy else 0.0)

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -85,6 +85,8 @@ class Scheduler:
         self._waiting_trainings = Ledger(max_waiting_trainings, noun="waiting requests", groups=self.points)
         self.num_waiting = 0
         """Requests that have been submitted and not answered."""
+        self.packs: Counter[int] = Counter()
+        """Forwards of session steps so far, by the number of steps that shared one."""
         self._turns = Turns(self.points)
         self._busy = BusyMeter()
         self._rhythm = Rhythm()
@@ -97,6 +99,11 @@ class Scheduler:
     def load(self) -> float:
         """Share of the last seconds in which the compute thread was busy, 0 to 1."""
         return self._busy.share(time.monotonic())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the compute thread has worked so far."""
+        return self._busy.seconds(time.monotonic())
 
     def is_stuck(self, usual_s: float) -> bool:
         """Returns whether the compute thread hangs in its work, one piece of which takes about ``usual_s``."""
@@ -337,6 +344,7 @@ class Scheduler:
                 return
             self._fail(group[0][0], error)
             return
+        self.packs[len(group)] += 1
         if all(chunk.hidden.shape[1] == 1 for chunk in chunks):
             self._rhythm.ran(sum(chunk.hidden.shape[0] for chunk in chunks), ended - started)
         for step, _ in group:

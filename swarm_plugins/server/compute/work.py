@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from swarm_plugins.block_io import SpanOutputs, join_outputs
+from swarm_plugins.blocks.kv import KVPool
 from swarm_plugins.blocks.runner import SpanRunner, StepInputs
 from swarm_plugins.server.failures import RequestError
 
@@ -24,6 +25,9 @@ class Interruptible(Protocol):
 
 class SchedulerRunner(SpanRunner, Interruptible, Protocol):
     """A span that calls back between its blocks."""
+
+    pool: KVPool
+    """Counts the memory of the sessions' caches."""
 
 
 class Load(NamedTuple):

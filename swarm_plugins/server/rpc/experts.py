@@ -37,6 +37,7 @@ async def experts_handler(service: ExpertsService, channel: Channel) -> None:
             peer=peer,
             load=Load(request.rows.shape[0] * (1 if request.grad is None else 3), 1),
         )
+        service.counts.tokens["experts"] += request.rows.shape[0]
         rows = checked_output(found, request.hidden.dtype, "the output of the experts")
         return ExpertsResponse(rows=rows), request.reply_codec
 

@@ -50,13 +50,13 @@ async def answer_requests(
             log.debug("%s from %s was silent for %.0f s: closed", rpc, channel.remote_peer, patience_s)
             return False
         except ProtocolError as error:
-            await send_failure(channel, rpc, error)
+            await send_failure(service, channel, rpc, error)
             return False
         except TransportError:
             return False
         except CapacityError as error:
             # There was no room for this message; the next one can be read.
-            return await send_failure(channel, rpc, error)
+            return await send_failure(service, channel, rpc, error)
         if request is None:
             return False
         try:
@@ -68,7 +68,7 @@ async def answer_requests(
                 charge.cover(answer_bytes([tensor_bytes(message)], codec))
                 return await _send(channel, rpc, message, codec)
         except Exception as error:  # noqa: BLE001 - every fault becomes a typed answer
-            return await send_failure(channel, rpc, error)
+            return await send_failure(service, channel, rpc, error)
 
     while await answer_next():
         pass
@@ -88,10 +88,12 @@ def answer_bytes(tensors: Iterable[int], codec: Codec) -> int:
     return sum(tensors) * (1 if codec == "none" else 2)
 
 
-async def send_failure(channel: Channel, rpc: str, error: Exception) -> bool:
-    """Sends the failure of an error; returns False if the stream is broken."""
+async def send_failure(service: Service | ExpertsService, channel: Channel, rpc: str, error: Exception) -> bool:
+    """Sends the failure of an error, and counts it; returns False if the stream is broken."""
+    failure = failure_of(error, peer=channel.remote_peer, rpc=rpc)
+    service.counts.refusals[failure.kind] += 1
     try:
-        await channel.send(failure_of(error, peer=channel.remote_peer, rpc=rpc))
+        await channel.send(failure)
     except TransportError:
         return False
     return True

@@ -54,6 +54,7 @@ async def opening_handler(service: Service, channel: Channel) -> None:
                 peer=peer,
                 load=Load(inputs.num_tokens * (1 if request.grad is None else 4), len(inputs.blocks)),
             )
+        service.counts.tokens["check"] += inputs.num_tokens
         states.extend(found)
         return await signed(service, request, Commitment(hashes=hashes)), "none"
 

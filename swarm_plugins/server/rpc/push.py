@@ -42,7 +42,7 @@ async def push_handler(service: Service, channel: Channel) -> None:
             return
         except (RequestError, ProtocolError, CapacityError) as error:
             service.pushes.num_refused += 1
-            await send_failure(channel, "rpc_push", error)
+            await send_failure(service, channel, "rpc_push", error)
             return
         except TransportError:
             return

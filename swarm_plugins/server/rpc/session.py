@@ -156,6 +156,8 @@ class _Stream:
             with _room(service, self._peer, _check_step(service, session, request)):
                 charge.claim(forward_bytes(service, request, len(session.blocks)))
                 outputs, history = await self._run(session, request)
+        rows, tokens = request.hidden.shape[:2]
+        service.counts.tokens["decode" if tokens == 1 else "prefill"] += rows * tokens
         checked = checked_outputs(outputs, request.hidden.dtype)
         not_pushed = ""
         if push_to is not None:

@@ -59,6 +59,7 @@ async def forward_handler(service: Service, channel: Channel) -> None:
                 peer=peer,
                 load=Load(inputs.num_tokens, len(inputs.blocks)),
             )
+        service.counts.tokens["forward"] += inputs.num_tokens
         checked = checked_outputs(outputs, request.hidden.dtype)
         not_pushed = await _push(service, peer, push_to, checked.hidden, request.reply_codec)
         input_hash = await hidden_hash(request.hidden) if is_pushed else b""
@@ -191,8 +192,11 @@ async def _backward(
 
     # Gradients of inputs cost twice a forward, and most of it runs again.
     work = 3 if isinstance(parts[0], Portion) else 2
-    load = Load(work * sum(part.inputs.num_tokens for part in parts), len(parts[0].inputs.blocks))
-    return await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s, peer=peer, load=load)
+    tokens = sum(part.inputs.num_tokens for part in parts)
+    load = Load(work * tokens, len(parts[0].inputs.blocks))
+    found = await service.scheduler.train(run, timeout_s=service.limits.request_timeout_s, peer=peer, load=load)
+    service.counts.tokens["backward"] += tokens
+    return found
 
 
 def _gradient_response(found: Gradients, dtype: torch.dtype) -> BackwardResponse:

@@ -49,7 +49,8 @@ class AdapterStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of all uploaded adapters; published ones are the host's own."""
-        return sum(held.num_bytes for (owner, _), held in self._held.items() if owner is not None)
+        # A copy: a thread that serves metrics asks too.
+        return sum(held.num_bytes for (owner, _), held in list(self._held.items()) if owner is not None)
 
     def publish(self, adapter: LoadedAdapter) -> None:
         """Holds the host's own adapter as long as the server lives, outside the budget."""

@@ -151,7 +151,8 @@ class SessionTable:
     def expired(self, lease_s: float, *, rank: Callable[[str], float] = lambda _: 0.0) -> list[Session]:
         """Returns the sessions without a step for ``lease_s``: of peers of the lowest rank first, then the idlest."""
         now = time.monotonic()
-        idle = [one for one in self._sessions.values() if not one.is_busy and now - one.used_at > lease_s]
+        # A copy: a thread that serves metrics asks too.
+        idle = [one for one in list(self._sessions.values()) if not one.is_busy and now - one.used_at > lease_s]
         return sorted(idle, key=lambda one: (rank(one.peer), one.used_at))
 
 

@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import torch
 
 from swarm_plugins.ledger import Ledger
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ForwardResponse, Message
 from swarm_plugins.transport.receiving.allowances import Allowances
-from swarm_plugins.transport.stream import FrameStream, Parting
+from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import decode_body, encode
 
 Body = Callable[[], Awaitable[None]]
@@ -23,7 +24,7 @@ Body = Callable[[], Awaitable[None]]
 async def stream_and_socket(
     limits: WireLimits = DEFAULT_LIMITS,
     budget: Ledger | None = None,
-    parting: Parting | None = None,
+    counts: StreamCounts | None = None,
     *,
     peer: str = "peer-x",
     is_served: bool = False,
@@ -34,7 +35,7 @@ async def stream_and_socket(
     far.setblocking(False)
     _, writer = await asyncio.open_unix_connection(sock=near)
     ledger = budget or Ledger(limits.max_receiving_bytes)
-    stream = FrameStream(peer, limits, ledger, parting, is_served=is_served, allowances=allowances)
+    stream = FrameStream(peer, limits, ledger, counts, is_served=is_served, allowances=allowances)
     stream.attach(writer, b"")
     try:
         yield stream, far

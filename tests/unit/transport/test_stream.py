@@ -17,9 +17,10 @@ import swarm_plugins.transport.stream as stream_module
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, TransportError
 from swarm_plugins.ledger import Ledger
 from swarm_plugins.transport import wire
+from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.limits import DEFAULT_LIMITS, WireLimits
 from swarm_plugins.transport.messages import ForwardResponse, Message
-from swarm_plugins.transport.stream import FrameStream, Parting
+from swarm_plugins.transport.stream import FrameStream
 from swarm_plugins.transport.wire import END_FRAME, encode
 
 
@@ -188,12 +189,12 @@ def test_a_peer_that_never_closes_is_cut_off(run: Callable[[Body], None], monkey
     monkeypatch.setattr(stream_module, "_PART_TIMEOUT_S", 0.1)
 
     async def body() -> None:
-        parting = Parting()
-        async with stream_and_socket(parting=parting) as (stream, far):
+        counts = StreamCounts()
+        async with stream_and_socket(counts=counts) as (stream, far):
             await stream.close()
-            assert parting.num_streams == 1
+            assert counts.num_parting == 1
             await cut_off(far)
-            assert parting.num_streams == 0
+            assert counts.num_parting == 0
 
     run(body)
 
@@ -203,14 +204,14 @@ def test_few_streams_linger_at_a_time(run: Callable[[Body], None], monkeypatch: 
     monkeypatch.setattr(stream_module, "_PART_TIMEOUT_S", 60.0)
 
     async def body() -> None:
-        parting = Parting()
+        counts = StreamCounts()
         async with (
-            stream_and_socket(parting=parting) as (first, _),
-            stream_and_socket(parting=parting) as (second, far),
+            stream_and_socket(counts=counts) as (first, _),
+            stream_and_socket(counts=counts) as (second, far),
         ):
             await first.close()
             await second.close()
-            assert parting.num_streams == 1
+            assert counts.num_parting == 1
             await cut_off(far)
 
     run(body)
