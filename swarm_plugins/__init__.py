@@ -14,6 +14,7 @@ ExpertParallelStrategy, Fabric...   Lightning: Trainer(strategy="expert_parallel
 make_student                    a shallower copy of a model (Mixture-of-Students of DeepSpeed-MoE)
 StagedDistillation, StagedDistillationTrainerCallback   distill it from its teacher, until a step
 HubAdapterCallback, HubAdapterTrainerCallback   publish adapters during training
+SwarmMonitor                    Lightning: logs bytes, round trips, failures and retries of each step
 find_adapters, load_adapter     find published adapters; load one, checking the version of its base
 LocalSwarm                      a swarm of `swarm serve` processes on this machine
 swarm serve | status | bench    the same from the command line
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from swarm_plugins.callbacks.for_lightning import HubAdapterCallback
     from swarm_plugins.callbacks.for_transformers import HubAdapterTrainerCallback
     from swarm_plugins.callbacks.loading import load_adapter
+    from swarm_plugins.callbacks.monitoring import SwarmMonitor
     from swarm_plugins.client import SwarmConfig
     from swarm_plugins.distill import make_student
     from swarm_plugins.hub import find_adapters
@@ -82,6 +84,7 @@ __all__ = [
     "StagedDistillationTrainerCallback",
     "SwarmConfig",
     "SwarmError",
+    "SwarmMonitor",
     "SwarmStrategy",
     "__version__",
     "find_adapters",
@@ -115,6 +118,7 @@ _HOMES = {
     "StagedDistillation": "swarm_plugins.callbacks.distill_lightning",
     "StagedDistillationTrainerCallback": "swarm_plugins.callbacks.distill_transformers",
     "SwarmConfig": "swarm_plugins.client",
+    "SwarmMonitor": "swarm_plugins.callbacks.monitoring",
     "SwarmStrategy": "swarm_plugins.strategy.swarm.unified",
     "find_adapters": "swarm_plugins.hub",
     "from_deepspeed": "swarm_plugins.models",

@@ -12,7 +12,8 @@ from swarm_plugins.backbone.auto import (
     AutoSwarmModelForSequenceClassification,
 )
 from swarm_plugins.backbone.context import SwarmSettings, active_swarm
-from swarm_plugins.backbone.version import ServedBlocks, base_blocks, base_version, served_blocks
+from swarm_plugins.backbone.served import ServedBlocks, served_blocks, swarm_connection
+from swarm_plugins.backbone.version import base_blocks, base_version
 
 __all__ = [
     "AutoSwarmModel",
@@ -24,4 +25,5 @@ __all__ = [
     "base_blocks",
     "base_version",
     "served_blocks",
+    "swarm_connection",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import constants
@@ -14,14 +14,11 @@ from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from swarm_plugins.backbone.decoder_layer import RemoteDecoderLayer
+from swarm_plugins.backbone.served import stack_of
 from swarm_plugins.checkpoint import Checkpoint, block_fingerprints, layer_list_name
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.hub_errors import repo_id_fault
 from swarm_plugins.versions import ModelVersion
-
-if TYPE_CHECKING:
-    from swarm_plugins.backbone.stack import RemoteStack
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +26,6 @@ _MAX_SNAPSHOTS = 16
 _MAX_TENSORS = 256
 _MIN_TENSORS = 2
 _SAMPLE_ROWS = 1
-
-
-class ServedBlocks(NamedTuple):
-    """The blocks a server holds, and their numeric formats."""
-
-    start: int
-    end: int
-    """One past the last block."""
-    dtype: str
-    """Compute dtype."""
-    quantization: str
-    """Format of the weights: ``none``, ``int8`` or ``nf4``."""
 
 
 def base_version(model: nn.Module) -> ModelVersion | None:
@@ -55,7 +40,7 @@ def base_version(model: nn.Module) -> ModelVersion | None:
     Raises:
         CheckpointError: If the files of its directory can no longer be read.
     """
-    stack = _stack_of(model)
+    stack = stack_of(model)
     if stack is not None:
         return stack.version
     name = _name_of(model)
@@ -81,7 +66,7 @@ def base_blocks(model: nn.Module) -> tuple[str, ...]:
     if not name or not Path(name).is_dir():
         return ()
     checkpoint = Checkpoint.open(name)
-    stack = _stack_of(model)
+    stack = stack_of(model)
     if stack is not None and checkpoint.version != stack.version:
         raise CheckpointError(f"{name} holds {checkpoint.version}, but the model was loaded as {stack.version}")
     return block_fingerprints(checkpoint, layer_list_name(_base_of(model)))
@@ -93,7 +78,7 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 def _name_of(model: nn.Module) -> str:
     # A model with remote blocks was not loaded by transformers, which names it in its config.
-    told: Any = getattr(model, "config", None) if _stack_of(model) is None else _base_of(model)
+    told: Any = getattr(model, "config", None) if stack_of(model) is None else _base_of(model)
     name = getattr(told, "name_or_path", None) or getattr(told, "_name_or_path", None)
     return name if isinstance(name, str) else ""
 
@@ -106,19 +91,6 @@ def _hub_version(model: nn.Module, name: str) -> ModelVersion | None:
         return None if commit is None else ModelVersion(name, commit)
     except ConfigError:
         return None
-
-
-def served_blocks(model: nn.Module) -> list[ServedBlocks]:
-    """Returns the spans and formats of all servers a model has seen; empty for a plain model."""
-    stack = _stack_of(model)
-    if stack is None or stack._remote is None:
-        return []
-    infos = list(stack._remote.view.known.infos.values())
-    return sorted({ServedBlocks(info.start, info.end, info.dtype, info.quantization) for info in infos})
-
-
-def _stack_of(model: nn.Module) -> RemoteStack | None:
-    return next((part.swarm_stack for part in model.modules() if isinstance(part, RemoteDecoderLayer)), None)
 
 
 def cached_commit(model: nn.Module, repo_id: str, cache_dir: str | Path | None = None) -> str | None:

@@ -6,6 +6,7 @@ for_transformers.py   HubAdapterTrainerCallback
 publishing.py         common to both: when to publish, and what happens if that fails
 saving.py             one version of an adapter as a folder
 loading.py            load_adapter
+monitoring.py         SwarmMonitor                both spellings of Lightning
 ```
 
 Nothing is imported here: each needs libraries that the others do not.

@@ -17,7 +17,8 @@ from peft import PeftModel
 from peft.utils.other import EMBEDDING_LAYER_NAMES
 from torch import nn
 
-from swarm_plugins.backbone.version import base_blocks, base_version, served_blocks
+from swarm_plugins.backbone.served import served_blocks
+from swarm_plugins.backbone.version import base_blocks, base_version
 from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.hub import AdapterFacts, Manifest, PushTarget, ServedSpan, card_text
 from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, move_to_free_name

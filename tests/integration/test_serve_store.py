@@ -11,7 +11,7 @@ import torch
 from tuning_kit import assert_trained_alike
 
 from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, OffloadConfig, SwarmConfig, load_offloaded
-from swarm_plugins.backbone.version import served_blocks
+from swarm_plugins.backbone import served_blocks
 from swarm_plugins.client import connect
 from swarm_plugins.offload import quantize_checkpoint
 from swarm_plugins.testing.models import save_tiny, tiny_model
