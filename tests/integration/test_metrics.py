@@ -1,0 +1,103 @@
+"""`swarm serve --metrics-port` of a real server, scraped after real requests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
+from swarm_plugins.client import SwarmConnection, connect
+from swarm_plugins.metrics.client import ClientCollector
+from swarm_plugins.testing.models import save_tiny
+
+IDS = torch.tensor([[5, 17, 99, 23]])
+
+
+def scraped(url: str) -> dict[tuple[str, ...], float]:
+    """The samples by name and values of labels."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples
+        }
+
+
+@contextmanager
+def serving(model: Path, log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Runs `swarm serve`, and yields it with the address of its metrics, before its blocks are loaded."""
+    command = [sys.executable, "-m", "swarm_plugins", "serve", str(model), "--blocks", "0:4", "--threads", "1"]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--metrics-port", "0", "--drain-s", "0"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            shown = re.fullmatch(r"Metrics: (http://127\.0\.0\.1:\d+/metrics)\n", process.stdout.readline())
+            assert shown, log.read_text()
+            yield process, shown[1]
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def client_bytes(connection: SwarmConnection) -> list[float | None]:
+    registry = CollectorRegistry()
+    registry.register(ClientCollector(connection))
+    return [registry.get_sample_value(f"swarm_client_{way}_bytes_total") for way in ("sent", "received")]
+
+
+@pytest.mark.swarm
+def test_a_server_shows_what_its_client_has_asked(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "tiny-llama")
+    with serving(model, tmp_path / "stderr") as (process, url):
+        assert process.stdout is not None
+        address = re.search(r"--initial-peers (\S+)", process.stdout.readline())
+        assert address, (tmp_path / "stderr").read_text()
+        with connect([address[1]], SwarmConfig()) as connection:
+            remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
+            remote.generate(IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+            server, (sent, received) = scraped(url), client_bytes(connection)
+            assert connection.peers is not None
+            info = connection.loop.run(connection.peers.info(address[1].rpartition("/")[2]))
+        assert server["swarm_server_online",] == 1
+        assert server["swarm_server_tokens_total", "prefill"] == 4
+        assert server["swarm_server_tokens_total", "decode"] == 3
+        assert info.served_tokens == 7, "for `swarm top`"
+        assert server["swarm_server_compute_seconds_total",] > 0
+        assert server["swarm_server_memory_limit_bytes", "kv"] == 1 << 30
+        assert sent is not None
+        assert received is not None
+        states = 4 * IDS.numel() * remote.config.hidden_size
+        assert server["swarm_server_received_bytes_total",] == sent > states
+        assert server["swarm_server_sent_bytes_total",] == received > states
+        process.terminate()
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    with pytest.raises(OSError, match="refused"):
+        scraped(url)
+
+
+@pytest.mark.swarm
+def test_metrics_are_there_while_the_blocks_are_loaded(tmp_path: Path) -> None:
+    nowhere = tmp_path / "empty"
+    nowhere.mkdir()
+    os.mkfifo(nowhere / "config.json")  # a disk that does not answer
+    with serving(nowhere, tmp_path / "stderr") as (_, url):
+        found = scraped(url)
+        assert found.get(("swarm_server_online",), 0.0) == 0
+        assert found["process_resident_memory_bytes",] > 0
