@@ -120,19 +120,28 @@ async def survey(
         TransportError: If the swarm cannot be reached.
     """
     async with SwarmNode(config) as node:
-        found = []
-        gate = asyncio.Semaphore(_MAX_AT_ONCE)
-        for version, model in sorted((await node.models()).items()):
-            if wanted is not None and wanted not in version and wanted not in model.model:
-                continue
-            announced = await node.servers(version, model.num_blocks)
-            servers = await asyncio.gather(
-                *(_ask(node, gate, peer, info, timeout_s) for peer, info in announced.items())
-            )
-            servers = [replace(server, quarantine=quarantined.get(server.peer, "")) for server in servers]
-            ordered = sorted(servers, key=lambda server: (server.info.start, server.info.end, server.peer))
-            found.append(ModelStatus(version, model.model, model.num_blocks, ordered))
-        return found
+        return await survey_node(node, wanted, timeout_s=timeout_s, quarantined=quarantined)
+
+
+async def survey_node(
+    node: SwarmNode,
+    wanted: str | None,
+    *,
+    timeout_s: float,
+    quarantined: Mapping[str, str] = MappingProxyType({}),
+) -> list[ModelStatus]:
+    """Surveys a swarm from a node that is open, as `survey` does."""
+    found = []
+    gate = asyncio.Semaphore(_MAX_AT_ONCE)
+    for version, model in sorted((await node.models()).items()):
+        if wanted is not None and wanted not in version and wanted not in model.model:
+            continue
+        announced = await node.servers(version, model.num_blocks)
+        servers = await asyncio.gather(*(_ask(node, gate, peer, info, timeout_s) for peer, info in announced.items()))
+        servers = [replace(server, quarantine=quarantined.get(server.peer, "")) for server in servers]
+        ordered = sorted(servers, key=lambda server: (server.info.start, server.info.end, server.peer))
+        found.append(ModelStatus(version, model.model, model.num_blocks, ordered))
+    return found
 
 
 async def _ask(

@@ -18,6 +18,7 @@ from swarm_plugins.cli.hub import hub, push
 from swarm_plugins.cli.plan import plan, quantize
 from swarm_plugins.cli.serve import serve
 from swarm_plugins.cli.status import drain, identity, status
+from swarm_plugins.cli.top import top
 from swarm_plugins.noise import no_bars_in_pipes
 
 app = typer.Typer(
@@ -40,7 +41,7 @@ def _options(
 
 app.command()(serve)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
-for _command in (push, hub, status, audit, drain, identity, chat, api, plan, run, quantize, demo, demo_model):
+for _command in (push, hub, status, top, audit, drain, identity, chat, api, plan, run, quantize, demo, demo_model):
     app.command()(_command)
 bench.app.command()(network)
 app.add_typer(bench.app, name="bench")

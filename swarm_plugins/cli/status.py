@@ -41,7 +41,7 @@ def status(
         # What takes seconds to import comes after what may be wrong at once.
         import asyncio
 
-        from swarm_plugins.cli.support.status_table import print_tables
+        from swarm_plugins.cli.support.status_table import Joining, print_tables
         from swarm_plugins.survey import survey
         from swarm_plugins.verification.quarantine import user_quarantine
 
@@ -50,9 +50,7 @@ def status(
         if json:
             typer.echo(json_format.dumps([one.as_dict() for one in found], indent=2))
         elif found:
-            print_tables(
-                found, wide_console(_PIPE_CHARS), initial_peers=peers, discovery=discovery, secret_file=secret_file
-            )
+            print_tables(found, wide_console(_PIPE_CHARS), Joining(peers, discovery, secret_file))
         if model is not None and not found:
             raise MissingBlocksError(
                 f"no server of this swarm serves {model!r}; run `swarm status` without it to list what is served"

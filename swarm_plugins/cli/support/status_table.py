@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from swarm_plugins.client.discovery.missing import ranges, runs, serve_command
 from swarm_plugins.survey import ModelStatus, ServerStatus
 from swarm_plugins.transport.server_info import ServerInfo
 
-_NUMBERS = ("load", "free KV tokens", "tokens/s a block")
+_NUMBERS = ("load", "tokens/s", "free KV tokens", "tokens/s a block")
 _NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")
 _COLUMNS = (*_NARROW, "tokens/s a block")
+_LIVE_NARROW = ("peer", "blocks", "state", "load", "tokens/s", "free KV tokens")
+_LIVE_COLUMNS = ("peer", "blocks", "state", "dtype", "load", "tokens/s", "free KV tokens", "tokens/s a block")
 _WIDE_CHARS = 140
 _FITTING_CHARS = 80
 """Where all columns but one fit, only that one is folded."""
@@ -26,47 +29,92 @@ _END_CHARS = 8
 """Characters kept from the end of a peer id in a narrow terminal: all ids start alike."""
 
 
-def print_tables(
-    found: Sequence[ModelStatus],
-    console: Console | None = None,
-    *,
-    initial_peers: Sequence[str] = (),
-    discovery: str = "dht",
-    secret_file: Path | None = None,
-) -> None:
+@dataclass(frozen=True)
+class Joining:
+    """How a server that fills a gap joins the swarm."""
+
+    initial_peers: Sequence[str] = ()
+    discovery: str = "dht"
+    secret_file: Path | None = None
+
+    def command(self, one: ModelStatus, blocks: range, experts: range | None = None) -> str:
+        """Returns the command that serves blocks, or experts of them."""
+        return serve_command(
+            _source(one),
+            one.version,
+            blocks,
+            self.initial_peers,
+            experts=experts,
+            discovery=self.discovery,
+            secret_file=self.secret_file,
+        )
+
+
+def print_tables(found: Sequence[ModelStatus], console: Console | None = None, joining: Joining | None = None) -> None:
     """Prints one table per model version, and commands to serve its missing blocks.
 
     A narrow terminal shows only the ends of peer ids, and no throughput.
     """
     console = console or Console()
-    is_wide = console.width >= _WIDE_CHARS
-    joining = functools.partial(
-        serve_command, initial_peers=initial_peers, discovery=discovery, secret_file=secret_file
-    )
+    joining = joining or Joining()
     for one in found:
-        table = Table(title=escape(f"{one.model}@{one.version}"), title_justify="left", title_style="bold")
-        for name in _COLUMNS if is_wide else _NARROW:
-            is_folded = name == "dtype" or console.width < _FITTING_CHARS
-            justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
-            table.add_column(name, justify=justify, no_wrap=not is_folded, overflow="fold")
-        for server in one.servers:
-            cells = _cells(server, _label(server.peer, is_wide=is_wide))
-            table.add_row(*(escape(cell) for cell in cells[: len(table.columns)]))
-        console.print(table)
-        for server in one.servers:
-            for remark in _remarks(server):
-                console.print(escape(f"{_label(server.peer, is_wide=is_wide)} {remark}"), soft_wrap=True)
+        console.print(_table(one, console.width))
+        for line in _remarks_of(one, console.width):
+            console.print(line, soft_wrap=True)
         console.print(f"coverage: {_coverage(one.coverage)}")
-        if one.missing:
-            console.print(f"[red]missing blocks: {ranges(one.missing)}[/red]; serve them with:")
-            for blocks in runs(one.missing):
-                command = joining(_source(one), one.version, blocks)
-                console.print(f"  {escape(command)}", soft_wrap=True)
-        for blocks, experts in one.missing_experts:
-            which = f"experts {experts.start}:{experts.stop} of blocks {blocks.start}:{blocks.stop}"
-            command = joining(_source(one), one.version, blocks, experts=experts)
-            console.print(f"[red]missing {which}[/red]; serve them with:")
-            console.print(f"  {escape(command)}", soft_wrap=True)
+        for line in _gaps(one, joining):
+            console.print(line, soft_wrap=True)
+
+
+def live_tables(
+    found: Sequence[ModelStatus], width: int, rates: Mapping[str, float], joining: Joining
+) -> Iterator[RenderableType]:
+    """Yields the same for a screen, with the tokens/s of servers, and gaps first: a screen may be too short for all."""
+    for one in found:
+        yield Text(_title(one), style="bold")
+        yield Text(f"coverage: {_coverage(one.coverage)}")
+        yield from (Text.from_markup(line) for line in _gaps(one, joining))
+        yield _table(one, width, rates)
+        yield from (Text.from_markup(line) for line in _remarks_of(one, width))
+
+
+def _table(one: ModelStatus, width: int, rates: Mapping[str, float] | None = None) -> Table:
+    """Returns the servers of a model version; with ``rates``, the tokens/s of each, as far as they are known."""
+    is_wide = width >= _WIDE_CHARS
+    names = (_COLUMNS if is_wide else _NARROW) if rates is None else _LIVE_COLUMNS if is_wide else _LIVE_NARROW
+    title = escape(_title(one)) if rates is None else None
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in names:
+        is_folded = name == "dtype" or width < _FITTING_CHARS
+        justify: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
+        table.add_column(name, justify=justify, no_wrap=not is_folded, overflow="fold")
+    for server in one.servers:
+        cells = _cells(server, _label(server.peer, is_wide=is_wide), (rates or {}).get(server.peer))
+        table.add_row(*(escape(cells[name]) for name in names))
+    return table
+
+
+def _title(one: ModelStatus) -> str:
+    return f"{one.model}@{one.version}"
+
+
+def _remarks_of(one: ModelStatus, width: int) -> Iterator[str]:
+    is_wide = width >= _WIDE_CHARS
+    for server in one.servers:
+        for remark in _remarks(server):
+            yield escape(f"{_label(server.peer, is_wide=is_wide)} {remark}")
+
+
+def _gaps(one: ModelStatus, joining: Joining) -> Iterator[str]:
+    """Yields what no server has, and the commands that serve it, in rich's markup."""
+    if one.missing:
+        yield f"[red]missing blocks: {ranges(one.missing)}[/red]; serve them with:"
+        for blocks in runs(one.missing):
+            yield f"  {escape(joining.command(one, blocks))}"
+    for blocks, experts in one.missing_experts:
+        which = f"experts {experts.start}:{experts.stop} of blocks {blocks.start}:{blocks.stop}"
+        yield f"[red]missing {which}[/red]; serve them with:"
+        yield f"  {escape(joining.command(one, blocks, experts))}"
 
 
 def _source(one: ModelStatus) -> str:
@@ -78,20 +126,20 @@ def _label(peer: str, *, is_wide: bool) -> str:
     return peer if is_wide or len(peer) <= _END_CHARS else f"\u2026{peer[-_END_CHARS:]}"
 
 
-def _cells(server: ServerStatus, label: str) -> tuple[str, ...]:
+def _cells(server: ServerStatus, label: str, rate: float | None) -> dict[str, str]:
     info = server.info
     kept = "" if info.quantization == "none" else f", {info.quantization}"
     state: str = info.state if server.is_reachable or info.state != "online" else "unreachable"
-    state = "quarantined" if server.quarantine else state
-    return (
-        label,
-        _blocks(info),
-        state,
-        f"{info.dtype}{kept}",
-        f"{info.load:.0%}",
-        f"{_short(info.free_kv_tokens)} of {_short(info.total_kv_tokens)}",
-        _short(info.throughput),
-    )
+    return {
+        "peer": label,
+        "blocks": _blocks(info),
+        "state": "quarantined" if server.quarantine else state,
+        "dtype": f"{info.dtype}{kept}",
+        "load": f"{info.load:.0%}",
+        "tokens/s": "" if rate is None else _short(rate),
+        "free KV tokens": f"{_short(info.free_kv_tokens)} of {_short(info.total_kv_tokens)}",
+        "tokens/s a block": _short(info.throughput),
+    }
 
 
 def _remarks(server: ServerStatus) -> list[str]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from swarm_plugins.cli import app
-from swarm_plugins.cli.support.status_table import print_tables
+from swarm_plugins.cli.support.status_table import Joining, print_tables
 from swarm_plugins.survey import ModelStatus
 from tests.unit.table_kit import columns_of
 from tests.unit.test_survey import STATUS, server
@@ -96,7 +96,7 @@ def test_a_narrow_terminal_cuts_nothing_that_tells_servers_apart() -> None:
     address = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
     out = io.StringIO()
     table = ModelStatus("c" * 40, "org/tiny", 126, servers)
-    print_tables([table], Console(file=out, width=80), initial_peers=(address,))
+    print_tables([table], Console(file=out, width=80), Joining((address,)))
     lines = out.getvalue().splitlines()
     row = next(line for line in lines if "abcd1234" in line)
     for word in ("100:126", "online", "46.6 k of 46.6 k"):
