@@ -255,6 +255,7 @@ class FrameStream(asyncio.BufferedProtocol):
             self.abort(TransportError(f"the channel to peer {self.remote_peer} was closed in mid-message"))
         elif transport is not None and not transport.is_closing():
             transport.write(END_FRAME)
+            self._counts.sent_bytes += len(END_FRAME)
             self._part(transport)
         while self._frames:
             frame = self._frames.popleft()

@@ -83,8 +83,10 @@ def test_a_server_shows_what_its_client_has_asked(tmp_path: Path) -> None:
         assert sent is not None
         assert received is not None
         states = 4 * IDS.numel() * remote.config.hidden_size
-        assert server["swarm_server_received_bytes_total",] == sent > states
-        assert server["swarm_server_sent_bytes_total",] == received > states
+        # The end of a stream may still be on its way.
+        assert server["swarm_server_received_bytes_total",] == pytest.approx(sent, abs=64)
+        assert server["swarm_server_sent_bytes_total",] == pytest.approx(received, abs=64)
+        assert min(sent, received) > states
         process.terminate()
         process.communicate(timeout=60)
         assert process.returncode == 0
