@@ -15,13 +15,15 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short pictures page-pictures notebook test test-all chaos chaos-short study lint format types docs build clean
+.PHONY: help venv demo demo-short pictures notebook test test-all chaos chaos-short study lint format types docs build \
+  image compose-env clean
 
 help:
 	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
 	@echo "make test    the default test suite; make test-all: also the long matrices"
 	@echo "make chaos   ten minutes of faults on a swarm, with a printed seed; make chaos-short: half a minute"
 	@echo "make study   DeepSpeed-MoE's claims about small models, trained and measured here (hours)"
+	@echo "make image compose-env    what compose.yaml needs: the image, keys, secrets and .env (needs Docker, no Python)"
 	@echo "make lint | types | docs | notebook | pictures | build | format | clean"
 
 venv: $(STAMP)
@@ -53,10 +55,6 @@ pictures: $(STAMP)
 # The tutorial as a notebook: a copy of its page, which tests compare.
 notebook: $(STAMP)
 	$(BIN)/jupytext --quiet --to ipynb --set-kernel python3 --update --output docs/tutorials/fine-tune.ipynb docs/tutorials/fine-tune.md
-
-# Of the page: needs Chromium and its driver.
-page-pictures: $(STAMP)
-	$(BIN)/python docs/pictures/make_page_pictures.py
 
 # The real small model is made once (100 MB to fetch, a minute to convert) and kept.
 test: export SWARM_TEST_SMOLLM2 ?= 1
@@ -110,6 +108,25 @@ build: $(STAMP)
 	cd build && wheel-venv/bin/python -c 'import swarm_plugins, sys; sys.exit("wheel-venv" not in swarm_plugins.__file__)'
 	cd build && wheel-venv/bin/swarm --help >/dev/null
 	@ls -l dist/*.whl
+
+# The user in the containers owns the secrets. Of a rootless engine, it is root: make image compose-env CONTAINER_USER=0
+CONTAINER_USER ?= $(shell id -u | sed 's/^0$$/1000/')
+image:
+	SWARM_FIRST_PEER=unknown SWARM_USER_ID=$(CONTAINER_USER) docker compose build first
+
+# What exists stays. With `swarm` on this machine, no image is needed: make compose-env CONTAINER_SWARM=swarm
+CONTAINER_SWARM ?= docker run --rm --user $(CONTAINER_USER) --volume "$(CURDIR)/secrets:/srv/secrets" --workdir /srv \
+  swarm_plugins
+own_secrets = @test "$$(id -u)" != 0 || chown -R $(CONTAINER_USER) secrets
+compose-env:
+	@install -d -m 700 secrets
+	@umask 077; for name in swarm.secret api.key; do \
+	  test -s secrets/$$name || openssl rand -hex 32 > secrets/$$name || exit 1; done
+	$(own_secrets)
+	@peer=$$($(CONTAINER_SWARM) identity secrets/first.key) && { grep -sEv '^SWARM_(FIRST_PEER|USER_ID)=' .env; \
+	  printf 'SWARM_FIRST_PEER=%s\nSWARM_USER_ID=%s\n' "$$peer" $(CONTAINER_USER); } > .env.new && mv .env.new .env
+	$(own_secrets)
+	@echo ".env and secrets/ are ready: docker compose up --wait"
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache
