@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from typing import Any, cast
 
 import llguidance.hf
@@ -12,17 +13,20 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from swarm_plugins.errors import ConfigError, one_line
+from swarm_plugins.errors import ConfigError, UnsupportedError, one_line
+
+_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""Free to, small models write white space without end."""
 
 
-def json_grammar(schema: dict[str, Any] | None) -> str:
-    """Returns the grammar of JSON texts that fit a schema; None: any object.
+def json_grammar(schema: Mapping[str, Any]) -> str:
+    """Returns the grammar of JSON texts that fit a schema.
 
     Raises:
         ConfigError: If it is not a schema, or has parts that cannot be enforced.
     """
     try:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema or {"type": "object"})))
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_COMPACT))
     except ValueError as error:
         raise ConfigError(f"the JSON schema cannot be used ({one_line(error)})") from error
 
@@ -63,4 +67,9 @@ class GrammarProcessor(LogitsProcessor):
 
 @functools.lru_cache(maxsize=4)
 def _guiding(tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    return llguidance.hf.from_tokenizer(cast("Any", tokenizer))
+    try:
+        return llguidance.hf.from_tokenizer(cast("Any", tokenizer))
+    except ValueError as error:
+        raise UnsupportedError(
+            f"schemas cannot be enforced with this model's tokenizer ({one_line(error)}): leave them out"
+        ) from error

@@ -117,7 +117,7 @@ def invalid(details: Any) -> ApiError:
     what = f"invalid {param}: " if param else ""
     missing = first.get("type") == "missing"
     return ApiError(
-        f"{what}{first.get('msg', 'not valid')}",
+        f"{what}{str(first.get('msg', 'not valid')).removeprefix('Value error, ')}",
         param=param,
         code="missing_required_parameter" if missing else "invalid_value",
     )

@@ -26,10 +26,8 @@ class Prompts:
         own = engine.models.context_tokens
         self.context = min(own, engine.settings.max_context_tokens or own)
 
-    async def of_messages(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
-    ) -> list[int]:
-        """Returns the tokens of a conversation, up to where the model's answer begins.
+    async def text_of(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+        """Returns the text of a conversation, up to where the model's answer begins.
 
         Raises:
             ApiError: If the model's chat template does not take them.
@@ -42,13 +40,12 @@ class Prompts:
                 code="no_chat_template",
             )
 
-        def read() -> list[int]:
-            with self._engine.reading:
-                text = tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, tokenize=False
+        def read() -> str:
+            return str(
+                tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
                 )
-                ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-                return ids
+            )
 
         try:
             return await anyio.to_thread.run_sync(read)
@@ -57,18 +54,18 @@ class Prompts:
                 f"the model's chat template does not take these messages ({one_line(error)})", param="messages"
             ) from error
 
-    async def of_text(self, text: str) -> list[int]:
-        """Returns the tokens of a text."""
-        tokenizer = self._engine.tokenizer
+    async def of_text(self, text: str, *, special: bool = True) -> list[int]:
+        """Returns the tokens of a text; ``special``: with those that the tokenizer begins a text with."""
+        tokenizer: Any = self._engine.tokenizer
 
         def read() -> list[int]:
             with self._engine.reading:
-                ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+                ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
                 return ids
 
         ids = await anyio.to_thread.run_sync(read)
         # A tokenizer that ends each text would end the prompt.
-        return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+        return ids[:-1] if special and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
     def room(self, prompt: Sequence[int], wanted: int | None, *, param: str, default: int | None = None) -> int:
         """Returns how many tokens the answer may have.

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
-from web_kit import TEMPLATE, served
+from web_kit import byte_tokenizer, client_of, served
 
 from swarm_plugins import AutoSwarmModelForCausalLM
-from swarm_plugins.testing import InProcessSwarm, save_tiny, tiny_tokenizer
+from swarm_plugins.testing import InProcessSwarm, save_tiny
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +19,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    one = tiny_tokenizer()
-    one.chat_template = TEMPLATE
-    return one
+    return byte_tokenizer()
 
 
 @pytest.fixture
@@ -40,3 +39,9 @@ def url(model: Any, tokenizer: Any) -> Iterator[str]:
 
     with served(create_app(model, tokenizer, name="tiny")) as address:
         yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with client_of(url) as one:
+        yield one

@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import openai
-import pytest
 import torch
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def expected(model: Any, tokenizer: Any, new_tokens: int, messages: list[Any] = MESSAGES) -> str:

@@ -9,12 +9,32 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import uvicorn
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each byte of ASCII, as grammars need: their masks are made of bytes."""
+    specials = ["<pad>", "<s>", "</s>", "<unk>"]
+    letters = sorted(letter for letter in ByteLevel.alphabet() if letter.isascii())
+    vocabulary = {token: index for index, token in enumerate([*specials, "\u0120", "\u010a", *letters])}
+    tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    wrapped.chat_template = TEMPLATE
+    return wrapped
 
 
 @contextlib.contextmanager
@@ -35,3 +55,8 @@ def served(app: Any) -> Iterator[str]:
         thread.join(30)
         listener.close()
         assert not thread.is_alive()
+
+
+def client_of(url: str, key: str = "none") -> openai.OpenAI:
+    """OpenAI's client, which does not try again."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)

@@ -1,0 +1,134 @@
+"""JSON schemas and tool calls: forced through the grammar, and read from free text."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from web_kit import TEMPLATE, client_of, served
+
+from swarm_plugins.web.protocol.tools import MessageReader, ToolCall, calls_of, tool_format
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["blue", "grey"]}, "warm": {"type": "boolean"}},
+    "required": ["sky", "warm"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+TOOL_TEMPLATE = "{% if tools %}{{ tools | tojson }} answer in <tool_call></tool_call>\n{% endif %}" + TEMPLATE
+
+
+@pytest.fixture
+def tool_client(model: Any, tokenizer: Any) -> Iterator[openai.OpenAI]:
+    from swarm_plugins.web import create_app
+
+    with_tools = copy.deepcopy(tokenizer)
+    with_tools.chat_template = TOOL_TEMPLATE
+    with served(create_app(model, with_tools, name="tiny")) as url, client_of(url) as client:
+        yield client
+
+
+def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=wanted, max_tokens=64, temperature=1.0, seed=1, n=3
+    )
+    for choice in answer.choices:
+        found = json.loads(choice.message.content or "")
+        assert set(found) == {"sky", "warm"}
+        assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "no such type"}, {"$ref": "#/nowhere"}, {"pattern": "(", "type": "string"}, {"type": 5}]
+)
+def test_a_schema_that_is_none_is_refused(client: openai.OpenAI, schema: dict[str, Any]) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="schema cannot be used"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=wanted, max_tokens=8)
+
+
+def test_tools_of_a_model_without_them_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="this model has no tools"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS, max_tokens=8)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_demanded_call_is_made(tool_client: openai.OpenAI, choice: Any) -> None:
+    answer = tool_client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice=choice, max_tokens=80
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name in ("weather", "stop")
+    if choice != "required":
+        assert set(json.loads(call.function.arguments)) == {"sky", "warm"}
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert answer.choices[0].message.content is None
+
+
+def test_a_streamed_call_is_complete(tool_client: openai.OpenAI) -> None:
+    chosen: Any = {"type": "function", "function": {"name": "weather"}}
+    chunks = list(
+        tool_client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice=chosen, max_tokens=80, stream=True
+        )
+    )
+    calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
+    assert [call.function.name for call in calls if call.function] == ["weather"]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_the_answer_of_a_tool_goes_back_into_the_conversation(tool_client: openai.OpenAI) -> None:
+    call: Any = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    messages: list[Any] = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    answer = tool_client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=4)
+    assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+HERMES = '<think>hm</think>Let me see.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+MISTRAL = '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
+
+
+def read(mark: str, text: str, step: int) -> tuple[str, list[ToolCall]]:
+    class Tokenizer:
+        chat_template = mark
+
+    found = tool_format(Tokenizer())  # type: ignore[arg-type]
+    assert found is not None
+    reader = MessageReader(found.template)
+    parts = [part for at in range(0, len(text), step) for part in reader.add(text[at : at + step])] + reader.end()
+    content = "".join(part.text for part in parts if part.field == "content")
+    return content, [part.call for part in parts if part.call is not None]
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_calls_are_read_from_free_text(step: int) -> None:
+    assert read("<tool_call>", HERMES, step) == ("Let me see.", [ToolCall("f", '{"x": 1}')])
+    assert read("[TOOL_CALLS]", MISTRAL, step) == ("", [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")])
+    assert read("<tool_call>", "no call", step) == ("no call", [])
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+@pytest.mark.parametrize("text", ['a<tool_call>{"nam</tool_call> b', '<tool_call>\n{"name": broken'])
+def test_a_broken_call_is_shown_as_text(text: str, step: int) -> None:
+    assert read("<tool_call>", text, step) == (text, [])
+
+
+@pytest.mark.parametrize("value", [None, 5, "f", {"name": 5}, {"function": None}, [{}]])
+def test_what_is_not_a_call_is_not_taken_for_one(value: Any) -> None:
+    with pytest.raises(ValueError, match="not a tool call"):
+        calls_of(value)
