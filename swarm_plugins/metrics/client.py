@@ -11,6 +11,11 @@ from prometheus_client.registry import Collector
 from swarm_plugins.client import SwarmConnection
 
 _PASSES = ("forward", "backward", "step")
+_FAILURES = (
+    *("TransportError", "RequestTimeoutError", "StreamLostError", "SessionLostError", "ProtocolError"),
+    *("RemoteError", "RefusedError", "CapacityError", "OverloadedError", "SpanMovedError"),
+)
+"""Shown before they happen: Prometheus cannot tell the first one of a kind from a counter it has not seen before."""
 
 
 class ClientCollector(Collector):
@@ -48,7 +53,7 @@ class ClientCollector(Collector):
             "swarm_client_failures",
             "Failures of servers, by the kind of the error.",
             "kind",
-            {_kind(name): number for name, number in dict(counts.failures).items()},
+            {_kind(name): number for name, number in (dict.fromkeys(_FAILURES, 0) | dict(counts.failures)).items()},
         )
         yield CounterMetricFamily("swarm_client_retries", "Requests made again after a failure.", counts.retries)
         yield CounterMetricFamily("swarm_client_replays", "Sessions replayed on another server.", counts.replays)

@@ -18,6 +18,7 @@ def test_passes_and_round_trips_are_counted(model: Path) -> None:
     with InProcessSwarm(model) as swarm:
         sample = Samples(ClientCollector(swarm.connection))
         assert sample("swarm_client_passes_total", kind="step") == 0
+        assert sample("swarm_client_failures_total", kind="stream_lost") == 0
         generate(load(swarm))
         train(swarm)
         passes = {kind: sample("swarm_client_passes_total", kind=kind) for kind in ("forward", "backward", "step")}

@@ -11,6 +11,7 @@ import pytest
 
 from swarm_plugins.metrics.client import ClientCollector
 from swarm_plugins.metrics.server import ServerCollector
+from swarm_plugins.server.service import ExpertsService
 from swarm_plugins.testing.in_process import InProcessSwarm
 from tests.unit.metrics.metrics_kit import Samples, Server, generate, load, send_nonsense, train
 
@@ -88,6 +89,19 @@ def test_both_ends_count_the_same_bytes(swarm: InProcessSwarm, sample: Samples) 
     sent, received = (client(f"swarm_client_{way}_bytes_total") for way in ("sent", "received"))
     assert sample("swarm_server_received_bytes_total") == sent > 0
     assert sample("swarm_server_sent_bytes_total") == received > 0
+
+
+def test_a_holder_of_experts_shows_what_it_has(swarm: InProcessSwarm, server: Server) -> None:
+    whole = server.service
+    assert whole is not None
+    service = ExpertsService(version="v", held=None, scheduler=whole.scheduler, info=whole.info)  # type: ignore[arg-type]
+    service.counts.tokens["experts"] += 9
+    server.service = service  # type: ignore[assignment]
+    sample = Samples(ServerCollector(server))
+    assert sample("swarm_server_tokens_total", kind="experts") == 9
+    assert sample("swarm_server_memory_limit_bytes", part="requests") == service.ledger.limit
+    names = {family.name for family in sample.registry.collect()}
+    assert not names & {"swarm_server_sessions", "swarm_server_pushes", "swarm_server_pack_sessions"}
 
 
 def test_the_state_is_shown_and_before_loading_nothing_else(
