@@ -34,7 +34,7 @@ def chat(
     revision: Revision = None,
     system: System = None,
     max_new_tokens: NewTokens = 256,
-    temperature: Temperature = 0.7,
+    temperature: Temperature = None,
     draft: Annotated[
         str | None,
         typer.Option(
@@ -91,7 +91,7 @@ def run(
     device: Annotated[str | None, typer.Option(help="Where the model runs. Default: a CUDA device if any.")] = None,
     system: System = None,
     max_new_tokens: NewTokens = 256,
-    temperature: Temperature = 0.7,
+    temperature: Temperature = None,
 ) -> None:
     """Talk with a model whose experts stay on disk but for a bounded set. /exit leaves, /new starts afresh."""
     quiet_command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swarm_plugins.errors import CheckpointError, ConfigError
@@ -57,14 +57,19 @@ class Sampling:
         }
 
 
-def default_sampling(model: Any) -> Sampling:
-    """Returns how ``model.generate()`` chooses tokens when it is asked for nothing else.
+def default_sampling(model: Any, **asked: float | None) -> Sampling:
+    """Returns how ``model.generate()`` chooses tokens by default, with what is asked for instead.
 
     It samples only if the model's generation config says so. A model without one is decoded greedily, and so is
     SmolLM2-135M-Instruct, whose config has no settings for sampling. ``generate()`` applies other settings of the
     config, such as ``repetition_penalty``, by itself.
 
+    Args:
+        model: A model of transformers.
+        **asked: Fields of `Sampling`, such as ``temperature=0.7``. None: the model's own.
+
     Raises:
+        ConfigError: If a value asked for is out of range.
         CheckpointError: If a setting of the model cannot be used.
     """
     config = getattr(model, "generation_config", None)
@@ -74,6 +79,8 @@ def default_sampling(model: Any) -> Sampling:
     if not getattr(config, "do_sample", None):
         settings["temperature"] = 0.0
     try:
-        return Sampling(**settings)
+        sampling = Sampling(**settings)
     except ConfigError as error:
         raise CheckpointError(f"the model's generation_config.json cannot be used: {error}; correct it") from error
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    return replace(sampling, **changes)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.errors import ConfigError, one_line
 from swarm_plugins.speculation import Speculation
+from swarm_plugins.talk.sampling import default_sampling
 
 _DEFAULT_CONTEXT_TOKENS = 2048
 
@@ -60,11 +61,12 @@ class Conversation:
         tokenizer: Its tokenizer; without a chat template the model continues the text as typed.
         system: Instructions to the model at the start.
         max_new_tokens: Longest answer.
-        temperature: 0 for greedy decoding.
+        temperature: 0 for greedy decoding. None: the model's own, greedy if it has none.
         speculation: Drafts tokens. None: each one is a step of the model.
 
     Raises:
-        ConfigError: If the longest answer leaves no room for a prompt.
+        ConfigError: If the longest answer leaves no room for a prompt, or the temperature cannot be used.
+        CheckpointError: If a setting of the model's generation config cannot be used.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         system: str | None = None,
         max_new_tokens: int = 256,
-        temperature: float = 0.7,
+        temperature: float | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         config = model.config.get_text_config(decoder=True)
@@ -88,7 +90,7 @@ class Conversation:
         self.tokenizer = tokenizer
         self._system = [{"role": "system", "content": system}] if system else []
         self._max_new_tokens = max_new_tokens
-        self._temperature = temperature
+        self._sampling = default_sampling(model, temperature=temperature)
         self._speculation = speculation
         self.turns: list[dict[str, str]] = []
         """The conversation so far."""
@@ -110,7 +112,6 @@ class Conversation:
             self.turns.pop()
             raise
         streamer = WordStreamer(self.tokenizer, write)
-        sampling = {"do_sample": True, "temperature": self._temperature} if self._temperature else {"do_sample": False}
         # transformers hands no streamer to a custom_generate.
         speculation = self._speculation
         way = (
@@ -125,7 +126,7 @@ class Conversation:
                     attention_mask=torch.ones_like(tokens),
                     max_new_tokens=self._max_new_tokens,
                     pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
-                    **sampling,
+                    **self._sampling.options(),
                     **way,
                 )
         finally:

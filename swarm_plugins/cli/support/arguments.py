@@ -36,7 +36,10 @@ Adapter = Annotated[
 ]
 System = Annotated[str | None, typer.Option(help="Instructions to the model at the start.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0: always the likeliest word.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="0: always the likeliest word. Default: the model's own settings; 0 if it has none."),
+]
 
 
 def client_node(
