@@ -17,11 +17,24 @@ from package_imports import ALL_IMPORTS, IMPORTS, MODULES, PACKAGE, ROOT, module
 EVERYTHING = frozenset({"*"})
 # Importable by every part, and importing no part themselves.
 COMMON = frozenset(
-    {"errors", "hub_errors", "versions", "adapter_spec", "block_io", "noise", "sizes", "ledger", "kept_files", "child"}
+    {
+        "errors",
+        "hub_errors",
+        "model_names",
+        "versions",
+        "adapter_spec",
+        "block_io",
+        "noise",
+        "sizes",
+        "ledger",
+        "kept_files",
+        "child",
+    }
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "hub_errors": frozenset(),
+    "model_names": frozenset(),
     "versions": frozenset(),
     "adapter_spec": frozenset(),
     "block_io": frozenset({"adapter_spec"}),

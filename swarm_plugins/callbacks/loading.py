@@ -16,6 +16,7 @@ from swarm_plugins.backbone.version import base_version
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
 from swarm_plugins.hub.folder import CONFIG_FILE
+from swarm_plugins.model_names import check_adapter_name
 from swarm_plugins.noise import without_peft_deprecation
 
 log = logging.getLogger(__name__)
@@ -72,8 +73,7 @@ def load_adapter(
 def _opened(repo: str | Path, version: str, **hub: Any) -> AdapterFolder:
     path = Path(repo).expanduser()
     if not isinstance(repo, Path) and not path.is_dir():
-        if repo.startswith((".", "/", "~")) or repo.endswith("/") or repo.count("/") > 1:
-            raise ConfigError(f"there is no directory {repo!r}: give the folder of an adapter, or USER/NAME on the Hub")
+        check_adapter_name(repo)
         return fetch_adapter(repo, version, **hub)
     if version != "latest":
         raise ConfigError(

@@ -15,8 +15,8 @@ from huggingface_hub.utils import build_hf_headers
 from swarm_plugins.checkpoint.files import Piece, Progress, read_pieces
 from swarm_plugins.checkpoint.range_cache import RangeCache, default_cache
 from swarm_plugins.checkpoint.ranges import coalesce, fetch_range, scatter
-from swarm_plugins.errors import CheckpointError, ConfigError, HubError
-from swarm_plugins.hub_errors import repo_id_fault, translated_hub_errors
+from swarm_plugins.errors import CheckpointError, HubError
+from swarm_plugins.hub_errors import translated_hub_errors
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
@@ -60,13 +60,8 @@ class HubFiles:
         """Asks the Hub for the commit and the list of files; if it cannot be reached, the cache.
 
         Raises:
-            ConfigError: If the name is not a repository id.
             CheckpointError: If the repository or the revision is not there, or neither Hub nor cache has it.
         """
-        if repo_id_fault(name) is not None:
-            raise ConfigError(
-                f"{name!r} is neither a directory here nor a repository id such as 'mistralai/Mixtral-8x7B-v0.1'"
-            )
         wanted = revision or "main"
         api = HfApi(endpoint=endpoint, token=token)
         try:

@@ -16,6 +16,7 @@ from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.hub import HubFiles
 from swarm_plugins.checkpoint.index import TensorIndex
 from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
+from swarm_plugins.model_names import check_model_name
 from swarm_plugins.versions import ModelVersion
 
 _CONFIG_FILE = "config.json"
@@ -62,16 +63,14 @@ class Checkpoint:
             endpoint: Address of the Hub; by default huggingface_hub's (``HF_ENDPOINT``).
 
         Raises:
-            ConfigError: If there is no such directory and the name is not a repository id.
+            ConfigError: If the name is neither the directory of a model nor a repository id.
             CheckpointError: If the repository, the revision or a file is missing, cannot be reached or is corrupt.
             UnsupportedError: If transformers does not know the model's architecture.
         """
         name = str(name_or_dir)
-        if not name:
-            raise ConfigError("the name of the model is empty: give a directory or the id of a repository on the Hub")
+        check_model_name(name)
         directory = Path(name_or_dir).expanduser()
         if not directory.is_dir():
-            _check_repo_id(name, directory)
             found = HubFiles.resolve(name, revision=revision, token=token, cache_dir=cache_dir, endpoint=endpoint)
             checkpoint = cls._of(found, found.version.name)
             checkpoint.config._commit_hash = found.version.revision
@@ -196,22 +195,12 @@ class Checkpoint:
             self._files.read(file, pieces, progress)
 
 
-def _check_repo_id(name: str, path: Path) -> None:
-    if path.exists():
-        raise ConfigError(f"{name} is a file: give the directory that holds config.json and the weights")
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or "\\" in name:
-        raise ConfigError(
-            f"there is no directory {name!r}: give a directory with config.json and safetensors weights, or the id of "
-            "a repository on the Hub such as 'mistralai/Mixtral-8x7B-v0.1'"
-        )
-
-
 def _read_config(files: CheckpointFiles) -> PreTrainedConfig:
     names = files.names()
     if _CONFIG_FILE not in names:
         raise CheckpointError(
-            f"{files.label} has no {_CONFIG_FILE}; it has {', '.join(names[:20]) or 'no files'}: give the directory or "
-            "repository of a transformers model"
+            f"{files.label} has no {_CONFIG_FILE}; it has {', '.join(names[:20]) or 'no files'}: give the repository "
+            "of a transformers model"
             + (" (this one holds an adapter: give its base model)" if "adapter_config.json" in names else "")
         )
     path = files.path(_CONFIG_FILE)

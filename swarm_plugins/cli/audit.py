@@ -25,6 +25,10 @@ def audit(
 ) -> None:
     """Show the servers caught with a wrong answer; replay the evidence against one."""
     with one_sentence_errors("audit"):
+        if model is not None:
+            from swarm_plugins.model_names import check_model_name
+
+            check_model_name(model)
         if peer is None:
             if model is not None or forgive:
                 raise ConfigError("no peer is named: give its id, as `swarm audit` alone lists it")

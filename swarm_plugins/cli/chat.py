@@ -48,7 +48,9 @@ def chat(
     quiet_command()
     with one_sentence_errors("chat"):
         peers = require_addresses(initial_peers)
-        client_node(peers, discovery, secret_file, identity)  # checked before what takes seconds to import
+        # Checked before what takes seconds to import.
+        client_node(peers, discovery, secret_file, identity)
+        _check_names(model, adapter, draft)
         from swarm_plugins.client.config import SwarmConfig
 
         config = SwarmConfig(
@@ -99,6 +101,7 @@ def run(
         from swarm_plugins.cli.support.options import parse_offload
 
         config = parse_offload(offload)
+        _check_names(model, adapter)
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.talk.loading import load_for_run
         from swarm_plugins.talk.loop import answer_all, describe, talk
@@ -114,3 +117,13 @@ def run(
         finally:
             if loaded.stats is not None:
                 typer.echo(describe(loaded.stats()), err=True)
+
+
+def _check_names(model: str, adapter: str | None, draft: str | None = None) -> None:
+    from swarm_plugins.model_names import check_adapter_name, check_draft_name, check_model_name
+
+    check_model_name(model)
+    if adapter is not None:
+        check_adapter_name(adapter)
+    if draft is not None:
+        check_draft_name(draft)

@@ -35,8 +35,11 @@ def plan(
     quiet_command()
     with one_sentence_errors("plan"):
         memory_bytes, ram_bytes, disk_bytes_per_s = map(_bytes, (memory, ram, disk_rate))
+        from swarm_plugins.model_names import check_model_name
+
         if disk_bytes_per_s is not None and disk_bytes_per_s < 1:
             raise ConfigError(f"invalid --disk-rate {disk_rate}: expected bytes per second, such as 500MB")
+        check_model_name(model)
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.cli.support.plan_table import as_dict, print_plan
         from swarm_plugins.offload.plan.plan import plan_model
@@ -76,11 +79,13 @@ def quantize(
     quiet_command()
     with one_sentence_errors("quantize"):
         from swarm_plugins.cli.support.options import parse_width
+        from swarm_plugins.model_names import check_model_name
         from swarm_plugins.offload.widths import EXPERT_BITS, OTHER_BITS, width_text
         from swarm_plugins.sizes import format_bytes
 
         expert_bits = parse_width("--experts", experts, EXPERT_BITS)
         other_bits = parse_width("--attention", attention, OTHER_BITS)
+        check_model_name(model)
         # What takes seconds to import comes after what may be wrong at once.
         from swarm_plugins.offload.quantizing import quantize_checkpoint
 

@@ -163,6 +163,7 @@ def serve(
 
         embedding = Embedding.take_over() if embedded else None
         from swarm_plugins.cli.support.options import parse_offload
+        from swarm_plugins.model_names import check_model_name
         from swarm_plugins.server.config import DEFAULT_HOST_MADDRS, ServeConfig, ServiceLimits
 
         if log_level.lower() not in _LEVELS:
@@ -219,6 +220,7 @@ def serve(
             drain_s=drain_s,
         )
         config.node.check_files()
+        check_model_name(model)
         with _metrics(metrics_host, metrics_port) as metrics:
             # What takes seconds to import comes after what may be wrong at once.
             from swarm_plugins.server.process import prepare_process, run_server

@@ -17,6 +17,7 @@ from swarm_plugins.speculation import Speculation
 from swarm_plugins.talk.sampling import default_sampling
 
 _DEFAULT_CONTEXT_TOKENS = 2048
+_TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "merges.txt")
 
 
 def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
@@ -31,10 +32,17 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         # Errors of the model itself come first.
         Checkpoint.open(name, revision=None if Path(name).is_dir() else revision)
+        why = one_line(error) if _has_tokenizer(name) else "none of its files is a tokenizer's, such as tokenizer.json"
         raise ConfigError(
-            f"{name!r} has no tokenizer that can be loaded ({one_line(error)}): without one, text cannot become tokens"
+            f"{name!r} has no tokenizer that can be loaded ({why}): without one, text cannot become tokens"
         ) from error
     return tokenizer
+
+
+def _has_tokenizer(name: str) -> bool:
+    """Returns whether a directory has files of a tokenizer, faulty or not; for other names, True."""
+    path = Path(name).expanduser()
+    return not path.is_dir() or any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 class WordStreamer(TextStreamer):  # type: ignore[no-untyped-call, misc, unused-ignore]  # has no annotations

@@ -80,6 +80,15 @@ def test_help_names_the_environment_variable() -> None:
         pytest.param(["run", "m", "--offload", "bits=5"], id="run"),
         pytest.param(["plan", "m", "--memory", "lots"], id="plan"),
         pytest.param(["quantize", "m", "--out", "o", "--experts", "5"], id="quantize"),
+        pytest.param(["serve", "."], id="serve-no-model"),
+        pytest.param(["serve", "./none"], id="serve-nowhere"),
+        pytest.param(["chat", "./none", "--initial-peers", FIRST], id="chat-nowhere"),
+        pytest.param(["chat", "m", "--initial-peers", FIRST, "--draft", "look"], id="draft"),
+        pytest.param(["run", "./none"], id="run-nowhere"),
+        pytest.param(["run", "m", "--adapter", "./none"], id="adapter"),
+        pytest.param(["plan", "two words"], id="plan-name"),
+        pytest.param(["quantize", "empty", "--out", "o"], id="quantize-file"),
+        pytest.param(["audit", "peer", "--model", "./none"], id="audit"),
     ],
 )
 def test_a_slip_is_told_before_torch_is_imported(arguments: list[str], tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from swarm_plugins.speculation import Speculation
 from swarm_plugins.talk import loop
 from swarm_plugins.talk.loading import load_draft, split_tag
 from swarm_plugins.talk.turns import Conversation
-from swarm_plugins.testing.models import save_tiny, tiny_model, tiny_tokenizer
+from swarm_plugins.testing.models import save_tiny, tiny_config, tiny_model, tiny_tokenizer
 
 NOWHERE = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGRUXUMBKBKYJSPBpGNcGJJk2FnZbLpwfTXLNvMkVW4Rd"
 TEMPLATE = "{% for turn in messages %}{{ turn['role'][0] }}:{{ turn['content'] }};{% endfor %}a:"
@@ -138,24 +138,36 @@ def saved_tokenizer(folder: Path, *, words: tuple[str, ...] = ()) -> str:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(list(words))
     tokenizer.save_pretrained(folder)
+    tiny_config("llama").save_pretrained(folder)
     return str(folder)
+
+
+def chat_with_draft(model: str, draft: str) -> str:
+    """Returns what a chat that is a wrong call says."""
+    result = CliRunner().invoke(app, ["chat", model, "--initial-peers", NOWHERE, "--draft", draft])
+    assert result.exit_code == 2
+    return " ".join(result.output.split())
 
 
 def test_a_draft_of_another_vocabulary_is_one_sentence_before_anything_is_reached(tmp_path: Path) -> None:
     model = saved_tokenizer(tmp_path / "model")
     draft = saved_tokenizer(tmp_path / "draft", words=("hello",))
-    result = CliRunner().invoke(app, ["chat", model, "--initial-peers", NOWHERE, "--draft", draft])
-    assert result.exit_code == 2
-    said = " ".join(result.output.split())
+    said = chat_with_draft(model, draft)
     assert f"swarm chat: the draft model '{draft}' has another vocabulary (102 tokens) than '{model}' (101)" in said
     assert "give a smaller model of the same family, or lookup" in said
 
 
 def test_a_draft_that_does_not_exist_is_one_sentence(tmp_path: Path) -> None:
     model = saved_tokenizer(tmp_path / "model")
-    result = CliRunner().invoke(app, ["chat", model, "--initial-peers", NOWHERE, "--draft", str(tmp_path)])
-    assert result.exit_code == 1
-    assert f"swarm chat: {tmp_path}" in " ".join(result.output.split())
+    assert chat_with_draft(model, str(tmp_path)).startswith(f"swarm chat: {tmp_path} has no config.json: give")
+    assert "invalid --draft 'look': expected lookup (drafts from the text), the dir" in chat_with_draft(model, "look")
+
+
+def test_a_draft_without_a_tokenizer_is_one_sentence_of_ours(tmp_path: Path) -> None:
+    model, draft = saved_tokenizer(tmp_path / "model"), tmp_path / "draft"
+    tiny_model("llama").save_pretrained(draft)
+    said = chat_with_draft(model, str(draft))
+    assert f"'{draft}' has no tokenizer that can be loaded (none of its files is a tokenizer's, such as" in said
 
 
 def test_a_drafted_answer_is_the_plain_one_and_streams() -> None:

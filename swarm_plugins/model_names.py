@@ -1,0 +1,71 @@
+"""Whether a name can be that of a model or an adapter, known before anything heavy is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.hub_errors import repo_id_fault
+
+_CONFIG_FILE = "config.json"
+
+
+def check_model_name(name: str | Path) -> None:
+    """Checks that a name is the directory of a model, or can be the id of a repository; asks no Hub.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    text, path = str(name), Path(name).expanduser()
+    if not text:
+        raise ConfigError("the name of the model is empty: give a directory or the id of a repository on the Hub")
+    if path.is_dir():
+        _check_directory(text, path)
+    elif path.exists():
+        raise ConfigError(f"{text} is a file: give the directory that holds {_CONFIG_FILE} and the weights")
+    elif path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or "\\" in text:
+        raise ConfigError(
+            f"there is no directory {text!r}: give a directory with {_CONFIG_FILE} and safetensors weights, or the id "
+            "of a repository on the Hub such as 'mistralai/Mixtral-8x7B-v0.1'"
+        )
+    elif repo_id_fault(text) is not None:
+        raise ConfigError(
+            f"{text!r} is neither a directory here nor a repository id such as 'mistralai/Mixtral-8x7B-v0.1'"
+        )
+
+
+def _check_directory(name: str, directory: Path) -> None:
+    if not (directory / _CONFIG_FILE).is_file():
+        adapter = (directory / "adapter_config.json").is_file()
+        raise ConfigError(
+            f"{name} has no {_CONFIG_FILE}: "
+            + ("it holds an adapter, give its base model" if adapter else "give the directory of a transformers model")
+        )
+
+
+def check_adapter_name(adapter: str) -> None:
+    """Checks that ``DIR|REPO[@TAG]`` is a directory, or can be a repository; asks no Hub.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    repo = adapter.partition("@")[0]
+    looks_local = repo.startswith((".", "/", "~")) or repo.endswith("/") or repo.count("/") > 1
+    if looks_local and not Path(adapter).expanduser().is_dir():
+        raise ConfigError(f"there is no directory {repo!r}: give the folder of an adapter, or USER/NAME on the Hub")
+
+
+def check_draft_name(draft: str) -> None:
+    """Checks that a draft is ``lookup``, the directory of a model, or can be the id of a repository ``USER/NAME``.
+
+    Raises:
+        ConfigError: If it is none of them.
+    """
+    if draft == "lookup":
+        return
+    if draft and "/" not in draft and not Path(draft).expanduser().exists():
+        raise ConfigError(
+            f"invalid --draft {draft!r}: expected lookup (drafts from the text), the directory of a small model, or "
+            "its id on the Hub such as 'HuggingFaceTB/SmolLM2-135M-Instruct'"
+        )
+    check_model_name(draft)
