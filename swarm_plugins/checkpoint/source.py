@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,8 @@ from swarm_plugins.checkpoint.fingerprint import fingerprint
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.hub import HubFiles
 from swarm_plugins.checkpoint.index import TensorIndex
-from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
+from swarm_plugins.checkpoint.range_cache import default_cache
+from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.model_names import check_model_name
 from swarm_plugins.versions import ModelVersion
 
@@ -193,6 +195,22 @@ class Checkpoint:
                 for info in sorted(by_file[file], key=lambda info: info.start)
             ]
             self._files.read(file, pieces, progress)
+
+
+def find_directory(model: str, revision: str) -> Path | None:
+    """Returns the directory of a model version if it lies here or in the cache; its name may come from a stranger.
+
+    Args:
+        model: Base name of the directory.
+        revision: ``local-`` and its fingerprint.
+    """
+    if Path(model).name != model:
+        return None
+    for directory in (Path.cwd() / model, default_cache() / model):
+        with contextlib.suppress(SwarmError, OSError):
+            if directory.is_dir() and Checkpoint.open(directory).version.revision == revision:
+                return directory
+    return None
 
 
 def _read_config(files: CheckpointFiles) -> PreTrainedConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from swarm_plugins.checkpoint.source import find_directory
 from swarm_plugins.client.discovery.missing import ranges, runs, serve_command
 from swarm_plugins.survey import ModelStatus, ServerStatus
 from swarm_plugins.transport.server_info import ServerInfo
@@ -36,11 +37,22 @@ class Joining:
     initial_peers: Sequence[str] = ()
     discovery: str = "dht"
     secret_file: Path | None = None
+    directories: dict[str, Path | None] = field(default_factory=dict)
+    """Found so far, by version: looking for one takes seconds."""
+
+    def source(self, one: ModelStatus) -> str:
+        """Returns the model as `swarm serve` takes it, or ``PATH/TO/NAME``."""
+        if not one.version.startswith("local-"):
+            return one.model
+        # Servers announce the name of a directory, not where it is.
+        if one.version not in self.directories:
+            self.directories[one.version] = find_directory(one.model, one.version)
+        return str(self.directories[one.version] or f"PATH/TO/{one.model}")
 
     def command(self, one: ModelStatus, blocks: range, experts: range | None = None) -> str:
         """Returns the command that serves blocks, or experts of them."""
         return serve_command(
-            _source(one),
+            self.source(one),
             one.version,
             blocks,
             self.initial_peers,
@@ -107,19 +119,18 @@ def _remarks_of(one: ModelStatus, width: int) -> Iterator[str]:
 
 def _gaps(one: ModelStatus, joining: Joining) -> Iterator[str]:
     """Yields what no server has, and the commands that serve it, in rich's markup."""
+    if not one.missing and not one.missing_experts:
+        return
+    source = joining.source(one)
+    hint = f" ({escape(source)}: your copy of the model's directory)" if source.startswith("PATH/TO/") else ""
     if one.missing:
-        yield f"[red]missing blocks: {ranges(one.missing)}[/red]; serve them with:"
+        yield f"[red]missing blocks: {ranges(one.missing)}[/red]; serve them with{hint}:"
         for blocks in runs(one.missing):
             yield f"  {escape(joining.command(one, blocks))}"
     for blocks, experts in one.missing_experts:
         which = f"experts {experts.start}:{experts.stop} of blocks {blocks.start}:{blocks.stop}"
-        yield f"[red]missing {which}[/red]; serve them with:"
+        yield f"[red]missing {which}[/red]; serve them with{hint}:"
         yield f"  {escape(joining.command(one, blocks, experts))}"
-
-
-def _source(one: ModelStatus) -> str:
-    # Servers announce the name of a directory, not where it is.
-    return f"path/to/{one.model}" if one.version.startswith("local-") else one.model
 
 
 def _label(peer: str, *, is_wide: bool) -> str:

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.cli import app
 from swarm_plugins.cli.support.status_table import Joining, print_tables
 from swarm_plugins.survey import ModelStatus
+from swarm_plugins.testing.models import save_tiny
 from tests.unit.table_kit import columns_of
 from tests.unit.test_survey import STATUS, server
 
@@ -22,8 +25,30 @@ def test_table_names_peers_loads_and_missing_blocks() -> None:
     for word in ("tiny@local-", "QmOne", "0:4", "50%", "1.5 M of 2 M", "float32, int8", "unreachable", "joining"):
         assert word in text
     assert "coverage: 0:2 x1, 2:4 x2, 4:6 x1, 6:8 x0" in text
-    assert "missing blocks: 6:8; serve them with:" in text
-    assert "  swarm serve path/to/tiny --blocks 6:8 --initial-peers ADDRESS\n" in text
+    assert "missing blocks: 6:8; serve them with (PATH/TO/tiny: your copy of the model's directory):\n" in text
+    assert "  swarm serve PATH/TO/tiny --blocks 6:8 --initial-peers ADDRESS\n" in text
+
+
+def test_a_directory_of_that_version_that_is_here_is_named_in_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_tiny("llama", tmp_path / "my tiny")
+    version = Checkpoint.open(model).version.revision
+    assert printed_gap("my tiny", version) == f"  swarm serve '{model}' --blocks 4:8 --initial-peers ADDRESS"
+    assert printed_gap("my tiny", "local-" + "0" * 40).startswith("  swarm serve 'PATH/TO/my tiny' --blocks 4:8 ")
+    assert printed_gap(str(model), version).startswith("  swarm serve 'PATH/TO//"), "not where a stranger points"
+    monkeypatch.chdir("/")
+    assert printed_gap("my tiny", version).startswith("  swarm serve 'PATH/TO/my tiny' --blocks 4:8 ")
+    monkeypatch.setenv("SWARM_PLUGINS_CACHE", str(tmp_path))
+    assert printed_gap("my tiny", version).startswith(f"  swarm serve '{model}' --blocks 4:8 ")
+
+
+def printed_gap(model: str, version: str) -> str:
+    """Returns the command for the second half of a model of eight blocks."""
+    out = io.StringIO()
+    print_tables([ModelStatus(version, model, 8, [server("QmOne", 0, 4)])], Console(file=out, width=150))
+    return out.getvalue().splitlines()[-1]
 
 
 def test_table_shows_spans_in_motion() -> None:
@@ -50,8 +75,8 @@ def test_table_names_holders_of_experts_and_what_no_one_holds() -> None:
     assert "QmOwner fetches experts 0:4 of blocks 0:8\n" in text
     assert "QmHolder holds experts 0:2 of blocks 0:8, slice 0/1 of each\n" in text
     assert "coverage: 0:8 x1" in text
-    assert "missing experts 2:4 of blocks 0:8; serve them with:" in text
-    assert "  swarm serve path/to/tiny --blocks 0:8 --experts 2:4 --initial-peers ADDRESS\n" in text
+    assert "missing experts 2:4 of blocks 0:8; serve them with (PATH/TO/tiny: your copy of the" in text
+    assert "  swarm serve PATH/TO/tiny --blocks 0:8 --experts 2:4 --initial-peers ADDRESS\n" in text
 
 
 def test_table_names_servers_that_refuse_what_others_push() -> None:

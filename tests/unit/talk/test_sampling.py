@@ -88,9 +88,7 @@ def test_other_values_are_refused_with_what_is_allowed(name: str, value: Any) ->
 def test_a_value_of_the_model_that_cannot_be_used_names_its_file() -> None:
     model = model_with()
     model.generation_config.top_p = "much"  # as a file may say
-    with pytest.raises(
-        CheckpointError, match=r"json cannot be used: top_p is 'much'; expected 0 to 1"
-    ):
+    with pytest.raises(CheckpointError, match=r"json cannot be used: top_p is 'much'; expected 0 to 1"):
         default_sampling(model)
 
 
