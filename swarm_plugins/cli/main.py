@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -39,12 +40,20 @@ def _options(
         raise typer.Exit
 
 
-app.command()(serve)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(fit)
-for _command in (push, hub, status, top, audit, drain, identity, chat, api, plan, run, quantize, demo, demo_model):
-    app.command()(_command)
+_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Serve and join": (serve, drain, identity),
+    "Use": (chat, api),
+    "Train and publish": (fit, push, hub),
+    "Offload experts": (plan, run, quantize),
+    "Inspect": (status, top, audit),
+    "Try": (demo, demo_model),
+}
+_PASSING_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_panel, context_settings=_PASSING_ON if _command is fit else None)(_command)
 bench.app.command()(network)
-app.add_typer(bench.app, name="bench")
+app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")
 
 
 def main() -> None:

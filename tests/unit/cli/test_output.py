@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,10 @@ def test_help_of_every_command_begins_with_an_imperative() -> None:
         first_words |= {(one.help or "").split()[0] for one in commands.values()}
     verbs = {"Host", "Let", "Make", "Measure", "Publish", "Serve", "Show", "Simulate", "Talk", "Train", "Write"}
     assert first_words == verbs
+
+
+def test_help_shows_every_command_in_a_group() -> None:
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
+    groups = dict.fromkeys(re.findall(r"^╭─ (.+?) ─", shown, re.MULTILINE))
+    names = ["Serve and join", "Use", "Train and publish", "Offload experts", "Inspect", "Try"]
+    assert list(groups) == ["Options", *names], "commands without a group stand under Commands"
