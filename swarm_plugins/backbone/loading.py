@@ -24,6 +24,9 @@ from swarm_plugins.checkpoint.loading import take_generation_config
 if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
 
+_SHARE = "the part that runs here: servers hold the blocks"
+_LOCAL = " but those of local_blocks"
+
 
 def load_remote(
     base_class: type[PreTrainedModel],
@@ -49,7 +52,7 @@ def load_remote(
     model = model_from_tensors(
         base_class,
         config,
-        checkpoint.read([*client_tensors(checkpoint, path), *local]),
+        checkpoint.read([*client_tensors(checkpoint, path), *local], what=_SHARE + (_LOCAL if local else "")),
         "auto" if dtype is None else dtype,
         name,
         trim=lambda model: make_remote(find_layers(model), stack, device),

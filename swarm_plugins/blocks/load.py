@@ -184,7 +184,7 @@ class _BlockLoader:
         prefix = layer_prefix(self.checkpoint, self.path)
         # HF's conversions are written for the names of a whole causal language model.
         target = f"{self.base_class.base_model_prefix}.{self.path}."
-        tensors = self.checkpoint.read(names, progress=progress)
+        tensors = self.checkpoint.read(names, progress=progress, what=f"blocks {blocks.start}:{blocks.stop}")
         return {target + name[len(prefix) :]: tensor for name, tensor in tensors.items()}
 
 

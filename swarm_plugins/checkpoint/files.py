@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,9 @@ class CheckpointFiles(Protocol):
     def head(self, file: str, num_bytes: int) -> tuple[bytes, int | None]:
         """Returns the first bytes of a file (fewer if it is shorter) and its size, if known."""
 
+    def to_fetch(self, file: str, ranges: Iterable[tuple[int, int]]) -> int:
+        """Returns how many bytes of these ranges have to come over the network."""
+
     def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
         """Fills all pieces.
 
@@ -86,6 +89,10 @@ class LocalFiles:
                 return stream.read(num_bytes), path.stat().st_size
         except OSError as exc:
             raise CheckpointError(f"{path} cannot be read ({exc.strerror})") from exc
+
+    def to_fetch(self, file: str, ranges: Iterable[tuple[int, int]]) -> int:
+        """Returns 0: all of them are here."""
+        return 0
 
     def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
         """Fills all pieces."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,6 +132,12 @@ class HubFiles:
             self._ranges.save_head(file, bytes(data), size)
         return bytes(data), size
 
+    def to_fetch(self, file: str, ranges: Iterable[tuple[int, int]]) -> int:
+        """Returns how many bytes of these ranges are in no cache."""
+        if self._cached_path(file) is not None:
+            return 0
+        return sum(end - start for start, end in ranges if not self._ranges.has(file, start, end))
+
     def read(self, file: str, pieces: Sequence[Piece], progress: Progress) -> None:
         """Fills all pieces, downloading those that are in no cache."""
         missing = [piece for piece in pieces if not self._ranges.load(file, piece)]
@@ -169,17 +175,19 @@ class HubFiles:
                 pool.shutdown(cancel_futures=True)
 
     def _cached(self, file: str) -> Path | None:
-        found = try_to_load_from_cache(
-            self.version.name, file, cache_dir=self._cache_dir, revision=self.version.revision
-        )
-        if isinstance(found, str):
-            return Path(found)
-        if is_offline_mode():
+        found = self._cached_path(file)
+        if found is None and is_offline_mode():
             raise CheckpointError(
                 f"{self.label}/{file} is not in the cache and HF_HUB_OFFLINE is set: unset it, or download the "
                 f"checkpoint first with 'hf download {self.version.name} --revision {self.version.revision}'"
             )
-        return None
+        return found
+
+    def _cached_path(self, file: str) -> Path | None:
+        found = try_to_load_from_cache(
+            self.version.name, file, cache_dir=self._cache_dir, revision=self.version.revision
+        )
+        return Path(found) if isinstance(found, str) else None
 
     def _url(self, file: str) -> str:
         return hf_hub_url(self.version.name, file, revision=self.version.revision, endpoint=self._endpoint)

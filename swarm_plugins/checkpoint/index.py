@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 import msgspec
 
@@ -25,10 +26,14 @@ _HEADER_BYTES_AT_LEAST = 4096
 
 class _IndexFile(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
+    metadata: Any = None
 
 
 class TensorIndex(Mapping[str, TensorInfo]):
     """All tensors by name. A shard's header is read when one of its tensors is first looked up."""
+
+    total_bytes: int | None
+    """Size of all tensors, as the checkpoint says; None: it does not."""
 
     def __init__(self, files: CheckpointFiles) -> None:
         self._files = files
@@ -37,10 +42,11 @@ class TensorIndex(Mapping[str, TensorInfo]):
         names = files.names()
         self._index_file = INDEX_FILE if INDEX_FILE in names else OWN_INDEX_FILE
         if self._index_file in names:
-            self._file_of = _read_index(files, self._index_file)
+            self._file_of, self.total_bytes = _read_index(files, self._index_file)
             self._num_tensors = Counter(self._file_of.values())
         elif SINGLE_FILE in names:
             self._file_of = dict.fromkeys(self._header(SINGLE_FILE), SINGLE_FILE)
+            self.total_bytes = sum(info.num_bytes for info in self._headers[SINGLE_FILE].values())
         else:
             raise CheckpointError(_no_weights(files.label, names))
 
@@ -88,7 +94,7 @@ class TensorIndex(Mapping[str, TensorInfo]):
         return self._headers[file]
 
 
-def _read_index(files: CheckpointFiles, name: str) -> dict[str, str]:
+def _read_index(files: CheckpointFiles, name: str) -> tuple[dict[str, str], int | None]:
     path = files.path(name)
     label = f"{files.label}/{name}"
     try:
@@ -102,7 +108,8 @@ def _read_index(files: CheckpointFiles, name: str) -> dict[str, str]:
         raise CheckpointError(f"{label} is missing: fetch it again") from exc
     for name, file in index.weight_map.items():
         _check_shard_name(name, file, label)
-    return index.weight_map
+    total = index.metadata.get("total_size") if isinstance(index.metadata, dict) else None
+    return index.weight_map, total if isinstance(total, int) else None
 
 
 def _check_shard_name(name: str, file: str, label: str) -> None:

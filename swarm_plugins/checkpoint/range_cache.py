@@ -37,9 +37,13 @@ class RangeCache:
         """Returns the names of files with a cached header."""
         return sorted({str(path.parent.relative_to(self._folder)) for path in self._folder.rglob("head-*")})
 
+    def has(self, file: str, start: int, end: int) -> bool:
+        """Returns whether a range is cached."""
+        return self._range_path(file, start, end).is_file()
+
     def load(self, file: str, piece: Piece) -> bool:
         """Fills a piece if its range is cached; returns whether it is."""
-        path = self._range_path(file, piece)
+        path = self._range_path(file, piece.start, piece.end)
         try:
             if path.stat().st_size != len(piece.buffer):
                 return False
@@ -50,7 +54,7 @@ class RangeCache:
 
     def save(self, file: str, piece: Piece) -> None:
         """Caches a piece, unless the disk is full."""
-        self._write(self._range_path(file, piece), piece.buffer)
+        self._write(self._range_path(file, piece.start, piece.end), piece.buffer)
 
     def load_head(self, file: str, num_bytes: int) -> tuple[bytes, int] | None:
         """Returns the first bytes of a file and the file's size, if that many bytes are cached."""
@@ -67,8 +71,8 @@ class RangeCache:
         """Caches the first bytes of a file, and its size."""
         self._write(self._folder / file / f"head-{len(head)}-{size}", memoryview(head))
 
-    def _range_path(self, file: str, piece: Piece) -> Path:
-        return self._folder / file / f"{piece.start}-{piece.end}"
+    def _range_path(self, file: str, start: int, end: int) -> Path:
+        return self._folder / file / f"{start}-{end}"
 
     def _write(self, path: Path, data: memoryview) -> None:
         try:

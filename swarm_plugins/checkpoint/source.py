@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +20,14 @@ from swarm_plugins.checkpoint.index import TensorIndex
 from swarm_plugins.checkpoint.range_cache import default_cache
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
 from swarm_plugins.model_names import check_model_name
+from swarm_plugins.sizes import format_bytes
 from swarm_plugins.versions import ModelVersion
 
 _CONFIG_FILE = "config.json"
 _GENERATION_FILE = "generation_config.json"
 # Smaller reads are over before a bar is worth looking at.
 _PROGRESS_BYTES = 64 << 20
+_FETCH_BYTES = 4 << 20
 
 
 class Checkpoint:
@@ -112,12 +115,13 @@ class Checkpoint:
         name = directory.resolve().name or "model"
         return ModelVersion(name, f"local-{fingerprint(directory, self.tensors)}")
 
-    def read(self, names: Iterable[str], *, progress: bool = True) -> dict[str, torch.Tensor]:
+    def read(self, names: Iterable[str], *, progress: bool = True, what: str = "") -> dict[str, torch.Tensor]:
         """Reads tensors, and no other bytes but small gaps between them.
 
         Args:
             names: Names of tensors.
-            progress: Show a bar while many bytes are read.
+            progress: Show a bar while many bytes are read, and before a download, how much of the checkpoint it is.
+            what: What these tensors are, to say why they are not the whole checkpoint.
 
         Raises:
             ConfigError: If the checkpoint has no tensor of a name.
@@ -126,16 +130,26 @@ class Checkpoint:
         infos = [self._info(name) for name in names]
         buffers = {info.name: torch.empty(info.num_bytes, dtype=torch.uint8) for info in infos}
         total = sum(buffer.numel() for buffer in buffers.values())
+        ranges = {file: [(info.start, info.end) for info in some] for file, some in _by_file(infos).items()}
+        missing = sum(self._files.to_fetch(file, some) for file, some in ranges.items()) if progress else 0
+        is_long = total >= _PROGRESS_BYTES or missing >= _FETCH_BYTES
         with tqdm(
             total=total,
             unit="B",
             unit_scale=True,
-            desc=f"Reading {self.name}",
+            desc=f"{'Fetching' if missing else 'Reading'} {self.name}",
             # None: shown in a terminal only.
-            disable=None if progress and total >= _PROGRESS_BYTES else True,
+            disable=None if progress and is_long else True,
         ) as bar:
+            if missing and not bar.disable:
+                bar.write(self._fetching(missing, what), file=sys.stderr)
             self._fill(infos, buffers, bar.update)
         return {info.name: buffers[info.name].view(info.dtype).reshape(info.shape) for info in infos}
+
+    def _fetching(self, num_bytes: int, what: str) -> str:
+        """Returns how much of the checkpoint is to be fetched, and what it is."""
+        whole = "" if self._index.total_bytes is None else f" of {format_bytes(self._index.total_bytes)}"
+        return f"{self.name}: fetching {format_bytes(num_bytes)}{whole}{what and f', {what}'}"
 
     def read_pieces(self, file: str, pieces: Sequence[Piece]) -> None:
         """Reads byte ranges of one file, in ascending order, and no other bytes but small gaps between them.
@@ -185,16 +199,17 @@ class Checkpoint:
         return self.tensors[name]
 
     def _fill(self, infos: list[TensorInfo], buffers: Mapping[str, torch.Tensor], progress: Progress) -> None:
-        by_file: dict[str, list[TensorInfo]] = {}
-        for info in {info.name: info for info in infos}.values():
-            if info.num_bytes:
-                by_file.setdefault(info.file, []).append(info)
-        for file in sorted(by_file):
-            pieces = [
-                Piece(info.start, buffers[info.name].numpy().data)
-                for info in sorted(by_file[file], key=lambda info: info.start)
-            ]
-            self._files.read(file, pieces, progress)
+        for file, some in _by_file(infos).items():
+            self._files.read(file, [Piece(info.start, buffers[info.name].numpy().data) for info in some], progress)
+
+
+def _by_file(infos: list[TensorInfo]) -> dict[str, list[TensorInfo]]:
+    """Groups tensors that have bytes by file, each once, in the order of their bytes."""
+    found: dict[str, list[TensorInfo]] = {}
+    for info in sorted(set(infos), key=lambda info: (info.file, info.start)):
+        if info.num_bytes:
+            found.setdefault(info.file, []).append(info)
+    return found
 
 
 def find_directory(model: str, revision: str) -> Path | None:

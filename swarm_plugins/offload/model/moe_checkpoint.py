@@ -168,7 +168,7 @@ class MoeCheckpoint:
             empty_modules(map(model.get_submodule, self.paths.values()))
             leave_out(model, () if self.quantized is None else self.quantized.manifest.linears)
 
-        tensors = self.checkpoint.read(self.others)
+        tensors = self.checkpoint.read(self.others, what="all but the experts")
         model = model_from_tensors(self.model_class, self.config, tensors, self.dtype, self.checkpoint.name, trim=trim)
         take_generation_config(model, self.checkpoint)
         model.to(device)  # type: ignore[arg-type]  # the wrapper around it has lost its signature

@@ -20,8 +20,10 @@ from huggingface_hub import snapshot_download
 
 from swarm_plugins.checkpoint import Checkpoint, block_tensors, client_tensors, range_cache, ranges
 from swarm_plugins.checkpoint import hub as hub_module
+from swarm_plugins.checkpoint import source as source_module
 from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.local_hub import LocalHub
+from swarm_plugins.sizes import format_bytes
 
 REPO = "alice/tiny"
 LAYERS = "model.layers"
@@ -100,6 +102,38 @@ def test_nothing_is_downloaded_twice(hub: LocalHub, sharded: Path, cache: Path) 
     assert_equal(again.read(names), sharded, names)
     assert shard_bytes(hub, sharded) == 0
     assert not list(cache.rglob(".[0-9]*"))
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+def test_a_first_download_says_how_much_of_the_checkpoint_it_is(
+    layout: str,
+    hub: LocalHub,
+    cache: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory: Path = request.getfixturevalue(layout)
+    hub.add(REPO, directory)
+    local = Checkpoint.open(directory)
+    names = client_tensors(local, LAYERS)
+    share, whole = (
+        format_bytes(sum(local.tensors[name].num_bytes for name in some)) for some in (names, local.tensors)
+    )
+
+    def shown() -> str:
+        opened(hub, cache).read(names, what="embeddings and head")
+        return capsys.readouterr().err
+
+    opened(hub, cache).read(names[:1])
+    assert "fetching" not in shown(), "the output is not a terminal"
+    shutil.rmtree(cache)
+    monkeypatch.setattr(source_module, "_FETCH_BYTES", 1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    first = shown()
+    assert f"{REPO}: fetching {share} of {whole}, embeddings and head\n" in first.replace("\r", "\n")
+    assert f"Fetching {REPO}: 100%" in first
+    assert shown() == "", "a bar for what is here is for larger files"
 
 
 def test_a_damaged_copy_is_downloaded_again(hub: LocalHub, single: Path, cache: Path) -> None:
