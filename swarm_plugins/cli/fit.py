@@ -33,9 +33,9 @@ def fit(
     of the environment variable SWARM_INITIAL_PEERS, else --local-swarm.
     """
     quiet_recipe()
-    from swarm_plugins.recipes.fitting import run_recipe
-
     with one_sentence_errors("fit"):
+        from swarm_plugins.recipes.fitting import run_recipe
+
         outcome = run_recipe(
             config,
             context.args,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm_plugins.errors import ConfigError, SwarmError
+from swarm_plugins.errors import ConfigError, SwarmError, naming_extras
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +49,8 @@ def one_sentence_errors(command: str, words: Mapping[str, str] | None = None) ->
     """
     code = 1
     try:
-        yield
+        with naming_extras():
+            yield
     except SwarmError as error:
         code = 2 if isinstance(error, ConfigError) else 1
         fault = in_options(str(error), words or {})
