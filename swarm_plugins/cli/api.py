@@ -75,7 +75,11 @@ def api(
     quiet_command()
     with one_sentence_errors("api", OFFLOAD_WORDS | _SETTINGS), contextlib.ExitStack() as stack:
         peers = _peers(initial_peers, offload, local_swarm)
-        client_node(peers, discovery, secret_file, identity)  # checked before what takes seconds to import
+        from swarm_plugins.model_names import check_model_name
+
+        # Checked before what takes seconds to import.
+        client_node(peers, discovery, secret_file, identity)
+        check_model_name(model)
         try:
             from swarm_plugins.web.serving import serve_app
             from swarm_plugins.web.settings import ApiSettings

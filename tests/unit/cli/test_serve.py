@@ -85,6 +85,7 @@ def test_help_names_the_environment_variable() -> None:
         pytest.param(["chat", "./none", "--initial-peers", FIRST], id="chat-nowhere"),
         pytest.param(["chat", "m", "--initial-peers", FIRST, "--draft", "look"], id="draft"),
         pytest.param(["run", "./none"], id="run-nowhere"),
+        pytest.param(["api", "./none", "--local-swarm", "1"], id="api-nowhere"),
         pytest.param(["run", "m", "--adapter", "./none"], id="adapter"),
         pytest.param(["plan", "two words"], id="plan-name"),
         pytest.param(["quantize", "empty", "--out", "o"], id="quantize-file"),
