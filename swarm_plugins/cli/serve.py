@@ -30,7 +30,7 @@ def serve(
     ] = None,
     num_blocks: Annotated[
         int | None,
-        typer.Option(help="Serve this many blocks, those the swarm lacks most.  [default: what memory holds]"),
+        typer.Option(help="Serve this many blocks, those the swarm lacks most. Default: what memory holds."),
     ] = None,
     experts: Annotated[
         str | None,
@@ -49,7 +49,7 @@ def serve(
     initial_peers: Annotated[
         list[str] | None,
         typer.Option(
-            help="Address to join the swarm by; repeatable.  [default: start a new swarm]",
+            help="Address to join the swarm by; repeatable. Default: start a new swarm.",
             envvar="SWARM_INITIAL_PEERS",
         ),
     ] = None,
@@ -61,18 +61,18 @@ def serve(
     ] = "dht",
     secret_file: Secret = None,
     allowed_peers: Annotated[
-        list[str] | None, typer.Option(help="Id of a peer to serve and to call; repeatable.  [default: any peer]")
+        list[str] | None, typer.Option(help="Id of a peer to serve and to call; repeatable. Default: any peer.")
     ] = None,
     identity: Annotated[
         Path | None, typer.Option(help="Key file of the peer id, made if it does not exist.", dir_okay=False)
     ] = None,
     points: Annotated[
         Path | None,
-        typer.Option(help="File of who has served whom here.  [default: KEY.points, with --identity]", dir_okay=False),
+        typer.Option(help="File of who has served whom here. Default: KEY.points, with --identity.", dir_okay=False),
     ] = None,
     host_maddrs: Annotated[
         list[str] | None,
-        typer.Option(help="Address to listen on, such as /ip4/0.0.0.0/tcp/31337.  [default: a port of 127.0.0.1]"),
+        typer.Option(help="Address to listen on, such as /ip4/0.0.0.0/tcp/31337. Default: a port of 127.0.0.1."),
     ] = None,
     announce_maddrs: Annotated[
         list[str] | None, typer.Option(help="Address to tell others, if it is not one listened on.")
@@ -86,9 +86,7 @@ def serve(
     ] = False,
     nat_port_map: Annotated[bool, typer.Option(help="Ask the router (UPnP) to forward the port.")] = True,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:INDEX.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16.  [default: the checkpoint's]")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the checkpoint's.")] = None,
     quantization: Annotated[str, typer.Option(help="How weights are kept: none, int8 or nf4.")] = "none",
     offload: Annotated[
         str | None,
@@ -105,8 +103,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory for forward graphs kept for their backward.  [default: a quarter of what is free, 16GiB at "
-            "most]",
+            help="Memory for forward graphs kept for their backward. Default: a quarter of what is free, 16GiB at "
+            "most.",
         ),
     ] = None,
     adapter_bytes: Annotated[
@@ -116,14 +114,14 @@ def serve(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory for requests and answers on their way.  [default: a quarter of what is free, 4GiB at most]",
+            help="Memory for requests and answers on their way. Default: a quarter of what is free, 4GiB at most.",
         ),
     ] = None,
     run_bytes: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory of one running forward or backward; larger ones are cut.  [default: like --request-bytes]",
+            help="Memory of one running forward or backward; larger ones are cut. Default: like --request-bytes.",
         ),
     ] = None,
     max_peer_share: Annotated[
@@ -133,14 +131,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="REPO[@TAG]", help="Adapter to preload, published or in a directory; repeatable."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.  [default: torch's]")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Largest batch of one request, in tokens.")] = 16_384,
     max_session_tokens: Annotated[int, typer.Option(min=1, help="Longest sequence of a session.")] = 32_768,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
     log_format: Annotated[str, typer.Option(help="text, or json for one object a line.")] = "text",
     drain_s: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds that open sessions may take to end before the server does.  [default: 30]"),
+        typer.Option(min=0, help="Seconds that open sessions may take to end before the server does. Default: 30."),
     ] = None,
     metrics_port: Annotated[
         int | None,

@@ -81,3 +81,12 @@ def test_help_shows_every_command_in_a_group() -> None:
     groups = dict.fromkeys(re.findall(r"^╭─ (.+?) ─", shown, re.MULTILINE))
     names = ["Serve and join", "Use", "Train and publish", "Offload experts", "Inspect", "Try"]
     assert list(groups) == ["Options", *names], "commands without a group stand under Commands"
+
+
+def test_help_hides_no_default_as_markup() -> None:
+    # rich takes [words] for markup; typer escapes its own.
+    todo = [typer.main.get_command(app)]
+    for command in todo:
+        todo += getattr(command, "commands", {}).values()
+        helps = [getattr(parameter, "help", None) or "" for parameter in command.params]
+        assert not [text for text in helps if "[" in text]
