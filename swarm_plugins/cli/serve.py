@@ -142,7 +142,7 @@ def serve(
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port of metrics for Prometheus; 0: any free one.  [default: none]"),
+        typer.Option(min=0, max=65535, help="Port of metrics for Prometheus; 0: any free one. Default: no metrics."),
     ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address for metrics; anyone who reaches it can read them.")] = (
         "127.0.0.1"
