@@ -15,8 +15,8 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help venv demo demo-short pictures notebook test test-all chaos chaos-short study lint format types docs build \
-  image compose-env clean
+.PHONY: help venv demo demo-short pictures page-pictures notebook test test-all chaos chaos-short study lint format types docs \
+  build image compose-env clean
 
 help:
 	@echo "make demo    a real model on a local swarm: tune an adapter, generate, publish it, load it back (minutes)"
@@ -55,6 +55,10 @@ pictures: $(STAMP)
 # The tutorial as a notebook: a copy of its page, which tests compare.
 notebook: $(STAMP)
 	$(BIN)/jupytext --quiet --to ipynb --set-kernel python3 --update --output docs/tutorials/fine-tune.ipynb docs/tutorials/fine-tune.md
+
+# Of the page: needs Chromium and its driver.
+page-pictures: $(STAMP)
+	$(BIN)/python docs/pictures/make_page_pictures.py
 
 # The real small model is made once (100 MB to fetch, a minute to convert) and kept.
 test: export SWARM_TEST_SMOLLM2 ?= 1

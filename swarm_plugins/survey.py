@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
 from swarm_plugins.errors import ProtocolError, TransportError, one_line
 from swarm_plugins.routing import expert_gaps
+from swarm_plugins.routing.coverage import spread_sample
+from swarm_plugins.transport.channel import Directory, Opener
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.node import SwarmNode
 from swarm_plugins.transport.reach.static import ask_info
+from swarm_plugins.transport.records import ModelInfo
 from swarm_plugins.transport.server_info import ServerInfo
 
 _MAX_AT_ONCE = 16
+
+
+@runtime_checkable
+class Surveyed(Opener, Directory, Protocol):
+    """A node to survey a swarm from."""
+
+    async def models(self) -> dict[str, ModelInfo]:
+        """Returns all announced model versions, by version."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,24 @@ class ServerStatus:
     """Why it cannot be reached, or its answer is not believed."""
     quarantine: str = ""
     """Why clients of this user leave it out; empty: they do not."""
+    round_trip_s: float | None = None
+    """Seconds from asking it to its answer, with a new stream; None: it has not answered."""
 
     @property
     def is_online(self) -> bool:
         """Whether this user's clients ask it to compute: a quarantined one covers no block."""
         return self.is_reachable and self.info.state == "online" and not self.quarantine
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything in JSON's types."""
+        return {
+            "peer": self.peer,
+            "is_reachable": self.is_reachable,
+            "reason": self.reason,
+            "quarantine": self.quarantine,
+            "round_trip_s": self.round_trip_s,
+            **msgspec.structs.asdict(self.info),
+        }
 
 
 @dataclass(frozen=True)
@@ -88,16 +114,7 @@ class ModelStatus:
                 {"blocks": [blocks.start, blocks.stop], "experts": [experts.start, experts.stop]}
                 for blocks, experts in self.missing_experts
             ],
-            "servers": [
-                {
-                    "peer": server.peer,
-                    "is_reachable": server.is_reachable,
-                    "reason": server.reason,
-                    "quarantine": server.quarantine,
-                    **msgspec.structs.asdict(server.info),
-                }
-                for server in self.servers
-            ],
+            "servers": [server.as_dict() for server in self.servers],
         }
 
 
@@ -124,19 +141,41 @@ async def survey(
 
 
 async def survey_node(
-    node: SwarmNode,
+    node: Surveyed,
     wanted: str | None,
     *,
     timeout_s: float,
     quarantined: Mapping[str, str] = MappingProxyType({}),
+    max_models: int | None = None,
+    max_servers: int | None = None,
 ) -> list[ModelStatus]:
-    """Surveys a swarm from a node that is open, as `survey` does."""
+    """Surveys a swarm from a node that is open, as `survey` does.
+
+    Args:
+        node: The node.
+        wanted: Part of a version or of a model's name. None: all versions.
+        timeout_s: Longest wait for one server.
+        quarantined: Why some peers are left out.
+        max_models: Most versions; of more, those with the most servers. None: all.
+        max_servers: Most servers of a version; of more, a sample that holds every block. None: all.
+
+    Raises:
+        TransportError: If the swarm cannot be asked.
+    """
     found = []
     gate = asyncio.Semaphore(_MAX_AT_ONCE)
-    for version, model in sorted((await node.models()).items()):
-        if wanted is not None and wanted not in version and wanted not in model.model:
-            continue
+    models = {
+        version: model
+        for version, model in (await node.models()).items()
+        if wanted is None or wanted in version or wanted in model.model
+    }
+    largest = sorted(models, key=lambda version: models[version].num_servers, reverse=True)[:max_models]
+    for version in sorted(largest):
+        model = models[version]
         announced = await node.servers(version, model.num_blocks)
+        if max_servers is not None:
+            spans = {peer: range(info.start, info.end) for peer, info in announced.items()}
+            announced = {peer: announced[peer] for peer in spread_sample(spans, max_servers)}
         servers = await asyncio.gather(*(_ask(node, gate, peer, info, timeout_s) for peer, info in announced.items()))
         servers = [replace(server, quarantine=quarantined.get(server.peer, "")) for server in servers]
         ordered = sorted(servers, key=lambda server: (server.info.start, server.info.end, server.peer))
@@ -145,14 +184,16 @@ async def survey_node(
 
 
 async def _ask(
-    node: SwarmNode, gate: asyncio.Semaphore, peer: str, announced: ServerInfo, timeout_s: float
+    node: Opener, gate: asyncio.Semaphore, peer: str, announced: ServerInfo, timeout_s: float
 ) -> ServerStatus:
     try:
         async with gate:
+            started = time.perf_counter()
             answer = await ask_info(node, peer, timeout_s=timeout_s)
+            round_trip_s = time.perf_counter() - started
         # A server that still loads announces itself but serves nothing yet, which is not a fault.
         if answer.num_blocks != announced.num_blocks:
             raise ProtocolError(f"it announced a model of {announced.num_blocks} blocks, and says {answer.num_blocks}")
     except TransportError as exc:
         return ServerStatus(peer, announced, is_reachable=False, reason=one_line(exc))
-    return ServerStatus(peer, answer, is_reachable=True)
+    return ServerStatus(peer, answer, is_reachable=True, round_trip_s=round_trip_s)

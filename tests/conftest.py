@@ -48,8 +48,8 @@ ALLOWED_THREADS = (
     "asyncio_",
     "fsspecIO",
 )
-# Their own helper, kept for the life of the process.
-ALLOWED_CHILDREN = ("resource_tracker", "forkserver")
+# Their own helper, kept for the life of the process; and the browser that many tests share, which has many processes.
+ALLOWED_CHILDREN = ("resource_tracker", "forkserver", "chromium", "chromedriver")
 SETTLE_S = 30.0
 """For what a test has ended; on a busy machine that may take a while."""
 

@@ -81,7 +81,7 @@ def api(
         client_node(peers, discovery, secret_file, identity)
         check_model_name(model)
         try:
-            from swarm_plugins.web.serving import serve_app
+            from swarm_plugins.web.serving import listen, serve_app
             from swarm_plugins.web.settings import ApiSettings
         except ModuleNotFoundError as error:
             raise MissingExtraError(
@@ -95,6 +95,8 @@ def api(
             max_context_tokens=max_context_tokens,
             load_adapters=load_adapters,
         )
+        # Before what takes minutes.
+        listener = stack.enter_context(listen(host, port))
         if local_swarm is not None:
             from swarm_plugins.local_swarm import LocalSwarm
 
@@ -110,7 +112,7 @@ def api(
             settings=settings,
             endpoint=endpoint,
         )
-        serve_app(app, host, port, lambda url: typer.echo(f"listening at {url} (API: {url}/v1)"))
+        serve_app(app, host, port, lambda url: typer.echo(f"listening at {url} (API: {url}/v1)"), listener=listener)
 
 
 def _peers(initial_peers: list[str] | None, offload: str | None, local_swarm: int | None) -> list[str]:

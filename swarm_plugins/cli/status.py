@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +18,10 @@ from swarm_plugins.cli.support.arguments import (
     split_addresses,
 )
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
-from swarm_plugins.errors import ConfigError, MissingBlocksError
+from swarm_plugins.errors import ConfigError, MissingBlocksError, MissingExtraError
+
+if TYPE_CHECKING:
+    from swarm_plugins.transport.config import NodeConfig
 
 _PIPE_CHARS = 200
 
@@ -33,11 +36,19 @@ def status(
     identity: Identity = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")] = 5.0,
+    web: Annotated[bool, typer.Option("--web", help="Show it in a browser, live, until Ctrl-C.")] = False,
+    host: Annotated[str, typer.Option(help="Address of this machine for --web.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --web; 0: any free one.")] = 0,
 ) -> None:
     """Show who serves which blocks, load and free KV cache; what is missing; whom your clients leave out, and why."""
     with one_sentence_errors("status"):
         peers = require_addresses(initial_peers)
         config = client_node(peers, discovery, secret_file, identity)
+        if web:
+            if json:
+                raise ConfigError("--web and --json exclude each other: the page has its JSON at /api/v1/state")
+            _watch(config, model, timeout, host, port)
+            return
         # What takes seconds to import comes after what may be wrong at once.
         import asyncio
 
@@ -57,6 +68,23 @@ def status(
             )
         if not found and not json:
             typer.echo("No server serves anything in this swarm.")
+
+
+def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, port: int) -> None:
+    """Serves the page's view of the swarm until Ctrl-C."""
+    try:
+        from swarm_plugins.web.serving import listen, serve_app
+        from swarm_plugins.web.swarm_view.routes import watching_app
+    except ImportError as exc:
+        raise MissingExtraError("--web needs FastAPI and uvicorn: pip install 'swarm_plugins[web]'") from exc
+    from swarm_plugins.client.config import SwarmConfig
+    from swarm_plugins.client.connection import connect
+    from swarm_plugins.web.swarm_view.source import SwarmSource
+
+    config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity_path)
+    with listen(host, port) as listener, connect(node.initial_peers, config) as connection:
+        app = watching_app(SwarmSource(connection, wanted=model, timeout_s=timeout_s))
+        serve_app(app, host, port, lambda url: typer.echo(f"swarm status: {url}/ (Ctrl-C ends it)"), listener=listener)
 
 
 def drain(

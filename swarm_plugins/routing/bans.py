@@ -17,6 +17,16 @@ _LONGEST_PAUSE_S = 2.0
 class _Failure(NamedTuple):
     strikes: int
     at: float
+    reason: str
+
+
+class Ban(NamedTuple):
+    """Why a peer is banned, and for how long still."""
+
+    left_s: float
+    strikes: int
+    """Failures since it last answered."""
+    reason: str
 
 
 class BanList:
@@ -37,10 +47,10 @@ class BanList:
         self._failures: dict[str, _Failure] = {}
         """In the order of the last failures."""
 
-    def ban(self, peer: str) -> float:
+    def ban(self, peer: str, reason: str = "") -> float:
         """Bans a peer and returns for how many seconds."""
         known = self._failures.pop(peer, None)
-        failure = _Failure(1 if known is None else known.strikes + 1, self._clock())
+        failure = _Failure(1 if known is None else known.strikes + 1, self._clock(), reason)
         self._failures[peer] = failure
         if len(self._failures) > _MAX_PEERS:
             self.forgive(next(iter(self._failures)))
@@ -53,6 +63,15 @@ class BanList:
     def banned(self) -> list[str]:
         """Returns the peers that are banned now, the one that failed longest ago first."""
         return [peer for peer in self._failures if self.is_banned(peer)]
+
+    def details(self) -> dict[str, Ban]:
+        """Returns the peers that are banned now, and why; other threads may call it."""
+        now = self._clock()
+        left = {
+            peer: Ban(one.at + self._length_s(one) - now, one.strikes, one.reason)
+            for peer, one in self._failures.copy().items()
+        }
+        return {peer: ban for peer, ban in left.items() if ban.left_s > 0}
 
     def is_banned(self, peer: str) -> bool:
         """Returns whether the peer is banned now."""

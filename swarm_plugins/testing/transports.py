@@ -20,6 +20,7 @@ from swarm_plugins.testing.trips import Trips
 from swarm_plugins.transport.channel import RPC_NAMES, Channel, Handler, Opener, Transport
 from swarm_plugins.transport.counts import StreamCounts
 from swarm_plugins.transport.messages import Codec, Failure, Message
+from swarm_plugins.transport.records import ModelInfo, ModelRecord, majority
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 from swarm_plugins.transport.wire import decode, encode
 
@@ -228,6 +229,13 @@ class LocalTransport:
             if info is not None and info.version == version and info.num_blocks == num_blocks:
                 found[peer] = info
         return found
+
+    async def models(self) -> dict[str, ModelInfo]:
+        """Returns the model versions of all live peers."""
+        infos = [await self._info_of(peer) for peer in list(self._handlers_by_peer) if peer not in self._killed]
+        return majority(
+            ModelRecord(version=info.version, model=info.model, num_blocks=info.num_blocks) for info in infos if info
+        )
 
     async def _info_of(self, peer: str) -> ServerInfo | None:
         try:

@@ -17,12 +17,15 @@ from swarm_plugins.talk.loading import split_tag
 from swarm_plugins.web.access import Access
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.models import Models
+from swarm_plugins.web.page import page_router
 from swarm_plugins.web.protocol.chat import chat_router
 from swarm_plugins.web.protocol.completions import completions_router
 from swarm_plugins.web.protocol.errors import add_error_handlers
 from swarm_plugins.web.protocol.listing import models_router
 from swarm_plugins.web.protocol.prompts import Prompts
 from swarm_plugins.web.settings import ApiSettings
+from swarm_plugins.web.swarm_view.routes import state_router
+from swarm_plugins.web.swarm_view.source import source_of
 
 _SWEEP_S = 5.0
 
@@ -79,6 +82,10 @@ def create_app(
     app.include_router(models_router(models))
     app.include_router(chat_router(engine, prompts))
     app.include_router(completions_router(engine, prompts))
+    source = source_of(model)
+    if source is not None:
+        app.include_router(state_router(source))
+    app.include_router(page_router(chat=True))
     app.add_middleware(_access, settings=settings)
     return app
 

@@ -24,7 +24,7 @@ def ranges(blocks: Sequence[int]) -> str:
 def serve_command(
     model: str,
     revision: str,
-    blocks: range,
+    blocks: range | None,
     initial_peers: Sequence[str],
     *,
     without: Collection[str] = (),
@@ -34,6 +34,8 @@ def serve_command(
 ) -> str:
     """Returns a command to paste that serves missing blocks, or ``experts`` of them; the model's name is not trusted.
 
+    Without ``blocks`` the server chooses them, those that the swarm lacks most.
+
     It joins by one of ``initial_peers``, if possible not one of ``without``, and as the caller did (``discovery``,
     ``secret_file``). A ``revision`` that is the fingerprint (``local-...``) of a directory is left out.
     """
@@ -41,7 +43,7 @@ def serve_command(
     address = next(iter([*living, *initial_peers]), "ADDRESS")
     # On the Hub another commit would be another version, which does not fill the gap.
     commit = [] if revision.startswith("local-") else ["--revision", revision]
-    share = ["--blocks", f"{blocks.start}:{blocks.stop}"]
+    share = [] if blocks is None else ["--blocks", f"{blocks.start}:{blocks.stop}"]
     if experts is not None:
         share += ["--experts", f"{experts.start}:{experts.stop}"]
     joining = ["--initial-peers", address]

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 from swarm_plugins.errors import SwarmError, TransportError
 from swarm_plugins.transport.channel import BackoffError, Channel, Directory, Transport
 from swarm_plugins.transport.counts import StreamCounts
+from swarm_plugins.transport.records import ModelInfo
 from swarm_plugins.transport.server_info import ServerInfo
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ class Node(Network, Protocol):
         """Number of open streams."""
         ...
 
+    async def models(self) -> dict[str, ModelInfo]:
+        """Returns all announced model versions, by version."""
+        ...
+
     def successor(self) -> Self:
         """Returns a node to start in its place."""
         ...
@@ -83,9 +88,10 @@ class LastingNetwork:
 
     async def start(self) -> None:
         """Starts the first node."""
-        await self._living()
+        await self.node()
 
-    async def _living(self) -> Node:
+    async def node(self) -> Node:
+        """Returns the node in use; a new one if its daemon has died."""
         if self._node is not None and self._node.is_alive:
             return self._node
         async with self._lock:
@@ -100,7 +106,7 @@ class LastingNetwork:
 
     async def open(self, peer: str, rpc: str, *, timeout_s: float) -> Channel:
         """Opens a channel; see `Transport`."""
-        node = await self._living()
+        node = await self.node()
         try:
             return await node.open(peer, rpc, timeout_s=timeout_s)
         except BackoffError:
@@ -111,13 +117,22 @@ class LastingNetwork:
 
     async def servers(self, version: str, num_blocks: int) -> dict[str, ServerInfo]:
         """Returns the servers of a model version; see `Directory`."""
-        node = await self._living()
+        node = await self.node()
         await self._close_unused()
         found = await node.servers(version, num_blocks)
         if found or not node.is_alone:
             return found
         newer = await self._instead_of(node, None)
         return found if newer is node else await newer.servers(version, num_blocks)
+
+    async def models(self) -> dict[str, ModelInfo]:
+        """Returns all announced model versions, by version."""
+        node = await self.node()
+        found = await node.models()
+        if found or not node.is_alone:
+            return found
+        newer = await self._instead_of(node, None)
+        return found if newer is node else await newer.models()
 
     async def _instead_of(self, node: Node, timeout_s: float | None) -> Node:
         """Returns a newer node if there is one by then, else the same; one attempt at a time serves all callers."""

@@ -194,7 +194,7 @@ class ServerView(ABC):
 
     def ban(self, peer: str, error: BaseException) -> None:
         """Excludes a peer from plans for a while, and until it has said again what it serves."""
-        seconds = self.bans.ban(peer)
+        seconds = self.bans.ban(peer, one_line(error))
         self.peers.counts.bans += 1
         self._last_failure, self._last_failed = error, peer
         self.known.remove(peer)

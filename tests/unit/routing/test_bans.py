@@ -24,6 +24,18 @@ def test_a_ban_ends_and_the_next_one_is_twice_as_long() -> None:
     assert bans.ban("p") == 4.0
 
 
+def test_a_ban_says_why_and_for_how_long() -> None:
+    clock = Clock()
+    bans = BanList(base_s=2.0, clock=clock)
+    bans.ban("p", "the stream broke")
+    bans.ban("p", "no answer")
+    clock.now = 1.0
+    bans.ban("q")
+    assert bans.details() == {"p": (3.0, 2, "no answer"), "q": (2.0, 1, "")}
+    clock.now = 3.5
+    assert list(bans.details()) == ["p"]
+
+
 def test_bans_are_bounded_however_often_a_peer_fails() -> None:
     bans = BanList(base_s=2.0, max_s=100.0, clock=Clock())
     assert [bans.ban("p") for _ in range(2000)][-1] == 100.0

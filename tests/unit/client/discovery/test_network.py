@@ -83,6 +83,7 @@ def test_a_dead_node_is_replaced_once_and_closed() -> None:
         made[0].is_alive = False
         await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))
         assert [node.num_closed for node in made] == [1, 0]
+        assert await network.node() is made[1]
 
     run(body)
 
@@ -90,7 +91,7 @@ def test_a_dead_node_is_replaced_once_and_closed() -> None:
 def test_a_node_that_sees_nobody_is_replaced_once_another_sees_somebody() -> None:
     async def body(network: LastingNetwork, made: list[Node]) -> None:
         made[0].is_alone = made[0].lost = True
-        await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))
+        await asyncio.gather(*(network.servers("v", 4) for _ in range(5)), network.models())
         assert [node.num_closed for node in made] == [0, 1]
         made[0].lost, network._renewed_at = False, float("-inf")
         await asyncio.gather(*(network.servers("v", 4) for _ in range(5)))

@@ -1,0 +1,1 @@
+"""The state of a swarm, for the page and for programs."""

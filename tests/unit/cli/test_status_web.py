@@ -1,0 +1,42 @@
+"""``swarm status --web``: what is wrong is said before anything listens."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm_plugins.cli import app
+
+ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
+
+
+def said(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["status", "--web", "--initial-peers", ADDRESS, *arguments])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_json_is_at_another_place() -> None:
+    code, text = said("--json")
+    assert (code, text) == (
+        2,
+        "swarm status: --web and --json exclude each other: the page has its JSON at /api/v1/state",
+    )
+
+
+def test_without_the_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("swarm_plugins.web")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, text = said()
+    assert (code, text) == (1, "swarm status: --web needs FastAPI and uvicorn: pip install 'swarm_plugins[web]'")
+
+
+def test_a_port_in_use_is_said_before_the_swarm_is_joined() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = said("--port", str(port))
+    assert code == 2
+    assert text.startswith(f"swarm status: port {port} of 127.0.0.1 is in use")
