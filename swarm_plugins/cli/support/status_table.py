@@ -85,7 +85,8 @@ def live_tables(
     for one in found:
         yield Text(_title(one), style="bold")
         yield Text(f"coverage: {_coverage(one.coverage)}")
-        yield from (Text.from_markup(line) for line in _gaps(one, joining))
+        for line in map(Text.from_markup, _gaps(one, joining)):
+            yield Text(_folded(line.plain, width)) if line.plain.startswith("  ") else line
         yield _table(one, width, rates)
         yield from (Text.from_markup(line) for line in _remarks_of(one, width))
 
@@ -104,6 +105,13 @@ def _table(one: ModelStatus, width: int, rates: Mapping[str, float] | None = Non
         cells = _cells(server, _label(server.peer, is_wide=is_wide), (rates or {}).get(server.peer))
         table.add_row(*(escape(cells[name]) for name in names))
     return table
+
+
+def _folded(command: str, width: int) -> str:
+    """Breaks a command so that it can be copied: outside quotes, the shell joins lines that end in a backslash."""
+    if len(command) <= width or "'" in command:
+        return command
+    return "\\\n".join(command[start : start + width - 1] for start in range(0, len(command), width - 1))
 
 
 def _title(one: ModelStatus) -> str:

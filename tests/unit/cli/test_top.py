@@ -58,6 +58,13 @@ def test_a_narrow_screen_keeps_the_rates() -> None:
     assert "tokens/s a block" not in text
 
 
+def test_a_command_that_is_too_long_for_the_screen_can_be_pasted() -> None:
+    text = drawn(80, {})
+    command = f"  swarm serve path/to/tiny --blocks 6:8 --initial-peers {ADDRESS}"
+    assert command in text.replace("\\\n", "")
+    assert command not in text
+
+
 class Node:
     """Takes the place of a node that has joined."""
 
