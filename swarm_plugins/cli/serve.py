@@ -13,7 +13,7 @@ import typer
 
 from swarm_plugins.cli.support.arguments import Secret, Way, split_addresses
 from swarm_plugins.cli.support.output import SERVE_WORDS, one_sentence_errors
-from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -241,12 +241,8 @@ def _metrics(host: str, port: int | None) -> Iterator[Endpoint | None]:
     if port is None:
         yield None
         return
-    try:
-        from swarm_plugins.metrics.endpoint import Endpoint
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"--metrics-port needs {error.name}: install it with: pip install 'swarm_plugins[metrics]'"
-        ) from error
+    from swarm_plugins.metrics.endpoint import Endpoint
+
     with Endpoint(host, port) as endpoint:
         typer.echo(f"Metrics: {endpoint.url}")
         yield endpoint

@@ -41,9 +41,9 @@ def test_the_screen_begins_with_what_is_missing_and_how_to_serve_it() -> None:
     assert lines[:3] == [
         f"tiny@{STATUS.version}",
         "coverage: 0:2 x1, 2:4 x2, 4:6 x1, 6:8 x0",
-        "missing blocks: 6:8; serve them with:",
+        "missing blocks: 6:8; serve them with (PATH/TO/tiny: your copy of the model's directory):",
     ]
-    assert lines[3].split() == f"swarm serve path/to/tiny --blocks 6:8 --initial-peers {ADDRESS}".split()
+    assert lines[3].split() == f"swarm serve PATH/TO/tiny --blocks 6:8 --initial-peers {ADDRESS}".split()
     rows = {name: next(line for line in lines if name in line) for name in ("QmOne", "QmTwo", "QmGone", "QmNew")}
     assert "1.23 k" in rows["QmOne"]
     assert "50%" in rows["QmOne"]
@@ -60,7 +60,7 @@ def test_a_narrow_screen_keeps_the_rates() -> None:
 
 def test_a_command_that_is_too_long_for_the_screen_can_be_pasted() -> None:
     text = drawn(80, {})
-    command = f"  swarm serve path/to/tiny --blocks 6:8 --initial-peers {ADDRESS}"
+    command = f"  swarm serve PATH/TO/tiny --blocks 6:8 --initial-peers {ADDRESS}"
     assert command in text.replace("\\\n", "")
     assert command not in text
 
@@ -102,7 +102,7 @@ def test_in_a_pipe_it_prints_one_table_and_ends() -> None:
     code, text = top()
     assert code == 0
     assert text.count("tiny@local-") == 1
-    assert "missing blocks: 6:8; serve them with:" in text
+    assert "missing blocks: 6:8; serve them with" in text
     assert "tokens/s a block" in text
     assert "\x1b" not in text
 

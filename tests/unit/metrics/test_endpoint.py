@@ -72,5 +72,5 @@ def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert serve("--metrics-port", "0") == (
         1,
-        "swarm serve: --metrics-port needs prometheus_client: install it with: pip install 'swarm_plugins[metrics]'",
+        "swarm serve: the package prometheus_client is missing: install it with: pip install 'swarm_plugins[metrics]'",
     )
