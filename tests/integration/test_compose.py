@@ -137,4 +137,6 @@ def test_the_api_answers_and_all_end_in_time(running: dict[str, Container], tmp_
             rb'^swarm_server_tokens_total{kind="decode"} (.*)$', asked(f"{running[name].url}/metrics"), re.M
         )
         assert float(tokens) >= 3
+    [steps] = re.findall(rb'^swarm_client_passes_total{kind="step"} (.*)$', asked(f"{api}/metrics", key), re.M)
+    assert float(steps) >= 4
     assert [one.end() for one in reversed(running.values())] == [0, 0, 0, 0]
