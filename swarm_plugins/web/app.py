@@ -24,6 +24,7 @@ from swarm_plugins.web.protocol.completions import completions_router
 from swarm_plugins.web.protocol.errors import add_error_handlers
 from swarm_plugins.web.protocol.listing import models_router
 from swarm_plugins.web.protocol.prompts import Prompts
+from swarm_plugins.web.protocol.responses import responses_router
 from swarm_plugins.web.settings import ApiSettings
 from swarm_plugins.web.swarm_view.routes import state_router
 from swarm_plugins.web.swarm_view.source import source_of
@@ -83,6 +84,7 @@ def create_app(
     app.include_router(models_router(models))
     app.include_router(chat_router(engine, prompts))
     app.include_router(completions_router(engine, prompts))
+    app.include_router(responses_router(engine, prompts))
     source = source_of(model)
     if source is not None:
         app.include_router(state_router(source))

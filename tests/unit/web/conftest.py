@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from web_kit import byte_tokenizer, client_of, served
+from web_kit import TEMPLATE, byte_tokenizer, client_of, served
 
 from swarm_plugins import AutoSwarmModelForCausalLM
 from swarm_plugins.testing import InProcessSwarm, save_tiny
@@ -45,3 +46,15 @@ def url(model: Any, tokenizer: Any) -> Iterator[str]:
 def client(url: str) -> Iterator[openai.OpenAI]:
     with client_of(url) as one:
         yield one
+
+
+@pytest.fixture
+def tool_client(model: Any, tokenizer: Any) -> Iterator[openai.OpenAI]:
+    from swarm_plugins.web import create_app
+
+    with_tools = copy.deepcopy(tokenizer)
+    with_tools.chat_template = (
+        "{% if tools %}{{ tools | tojson }} answer in <tool_call></tool_call>\n{% endif %}" + TEMPLATE
+    )
+    with served(create_app(model, with_tools, name="tiny")) as url, client_of(url) as client:
+        yield client

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from web_kit import TEMPLATE, client_of, served
 
 from swarm_plugins.web.protocol.tools import MessageReader, ToolCall, calls_of, tool_format
 
@@ -24,17 +21,6 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "additionalProperties": False}}},
 ]
-TOOL_TEMPLATE = "{% if tools %}{{ tools | tojson }} answer in <tool_call></tool_call>\n{% endif %}" + TEMPLATE
-
-
-@pytest.fixture
-def tool_client(model: Any, tokenizer: Any) -> Iterator[openai.OpenAI]:
-    from swarm_plugins.web import create_app
-
-    with_tools = copy.deepcopy(tokenizer)
-    with_tools.chat_template = TOOL_TEMPLATE
-    with served(create_app(model, with_tools, name="tiny")) as url, client_of(url) as client:
-        yield client
 
 
 def test_an_answer_fits_its_schema(client: openai.OpenAI) -> None:
