@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from peft import PeftModel
 from swarm_plugins.errors import CapacityError, ConfigError
 
 _DEFAULT_CONTEXT_TOKENS = 2048
+_ON_THE_HUB = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(@[\w.-]{1,100})?", re.ASCII)
+"""What a request may name that was not given at the start: never a directory of this machine."""
 
 
 class UnknownModelError(ConfigError):
@@ -84,6 +87,10 @@ class Models:
             raise UnknownModelError(
                 f"the adapter {adapter[:200]!r} is not loaded, and this server loads none on request; "
                 f"it has {', '.join(self.names())}"
+            )
+        if adapter not in self._adapters and not _ON_THE_HUB.fullmatch(adapter):
+            raise UnknownModelError(
+                f"the adapter {adapter[:200]!r} does not exist: expected USER/NAME or USER/NAME@TAG"
             )
         return adapter
 

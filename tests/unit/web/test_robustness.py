@@ -1,0 +1,139 @@
+"""Clients that leave, servers that die, keys, bounds, and requests that make no sense."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from web_kit import client_of, served
+
+from swarm_plugins.testing import InProcessSwarm
+from swarm_plugins.web import ApiSettings, create_app
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a long story."}]
+# Never ends early, so that there is a middle to leave in.
+ENDLESS: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 400, "logit_bias": {"2": -100}}
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_session(url: str, swarm: InProcessSwarm, stream: bool) -> None:
+    body = {**ENDLESS, "stream": stream}
+    with httpx2.Client(timeout=2.0 if not stream else 60.0) as client, contextlib.suppress(httpx2.TimeoutException):
+        with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
+            next(answer.iter_lines())
+    until(lambda: swarm.num_sessions == 0)
+
+
+def test_a_killed_server_leaves_a_streamed_answer_equal(tiny: Any, tokenizer: Any) -> None:
+    from swarm_plugins import AutoSwarmModelForCausalLM
+
+    body: dict[str, Any] = {**ENDLESS, "max_tokens": 60}
+    with InProcessSwarm(tiny, spans=[(0, 2), (2, 4), (0, 2), (2, 4)]) as swarm:
+        model: Any = AutoSwarmModelForCausalLM.from_pretrained(tiny, connection=swarm.connection).eval()
+        settings = ApiSettings(cache_bytes=0)
+        with served(create_app(model, tokenizer, name="tiny", settings=settings)) as url, client_of(url) as client:
+            whole = client.chat.completions.create(**body).choices[0].message.content
+            text = ""
+            for count, chunk in enumerate(client.chat.completions.create(**body, stream=True)):
+                text += chunk.choices[0].delta.content or ""
+                if count == 5:
+                    used = [peer for peer in swarm.peers if len(swarm.services[peer].sessions)]
+                    swarm.kill(used[0])
+    assert text == whole
+
+
+@pytest.fixture
+def guarded(model: Any, tokenizer: Any) -> Iterator[str]:
+    settings = ApiSettings(api_keys=("good", "other"), max_running_per_key=1, max_body_bytes=2000)
+    with served(create_app(model, tokenizer, name="tiny", settings=settings)) as url:
+        yield url
+
+
+def test_a_key_is_needed_and_has_its_own_caches(guarded: str) -> None:
+    with client_of(guarded, "bad") as bad, pytest.raises(openai.AuthenticationError):
+        bad.models.list()
+    assert httpx2.get(f"{guarded}/v1/models").status_code == 401
+    long: Any = [{"role": "user", "content": "The same long beginning of a conversation. " * 4}]
+    cached = []
+    for key in ("good", "good", "other"):
+        with client_of(guarded, key) as client:
+            answer = client.chat.completions.create(model="tiny", messages=long, max_tokens=2)
+            assert answer.usage is not None
+            details = answer.usage.prompt_tokens_details
+            cached.append(0 if details is None else details.cached_tokens)
+    assert cached[0] == 0
+    assert cached[1]
+    assert cached[2] == 0
+
+
+def test_bounds_of_a_key_and_of_a_body(guarded: str) -> None:
+    with client_of(guarded, "good") as client:
+        stream = client.chat.completions.create(**ENDLESS, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2)
+        stream.close()
+    with client_of(guarded, "other") as client, pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 3000}], max_tokens=2)
+    assert caught.value.status_code == 413
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-10, 10), st.integers(), st.floats(), st.text(max_size=20), st.just("user")
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+GOOD = {
+    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/completions": {"model": "tiny", "prompt": "a", "max_tokens": 1},
+    "/v1/responses": {"model": "tiny", "input": "a", "max_output_tokens": 1},
+}
+FIELDS = [
+    "model", "messages", "prompt", "input", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop",
+    "logprobs", "top_logprobs", "logit_bias", "stream", "stream_options", "response_format", "tools", "tool_choice",
+    "echo", "best_of", "presence_penalty", "frequency_penalty", "user", "text", "instructions", "store", "nonsense",
+]  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("examples", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_request_makes_the_server_fail_or_hang(url: str, examples: int) -> None:
+    with httpx2.Client(timeout=60) as client:
+
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.sampled_from(sorted(GOOD)), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3))
+        def try_one(path: str, changes: dict[str, Any]) -> None:
+            content = json.dumps(GOOD[path] | changes)
+            answer = client.post(url + path, content=content, headers={"Content-Type": "application/json"})
+            assert answer.status_code < 500, (content, answer.text)
+            if answer.status_code != 200:
+                error = answer.json()["error"]
+                assert error["message"]
+                assert error["type"]
+
+        try_one()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": "tiny"}', b"1" * 5000])
+def test_what_is_no_request_is_refused_in_openais_shape(url: str, content: bytes) -> None:
+    for path in GOOD:
+        answer = httpx2.post(url + path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"]
+    assert httpx2.post(f"{url}/v1/nothing", json={}).json()["error"]["code"] == "unknown_url"
