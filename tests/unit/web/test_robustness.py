@@ -33,9 +33,13 @@ def until(condition: Any) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_session(url: str, swarm: InProcessSwarm, stream: bool) -> None:
     body = {**ENDLESS, "stream": stream}
-    with httpx2.Client(timeout=2.0 if not stream else 60.0) as client, contextlib.suppress(httpx2.TimeoutException):
-        with client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
-            next(answer.iter_lines())
+    path, patience_s = f"{url}/v1/chat/completions", 60.0 if stream else 2.0
+    with (
+        contextlib.suppress(httpx2.TimeoutException),
+        httpx2.Client(timeout=patience_s) as client,
+        client.stream("POST", path, json=body) as answer,
+    ):
+        next(answer.iter_lines())
     until(lambda: swarm.num_sessions == 0)
 
 
