@@ -14,7 +14,7 @@ from swarm_plugins.errors import CapacityError
 from swarm_plugins.web.engine.caches import CacheStore
 from swarm_plugins.web.engine.grammar import GrammarProcessor
 from swarm_plugins.web.engine.models import Models
-from swarm_plugins.web.engine.request import Event, Generation
+from swarm_plugins.web.engine.request import Done, Event, Generation
 from swarm_plugins.web.engine.run import Run
 from swarm_plugins.web.settings import ApiSettings
 
@@ -43,9 +43,12 @@ class Engine:
         """Held while text becomes tokens: tokenizers keep settings of a call in themselves."""
         self._threads = ThreadPoolExecutor(settings.max_running, thread_name_prefix="swarm-api")
         self._turns = asyncio.Semaphore(settings.max_running)
-        self._waiting = 0
+        self.waiting = 0
+        """Generations that wait their turn."""
         self.running = 0
         """Generations under way."""
+        self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
+        """Of complete generations."""
 
     def close(self) -> None:
         """Takes no further requests; those under way end by themselves."""
@@ -59,18 +62,22 @@ class Engine:
             OverloadedError: If too many requests wait.
             SwarmError: If servers are missing or fail.
         """
-        if self._turns.locked() and self._waiting >= self.settings.max_waiting:
+        if self._turns.locked() and self.waiting >= self.settings.max_waiting:
             raise OverloadedError(
-                f"{self.running} requests are running and {self._waiting} wait, the most that may: try again later"
+                f"{self.running} requests are running and {self.waiting} wait, the most that may: try again later"
             )
-        self._waiting += 1
+        self.waiting += 1
         try:
             await self._turns.acquire()
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         self.running += 1
         try:
             async for event in self._events(request):
+                if isinstance(event, Done):
+                    self.prompt_tokens += event.prompt_tokens
+                    self.cached_tokens += event.cached_tokens
+                    self.new_tokens += event.new_tokens
                 yield event
         finally:
             self.running -= 1

@@ -14,7 +14,7 @@ import msgspec
 from torch import nn
 
 from swarm_plugins import __version__
-from swarm_plugins.backbone.decoder_layer import RemoteDecoderLayer
+from swarm_plugins.backbone.served import stack_of
 from swarm_plugins.client.discovery.missing import runs, serve_command
 from swarm_plugins.client.discovery.network import LastingNetwork
 from swarm_plugins.errors import SwarmError, TransportError, one_line
@@ -45,7 +45,7 @@ def source_of(model: nn.Module) -> SwarmSource | None:
     Raises:
         TransportError: If no initial peer of the model answers.
     """
-    stack = next((part.swarm_stack for part in model.modules() if isinstance(part, RemoteDecoderLayer)), None)
+    stack = stack_of(model)
     if stack is None:
         return None
     view = stack.remote.view

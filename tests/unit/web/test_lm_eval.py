@@ -29,9 +29,13 @@ def test_likelihoods_and_texts_are_those_of_the_local_program(
     asked = [("once upon", {"until": ["e"], "max_gen_toks": 12, "do_sample": False})]
     with served(create_app(model, tokenizer, name="tiny")) as url:
         remote: Any = LocalCompletionsAPI(
-            model="tiny", base_url=f"{url}/v1/completions", tokenizer=str(tmp_path), batch_size=batch_size, max_retries=1,
+            model="tiny",
+            base_url=f"{url}/v1/completions",
+            tokenizer=str(tmp_path),
+            batch_size=batch_size,
+            max_retries=1,
             max_length=128,
-        )  # fmt: skip
+        )
         scores = remote.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
         texts = remote.generate_until(instances("generate_until", asked), disable_tqdm=True)
     expected = local.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True)
