@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,11 +36,11 @@ FLAGS = (
 def new_driver(folder: Path) -> Chrome:
     """Starts Chromium with a profile of its own."""
     options = ChromeOptions()
-    options.binary_location = "/usr/bin/chromium"
+    options.binary_location = shutil.which("chromium") or ""
     for flag in (*FLAGS, f"--user-data-dir={folder}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+    browser = Chrome(options=options, service=Service(shutil.which("chromedriver")))
     browser.set_page_load_timeout(60)
     browser.set_script_timeout(60)
     return browser

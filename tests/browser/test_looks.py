@@ -31,7 +31,7 @@ def bring(page: Page, api: FakeApi, view: str) -> None:
         page.say("Hello")
         page.wait(lambda: page.is_shown("#again"), "no answer")
         page.say("y" * 300)
-        page.wait_text(".message .notice", "it failed")
+        page.wait_text(".message .notice", "It failed.")
 
 
 @pytest.mark.parametrize("view", VIEWS)

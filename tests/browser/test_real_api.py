@@ -113,7 +113,7 @@ def test_a_killed_server_changes_no_answer_and_a_gap_is_seen(page: Page, swarm: 
     page.wait_text(".gap", "Blocks 0:2: no server.")
     page.click("nav a:first-child")
     page.say("Hello")
-    page.wait_text(".message .notice", "no living server holds blocks 0:2")
+    page.wait_text(".message .notice", "No living server holds blocks 0:2")
 
 
 def test_a_message_beyond_the_context_is_one_sentence(page: Page) -> None:

@@ -123,8 +123,8 @@ def test_a_setting_out_of_range_is_not_sent(page: Page, api: FakeApi) -> None:
 @pytest.mark.parametrize(
     ("answer", "shown"),
     [
-        pytest.param(Answer(status=400, error="the prompt is too long"), "the prompt is too long", id="refused"),
-        pytest.param(Answer(("Part",), error="no living server holds blocks 0:4"), "no living", id="midway"),
+        pytest.param(Answer(status=400, error="the prompt is too long"), "The prompt is too long.", id="refused"),
+        pytest.param(Answer(("Part",), error="no server holds blocks 0:4"), "No server holds blocks 0:4.", id="midway"),
         pytest.param(Answer(("Part",), breaks_off=True), "The answer broke off", id="broken off"),
     ],
 )

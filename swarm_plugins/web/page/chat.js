@@ -112,7 +112,7 @@ function actionsOf(message, isLast) {
   const actions = make("div", { className: "actions" });
   if (message.content !== "") actions.append(copyButton(() => message.content, "the answer"));
   if (isLast) {
-    const again = make("button", { type: "button", className: "quiet" }, message.error ? "Try again" : "Regenerate");
+    const again = make("button", { type: "button", className: message.error ? "quiet framed" : "quiet" }, message.error ? "Try again" : "Regenerate");
     again.id = "again";
     again.addEventListener("click", regenerate);
     actions.append(again);

@@ -67,8 +67,9 @@ export function duration(seconds) {
 
 /** A request that failed, with one sentence that says why. */
 export class Failure extends Error {
-  constructor(sentence, status = 0) {
-    super(sentence);
+  constructor(text, status = 0) {
+    const begun = text.replace(/^[a-z]+(?= )/, (word) => word[0].toUpperCase() + word.slice(1));
+    super(/[.?!]$/.test(begun) ? begun : `${begun}.`);
     this.status = status;
   }
 }
