@@ -72,7 +72,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "talk": frozenset({"backbone", "client", "callbacks", "checkpoint", "offload", "speculation"}),
     "local_hub": frozenset(),
     "web": frozenset(
-        {"backbone", "callbacks", "client", "metrics", "routing", "survey", "talk", "transport", "verification"}
+        {
+            "backbone",
+            "callbacks",
+            "checkpoint",
+            "client",
+            "metrics",
+            "routing",
+            "survey",
+            "talk",
+            "transport",
+            "verification",
+        }
     ),
     "bench": EVERYTHING,
     "demo": EVERYTHING,

@@ -18,7 +18,7 @@ from swarm_plugins.cli.support.arguments import (
     split_addresses,
 )
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
-from swarm_plugins.errors import ConfigError, MissingBlocksError, MissingExtraError
+from swarm_plugins.errors import ConfigError, MissingBlocksError
 
 if TYPE_CHECKING:
     from swarm_plugins.transport.config import NodeConfig
@@ -72,13 +72,10 @@ def status(
 
 def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, port: int) -> None:
     """Serves the page's view of the swarm until Ctrl-C."""
-    try:
-        from swarm_plugins.web.serving import listen, serve_app
-        from swarm_plugins.web.swarm_view.routes import watching_app
-    except ImportError as exc:
-        raise MissingExtraError("--web needs FastAPI and uvicorn: pip install 'swarm_plugins[web]'") from exc
     from swarm_plugins.client.config import SwarmConfig
     from swarm_plugins.client.connection import connect
+    from swarm_plugins.web.serving import listen, serve_app
+    from swarm_plugins.web.swarm_view.routes import watching_app
     from swarm_plugins.web.swarm_view.source import SwarmSource
 
     config = SwarmConfig(discovery=node.discovery, secret_file=node.secret_file, identity=node.identity_path)

@@ -15,6 +15,7 @@ from torch import nn
 
 from swarm_plugins import __version__
 from swarm_plugins.backbone.served import stack_of
+from swarm_plugins.checkpoint.source import find_directory
 from swarm_plugins.client.discovery.missing import runs, serve_command
 from swarm_plugins.client.discovery.network import LastingNetwork
 from swarm_plugins.errors import SwarmError, TransportError, one_line
@@ -94,6 +95,7 @@ class SwarmSource:
         self._started_at = float("-inf")
         self._renewed_at = float("-inf")
         self._models: list[dict[str, Any]] = []
+        self._sources: dict[str, str] = {}
         self._surveyed_at: float | None = None
 
     async def state(self) -> State:
@@ -131,9 +133,21 @@ class SwarmSource:
         # Nothing announces a model whose servers are all gone, but its client knows what is missing.
         lost = [view for view in self._views if view.version.key not in seen]
         found += [ModelStatus(view.version.key, view.version.name, view.num_blocks, []) for view in lost]
+        # In a thread: fingerprints of directories take seconds, once.
+        self._sources = {one.version: await asyncio.to_thread(self._source, one) for one in found}
         self._models = [self._describe(one) for one in found if one.num_blocks <= _MAX_BLOCKS]
         self._surveyed_at = time.time()
         return self._state("")
+
+    def _source(self, one: ModelStatus) -> str:
+        """Returns the model as `swarm serve` takes it, or ``PATH/TO/NAME``."""
+        if one.version in self._sources:
+            return self._sources[one.version]
+        known = next((view.model for view in self._views if view.version.key == one.version), None)
+        if known is not None or not one.version.startswith("local-"):
+            return known or one.model
+        # Servers announce the name of a directory, not where it is.
+        return str(find_directory(one.model, one.version) or f"PATH/TO/{one.model}")
 
     async def _node(self) -> Surveyed:
         network: object = self._connection.network
@@ -157,13 +171,10 @@ class SwarmSource:
     def _describe(self, one: ModelStatus) -> dict[str, Any]:
         views = [view for view in self._views if view.version.key == one.version]
         bans = {peer: ban for view in views for peer, ban in view.bans.details().items()}
-        # Servers announce the name of a directory, not where it is.
-        named = f"path/to/{one.model}" if one.version.startswith("local-") else one.model
-        model = next((view.model for view in views), named)
         config = self._connection.config
         serve = functools.partial(
             serve_command,
-            model,
+            self._sources[one.version],
             one.version,
             initial_peers=self._connection.initial_peers,
             without=[server.peer for server in one.servers if not server.is_reachable],

@@ -31,7 +31,10 @@ def test_without_the_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyP
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, text = said()
-    assert (code, text) == (1, "swarm status: --web needs FastAPI and uvicorn: pip install 'swarm_plugins[web]'")
+    assert (code, text) == (
+        1,
+        "swarm status: the package uvicorn is missing: install it with: pip install 'swarm_plugins[web]'",
+    )
 
 
 def test_a_port_in_use_is_said_before_the_swarm_is_joined() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
 from swarm_plugins.errors import TransportError
 from swarm_plugins.testing import InProcessSwarm
@@ -131,6 +132,17 @@ def test_a_server_that_does_not_answer_leaves_a_gap_with_a_command(connection: S
     assert one["gaps"][0]["command"] == (
         f"swarm serve org/tiny --revision {'a' * 40} --blocks 0:4 --initial-peers {address}"
     )
+
+
+def test_a_directory_is_named_by_its_path_if_a_copy_lies_here(
+    connection: SwarmConnection, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny("llama", tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    here = Checkpoint.open(model).version.revision
+    network.found = {here: ModelInfo("tiny", 4, 1), "local-" + "0" * 40: ModelInfo("other", 4, 1)}
+    joins = {one["model"]: one["join"].split()[2] for one in look(SwarmSource(connection))["models"]}
+    assert joins == {"tiny": str(model), "other": "PATH/TO/other"}
 
 
 def test_a_client_whose_servers_are_all_gone_still_sees_the_gap(connection: SwarmConnection, network: Network) -> None:
