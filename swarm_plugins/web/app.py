@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.util
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from swarm_plugins.talk.loading import split_tag
 from swarm_plugins.web.access import Access
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.models import Models
-from swarm_plugins.web.metrics import metrics_app
+from swarm_plugins.web.monitoring import metrics_router
 from swarm_plugins.web.page import page_router
 from swarm_plugins.web.protocol.chat import chat_router
 from swarm_plugins.web.protocol.completions import completions_router
@@ -89,11 +88,8 @@ def create_app(
     source = source_of(model)
     if source is not None:
         app.include_router(state_router(source))
-    app.mount("/metrics", metrics_app(engine, model))
+    app.include_router(metrics_router(engine))
     app.include_router(page_router(chat=True))
-    if importlib.util.find_spec("prometheus_client") is not None:
-        monitoring = importlib.import_module("swarm_plugins.web.monitoring")
-        app.include_router(monitoring.metrics_router(engine))
     app.add_middleware(_access, settings=settings)
     return app
 

@@ -1,47 +1,52 @@
-"""Metrics of an API for Prometheus. Extra: ``metrics``."""
+"""``/metrics`` of an API, for Prometheus."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from fastapi import APIRouter, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, ProcessCollector, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swarm_plugins.backbone import swarm_connection
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.backbone.served import stack_of, swarm_connection
 from swarm_plugins.metrics.client import ClientCollector
 from swarm_plugins.web.engine.engine import Engine
 
 
-class _Client(Collector):
-    """What a model has asked of its servers; nothing if it is not on a swarm, or cannot join it.
+class ApiCollector(Collector):
+    """Generations of an API: metrics ``swarm_api_...``.
 
     Args:
-        model: The model.
+        engine: Runs them.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
-        try:
-            connection = swarm_connection(self._model)
-        except SwarmError:
-            return
-        yield from ClientCollector(connection).collect()
+        engine = self._engine
+        yield GaugeMetricFamily("swarm_api_running_requests", "Requests that generate.", engine.running)
+        yield GaugeMetricFamily("swarm_api_waiting_requests", "Requests that wait their turn.", engine.waiting)
+        yield GaugeMetricFamily("swarm_api_kept_caches", "Conversations kept for their next turn.", len(engine.caches))
+        tokens = CounterMetricFamily("swarm_api_tokens", "Tokens of complete generations.", labels=["kind"])
+        for kind, number in (
+            ("prompt", engine.prompt_tokens),
+            ("cached", engine.cached_tokens),
+            ("generated", engine.new_tokens),
+        ):
+            tokens.add_metric([kind], number)
+        yield tokens
 
 
 def metrics_router(engine: Engine) -> APIRouter:
     """Returns the route ``/metrics``: this process, its requests, and what they have asked of servers."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    running = Gauge("swarm_api_running_requests", "Requests that generate.", registry=registry)
-    running.set_function(lambda: engine.running)
-    registry.register(_Client(engine.models.base))
+    registry.register(ApiCollector(engine))
+    if stack_of(engine.models.base) is not None:
+        registry.register(ClientCollector(swarm_connection(engine.models.base)))
     router = APIRouter()
 
     @router.get("/metrics", include_in_schema=False)
