@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections import Counter
@@ -21,6 +22,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _GUARDED = ("/v1", "/api", "/metrics")
 """Paths that need a key, if there are keys; the page itself is for everybody."""
+
+_BODY_S = 30.0
+"""Longest pause within a request."""
 
 
 def owner_of(request: Request) -> str:
@@ -51,7 +55,7 @@ class Access:
         try:
             owner = self._owner(scope)
             self._check_length(scope)
-            if self._keys and self._running[owner] >= self._settings.max_running_per_key:
+            if owner and scope["method"] == "POST" and self._running[owner] >= self._settings.max_running_per_key:
                 raise ApiError(
                     f"{self._running[owner]} requests of this key are running, the most that may: wait for one",
                     status=429,
@@ -61,11 +65,12 @@ class Access:
             await error.response()(scope, receive, send)
             return
         scope["swarm.owner"] = owner
-        self._running[owner] += 1
+        counted = int(scope["method"] == "POST")
+        self._running[owner] += counted
         try:
             await self._app(scope, self._bounded(receive), send)
         finally:
-            self._running[owner] -= 1
+            self._running[owner] -= counted
 
     def _owner(self, scope: Scope) -> str:
         if not self._keys or not str(scope["path"]).startswith(_GUARDED):
@@ -94,11 +99,13 @@ class Access:
         )
 
     def _bounded(self, receive: Receive) -> Receive:
-        read = 0
+        read, is_complete = 0, False
 
         async def next_message() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, is_complete
+            # After the body, only the end of the connection can come, whenever the client leaves.
+            message = await (receive() if is_complete else asyncio.wait_for(receive(), _BODY_S))
+            is_complete = not message.get("more_body", False)
             read += len(message.get("body", b""))
             if read > self._settings.max_body_bytes:
                 raise self._too_long()

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from swarm_plugins.talk.sampling import Sampling
 from swarm_plugins.web.protocol.errors import ApiError
 
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stop = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Fields(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from web_kit import client_of, served
 
 from swarm_plugins.testing import InProcessSwarm
-from swarm_plugins.web import ApiSettings, create_app
+from swarm_plugins.web import ApiSettings, access, create_app
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a long story."}]
 # Never ends early, so that there is a middle to leave in.
@@ -148,3 +149,18 @@ def test_metrics_count_what_the_api_and_its_client_did(url: str) -> None:
     found = httpx2.get(f"{url}/metrics").text
     assert 'swarm_api_tokens_total{kind="prompt"} 3.0' in found
     assert "swarm_client_passes_total" in found
+
+
+def test_a_request_that_stops_half_way_is_ended(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_BODY_S", 0.1)
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_that_hides_its_length_is_bounded(guarded: str) -> None:
+    parts = (b"x" * 500 for _ in range(10))
+    answer = httpx2.post(f"{guarded}/v1/completions", content=parts, headers={"Authorization": "Bearer good"})
+    assert answer.status_code in (400, 413)
