@@ -13,7 +13,7 @@ CHANGES = re.compile(
     r"""
     \b(?:Attention|AttentionMask|Experts)Interface\.register\(
     | \bALL_[A-Z_]+\.register\(
-    | \bregistry\.register\(
+    | \bregistry\.register\((?!\w*Collector\()         # of strategies, not of metrics
     | \bAuto[A-Z]\w+\.register\(
     | \bLORA_TARGETS\.(?:setdefault|update)\(
     | ^\s+[A-Z]\w+\.\w+\ =\ (?!.*\bself\b)                # an attribute of an imported class

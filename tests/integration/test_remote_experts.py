@@ -161,6 +161,6 @@ def test_experts_of_a_frozen_holder_without_a_replica_are_reported_with_the_cure
         "holds experts 0:2 of blocks 0:4",
         "holds experts 2:4 of blocks 0:4, slice 1/2 of each",
         "coverage: 0:4 x1",
-        "missing experts 2:4 of blocks 0:4; serve them with:",
+        "missing experts 2:4 of blocks 0:4; serve them with",
     ):
         assert words in " ".join(shown.output.split())

@@ -282,8 +282,12 @@ async def slow_to_decode(node: SwarmNode, victim: Victim) -> None:
     for channel in channels:
         await channel.send(request)
     await victim.serve_honest()
-    answers = [await channel.receive(timeout_s=20.0) for channel in channels]
-    assert all(isinstance(one, Failure) and "too many tensors" in one.message for one in answers)
+    waiting = [channel.receive(timeout_s=60.0) for channel in channels]
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    # On a busy machine the server gives some streams up: the attacker is owed no refusal.
+    refusals = [one for one in answers if isinstance(one, Failure) and "too many tensors" in one.message]
+    assert refusals
+    assert all(one in refusals or isinstance(one, TransportError) for one in answers)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def test_save_load_and_generate(tmp_path: Path, settings: dict[str, Any]) -> Non
     assert type(loaded) is PRMoEForCausalLM
     assert loaded.config.experts_per_layer == [0, 4, 0, 8]
     ids = tokens(2, 7)
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0)
+    # Not bit for bit: some processors round by where a weight lies in memory.
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-6)
     cached = loaded.generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(cached, loaded.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
 
