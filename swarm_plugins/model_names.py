@@ -35,7 +35,7 @@ def check_model_name(name: str | Path) -> None:
 
 
 def _check_directory(name: str, directory: Path) -> None:
-    if not (directory / _CONFIG_FILE).is_file():
+    if not (directory / _CONFIG_FILE).exists():
         adapter = (directory / "adapter_config.json").is_file()
         raise ConfigError(
             f"{name} has no {_CONFIG_FILE}: "

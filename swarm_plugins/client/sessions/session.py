@@ -36,6 +36,7 @@ class ClientSession:
         self._spans: list[SpanSession] = []
         self._steps = SpanSteps(servers)
         self._running: asyncio.Task[Any] | None = None
+        self._is_closed = False
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -47,6 +48,9 @@ class ClientSession:
 
         If it raises, the changes stay in the cache and the new tokens do not: the step can be tried again.
         """
+        if self._is_closed:
+            # It would open sessions that nothing closes.
+            raise SwarmError("this session is closed: start with a new cache")
         self._running = asyncio.current_task()
         try:
             return await self._step(inputs, ops)
@@ -124,6 +128,7 @@ class ClientSession:
 
     async def close(self) -> None:
         """Closes the sessions on all servers; a step under way is cancelled. Idempotent."""
+        self._is_closed = True
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
