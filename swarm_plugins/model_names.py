@@ -1,4 +1,4 @@
-"""Whether a name can be that of a model or an adapter, known before anything heavy is imported."""
+"""Checks names of models and adapters before anything heavy is imported."""
 
 from __future__ import annotations
 

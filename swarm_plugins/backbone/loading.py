@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swarm_plugins.backbone.stack import RemoteStack
 
 _SHARE = "the part that runs here: servers hold the blocks"
-_LOCAL = " but those of local_blocks"
+_LOCAL = " except local_blocks"
 
 
 def load_remote(

@@ -20,7 +20,7 @@ from swarm_plugins.cli.support.arguments import (
     split_addresses,
 )
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
-from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.errors import ConfigError
 from swarm_plugins.noise import quiet_command
 
 if TYPE_CHECKING:
@@ -80,13 +80,9 @@ def api(
         # Checked before what takes seconds to import.
         client_node(peers, discovery, secret_file, identity)
         check_model_name(model)
-        try:
-            from swarm_plugins.web.serving import listen, serve_app
-            from swarm_plugins.web.settings import ApiSettings
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(
-                f"swarm api needs {error.name}: install it with: pip install 'swarm_plugins[web]'"
-            ) from error
+        from swarm_plugins.web.serving import listen, serve_app
+        from swarm_plugins.web.settings import ApiSettings
+
         settings = ApiSettings(
             api_keys=_keys(api_key_file),
             max_running=max_running,

@@ -13,6 +13,8 @@ from swarm_plugins.cli.support.arguments import (
     Identity,
     Peers,
     Secret,
+    Served,
+    ServerTimeout,
     client_node,
     require_addresses,
     split_addresses,
@@ -27,15 +29,13 @@ _PIPE_CHARS = 200
 
 
 def status(
-    model: Annotated[
-        str | None, typer.Argument(help="A version, or part of its name. Default: all that the swarm serves.")
-    ] = None,
+    model: Served = None,
     initial_peers: Peers = None,
     discovery: Discovery = "dht",
     secret_file: Secret = None,
     identity: Identity = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")] = 5.0,
+    timeout: ServerTimeout = 5.0,
     web: Annotated[bool, typer.Option("--web", help="Show it in a browser, live, until Ctrl-C.")] = False,
     host: Annotated[str, typer.Option(help="Address of this machine for --web.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --web; 0: any free one.")] = 0,

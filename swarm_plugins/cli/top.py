@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarm_plugins.cli.support.arguments import Discovery, Identity, Peers, Secret, client_node, require_addresses
+from swarm_plugins.cli.support.arguments import (
+    Discovery,
+    Identity,
+    Peers,
+    Secret,
+    Served,
+    ServerTimeout,
+    client_node,
+    require_addresses,
+)
 from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
 from swarm_plugins.errors import MissingBlocksError, TransportError, one_line
 
@@ -26,15 +35,13 @@ _PIPE_CHARS = 200
 
 
 def top(
-    model: Annotated[
-        str | None, typer.Argument(help="A version, or part of its name. Default: all that the swarm serves.")
-    ] = None,
+    model: Served = None,
     initial_peers: Peers = None,
     discovery: Discovery = "dht",
     secret_file: Secret = None,
     identity: Identity = None,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")] = 5.0,
+    timeout: ServerTimeout = 5.0,
 ) -> None:
     """Show who serves what, as status does, live: with tokens/s, load, free KV cache, and what is missing.
 

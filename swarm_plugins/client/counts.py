@@ -24,7 +24,7 @@ class ClientCounts:
     retries: int = 0
     """Failures after which another server, or the same one, was asked again."""
     replays: int = 0
-    """Sessions of which a history was sent to other servers: their own was lost, or had become slow."""
+    """Sessions replayed on another server because theirs was lost or had become slow."""
     bans: int = 0
     """How often a server was left out for a while."""
     streams: StreamCounts = field(default_factory=StreamCounts)

@@ -13,7 +13,7 @@ class Endpoint:
     """Serves the metrics of a registry over HTTP, for the length of a ``with`` block, from a thread of its own.
 
     Args:
-        host: Address to listen on. There is no password: who reaches it can read it.
+        host: Address to listen on. The endpoint has no password: anyone who can connect can read it.
         port: Port. 0: any free one.
     """
 

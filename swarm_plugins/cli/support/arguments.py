@@ -31,6 +31,10 @@ Secret = Annotated[
 Identity = Annotated[
     Path | None, typer.Option(help="Key file of the peer id, made if it does not exist.", dir_okay=False)
 ]
+Served = Annotated[
+    str | None, typer.Argument(help="A version, or part of its name. Default: all that the swarm serves.")
+]
+ServerTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for one server.")]
 Adapter = Annotated[
     str | None, typer.Option(metavar="DIR|REPO[@TAG]", help="Adapter to talk with, from a folder or the Hub.")
 ]

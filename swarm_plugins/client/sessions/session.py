@@ -24,6 +24,9 @@ from swarm_plugins.routing import Demand
 if TYPE_CHECKING:
     from swarm_plugins.client.discovery.view import Servers
 
+_CANCEL_S = 5.0
+"""Longest wait for a cancelled step to end."""
+
 
 class ClientSession:
     """A KV cache that lives on the servers of one chain; raises like `ChainCall`."""
@@ -131,7 +134,7 @@ class ClientSession:
         self._is_closed = True
         if self._running is not None:
             self._running.cancel()
-            await asyncio.wait([self._running])
+            await asyncio.wait([self._running], timeout=_CANCEL_S)
         spans, self._spans = self._spans, []
         for current in spans:
             await current.close()
