@@ -59,6 +59,10 @@ _WORKERS = 16
 """Nodes asked at the same time in a look-up."""
 
 _BOOTSTRAP_TIMEOUT_S = 30.0
+_FIRST_ANSWER_S = 12.0
+"""How long an initial peer may take to answer the first call: it calls back, and may be loading its blocks."""
+_ANSWER_S = 3.0
+"""How long a node may take to answer any later call, of which some are lost without harm."""
 _LEAVE_TIMEOUT_S = 3.0
 _TOMBSTONE_S = 60.0
 # Two records of one owner under one key differ in their expiration.
@@ -103,7 +107,10 @@ class SwarmDHT:
             client_mode=self._config.client_mode,
             node_id=node_id_of(connection.peer_id),
             record_validator=Admission(connection.origins),
-            # Each that has stopped holds up one worker for 3 s.
+            wait_timeout=_FIRST_ANSWER_S,
+            # One that has stopped holds up the others no longer than this.
+            bootstrap_timeout=_ANSWER_S,
+            # Each that has stopped holds up one worker for the time of an answer.
             num_workers=_WORKERS,
             # Cached servers are minutes old; every look-up here asks the network.
             cache_locally=False,
@@ -112,6 +119,7 @@ class SwarmDHT:
             # A wrong clock, or a firewall in front of a server, should warn, not fail.
             strict=False,
         )
+        dht.protocol.wait_timeout = _ANSWER_S
         dht.protocol.storage = BoundedStorage()
         dht.protocol.serializer = TypedSerializer
         dht.protocol.cache.maxsize = 1

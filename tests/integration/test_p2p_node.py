@@ -49,6 +49,18 @@ async def look_for_ever(node: SwarmNode) -> None:
         await node.servers("v1", 8)
 
 
+def test_a_server_joins_by_a_peer_that_is_busy_for_some_seconds() -> None:
+    async def body() -> None:
+        async with server() as first:
+            addresses = await first.addresses()
+            first._dht._loop.call_soon(lambda: time.sleep(4.0))  # as while it loads its blocks
+            async with server(*addresses) as second:
+                await second.announce(INFO, 60.0)
+                assert set(await first.servers("v1", 8)) == {second.peer_id}
+
+    run(body)
+
+
 def test_a_client_finds_a_server_and_talks_to_it() -> None:
     async def body() -> None:
         async with server() as host, client(*await host.addresses()) as guest:
