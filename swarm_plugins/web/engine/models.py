@@ -1,7 +1,7 @@
-"""The models of an API: one base, and copies of it that share its weights, each with an adapter.
+"""The models of an API: copies of one base that share its weights, one as it is, the others with an adapter each.
 
 PEFT activates an adapter in the model itself, for all threads. So each adapter gets a copy of the model's structure:
-what a copy adds in memory is its adapter.
+what a copy adds in memory is its adapter. All that have the base's output layer share one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from peft import PeftModel
+from torch import nn
 
 from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.web.engine.heads import SharedHead, share_head
 
 _DEFAULT_CONTEXT_TOKENS = 2048
 _ON_THE_HUB = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(@[\w.-]{1,100})?", re.ASCII)
@@ -51,6 +53,9 @@ class Models:
         self._max_adapters = max_adapters
         self._load_unknown = load_unknown
         self._load = load
+        head = base.get_output_embeddings()
+        self._head = SharedHead(head) if type(head) is nn.Linear else None
+        self._plain = share_head(twin(base), self._head)
         self._adapters: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -108,7 +113,7 @@ class Models:
             CapacityError: If there are as many adapters as may be.
         """
         if adapter is None:
-            return self.base
+            return self._plain
         known = self._adapters.get(adapter)
         return self.add(adapter) if known is None else known
 
@@ -120,7 +125,7 @@ class Models:
                     raise CapacityError(
                         f"{len(self._adapters)} adapters are in memory, as many as this server takes: use one of them"
                     )
-                self._adapters[adapter] = self._load(twin(self.base), adapter).eval()
+                self._adapters[adapter] = share_head(self._load(twin(self.base), adapter).eval(), self._head)
             return self._adapters[adapter]
 
 
