@@ -110,7 +110,7 @@ THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "fastapi": frozenset({"web"}),
     "starlette": frozenset({"web"}),
     "uvicorn": frozenset({"web"}),
-    "openai": frozenset({"web"}),
+    "openai": frozenset({"web", "bench"}),
     "llguidance": frozenset({"web"}),
     "bitsandbytes": frozenset({"blocks", "offload"}),
     "prometheus_client": frozenset({"metrics", "web"}),

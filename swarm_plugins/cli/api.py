@@ -61,6 +61,14 @@ def api(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="SWARM_API_KEY",
+            show_envvar=False,
+            help="Key that clients have to show; others here can see it. Default: SWARM_API_KEY.",
+        ),
+    ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option(help="Keys that clients have to show, one a line.", dir_okay=False)
     ] = None,
@@ -80,17 +88,19 @@ def api(
         # Checked before what takes seconds to import.
         client_node(peers, discovery, secret_file, identity)
         check_model_name(model)
-        from swarm_plugins.web.serving import listen, serve_app
+        from swarm_plugins.web.serving import is_loopback, listen, serve_app
         from swarm_plugins.web.settings import ApiSettings
 
         settings = ApiSettings(
-            api_keys=_keys(api_key_file),
+            api_keys=(*(api_key or ()), *_keys(api_key_file)),
             max_running=max_running,
             max_waiting=max_waiting,
             max_running_per_key=max_running_per_key,
             max_context_tokens=max_context_tokens,
             load_adapters=load_adapters,
         )
+        if not settings.api_keys and not is_loopback(host):
+            typer.echo(f"whoever reaches {host} may use this model: give --api-key-file to change that", err=True)
         # Before what takes minutes.
         listener = stack.enter_context(listen(host, port))
         if local_swarm is not None:

@@ -91,6 +91,34 @@ def sessions(
 
 
 @app.command()
+def api(
+    model: ModelFolder,
+    servers: Servers = 2,
+    clients: Annotated[int, typer.Option(help="Clients that ask at once.", min=2, max=64)] = 8,
+    chars: Annotated[int, typer.Option(help="Letters of a conversation's first turn.", min=16, max=100_000)] = 2600,
+    new_tokens: NewTokens = 48,
+    rounds: Rounds = 5,
+    json: Json = None,
+) -> None:
+    """Measure `swarm api` on local servers: many clients at once over one, and a conversation's second turn."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.api import bench_api
+
+        return bench_api(
+            model,
+            num_servers=servers,
+            clients=clients,
+            chars=chars,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            progress=progress,
+        )
+
+    measure("api", run, json)
+
+
+@app.command()
 def experts(
     model: ModelFolder,
     holders: Annotated[

@@ -41,7 +41,7 @@ def serve_app(
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
-        _OwnNames(app, host) if _is_loopback(host) else app,
+        _OwnNames(app, host) if is_loopback(host) else app,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -51,7 +51,8 @@ def serve_app(
         _Server(config, lambda: on_ready(address)).run(sockets=[listener])
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches an address to listen on."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,0 +1,150 @@
+"""`swarm api` as its users have it: a process, real servers, a Hub, and OpenAI's clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import torch
+from openai import AsyncOpenAI, OpenAI
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from web_kit import byte_tokenizer
+
+from swarm_plugins.callbacks.publishing import Publishing
+from swarm_plugins.local_hub import LocalHub
+from swarm_plugins.testing.models import save_tiny
+
+pytestmark = pytest.mark.swarm
+
+START_S = 120.0
+MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
+WANTED: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+
+
+def save_model(family: str, path: Path, **settings: Any) -> Path:
+    byte_tokenizer().save_pretrained(save_tiny(family, path, **settings))
+    return path
+
+
+@contextlib.contextmanager
+def api(*arguments: str, hub: LocalHub | None = None, home: Path) -> Iterator[str]:
+    """Runs ``swarm api``; yields its address, and leaves by Ctrl-C."""
+    command = [sys.executable, "-m", "swarm_plugins", "api", "--port", "0", *arguments]
+    environment = {**os.environ, "HF_HOME": str(home)}
+    environment.pop("SWARM_INITIAL_PEERS", None)
+    if hub is not None:
+        environment["HF_ENDPOINT"] = hub.endpoint
+    log = home / "api.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    family: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None
+        with selectors.DefaultSelector() as ready:
+            ready.register(process.stdout, selectors.EVENT_READ)
+            assert ready.select(START_S)
+        said = process.stdout.readline()
+        found = re.fullmatch(r"listening at (http://127\.0\.0\.1:\d+) \(API: \1/v1\)\n", said)
+        assert found is not None, said + log.read_text()
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield found[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, log.read_text()
+    assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+def publish(base: Path, hub: LocalHub, repo: str) -> None:
+    """Publishes an adapter that changes answers."""
+    torch.manual_seed(3)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    tuned = get_peft_model(plain, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    for name, weight in tuned.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    publisher = Publishing(repo, endpoint=hub.endpoint, token="any")
+    publisher.begin(tuned, base)
+    publisher.publish("end", 1, {})
+    publisher.finish()
+
+
+def text_of(client: OpenAI, model: str) -> str:
+    return client.chat.completions.create(model=model, **WANTED).choices[0].message.content or ""
+
+
+async def ask_in_every_way(url: str, model: str) -> list[str]:
+    """Returns the same answer by a chat, a stream of it, and a response, all at once."""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+        async def whole() -> str:
+            answer = await client.chat.completions.create(model=model, **WANTED)
+            return answer.choices[0].message.content or ""
+
+        async def streamed() -> str:
+            stream = await client.chat.completions.create(model=model, stream=True, **WANTED)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+        async def response() -> str:
+            found = await client.responses.create(model=model, input="Hello", max_output_tokens=12, temperature=0)
+            return found.output_text
+
+        return await asyncio.gather(whole(), streamed(), response())
+
+
+def test_two_servers_an_async_client_and_adapters_of_the_hub(tmp_path: Path) -> None:
+    base = save_model("llama", tmp_path / "base", num_layers=2)
+    other = save_model("llama", tmp_path / "other", num_layers=2, seed=1)
+    with LocalHub() as hub:
+        publish(base, hub, "me/adapter")
+        publish(other, hub, "me/of-another")
+        arguments = (str(base), "--local-swarm", "2", "--name", "tiny", "--load-adapters")
+        with api(*arguments, hub=hub, home=tmp_path) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            expected = text_of(client, "tiny")
+            assert expected
+            assert asyncio.run(ask_in_every_way(url, "tiny")) == [expected] * 3
+            assert text_of(client, "tiny:me/adapter@v1") not in ("", expected)
+            with pytest.raises(openai.BadRequestError, match="me/of-another@v1 was made for other@"):
+                text_of(client, "tiny:me/of-another")
+            with pytest.raises(openai.NotFoundError, match="me/nothing"):
+                text_of(client, "tiny:me/nothing")
+            assert [one.id for one in client.models.list()] == ["tiny", "tiny:me/adapter@v1"]
+            assert text_of(client, "tiny") == expected
+
+
+def test_an_offloaded_model(tmp_path: Path) -> None:
+    model = save_model("mixtral", tmp_path / "moe", num_layers=2)
+    with api(str(model), "--offload", "fast=1MB", home=tmp_path) as url:
+        with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            expected = text_of(client, "moe")
+        assert asyncio.run(ask_in_every_way(url, "moe")) == [expected] * 3
+
+
+def test_the_bench_counts_clients_and_the_second_turn(tmp_path: Path) -> None:
+    model = save_model("llama", tmp_path / "base", num_layers=2)
+    path = tmp_path / "figures.json"
+    words = ["--servers", "1", "--clients", "2", "--chars", "100", "--new-tokens", "4", "--rounds", "1"]
+    command = [sys.executable, "-m", "swarm_plugins", "bench", "api", *words, "--model", str(model)]
+    result = subprocess.run([*command, "--json", str(path)], capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(path.read_text())["figures"]
+    names = ["2 clients at once, over one", "first token of the second turn, over the first turn's"]
+    assert [one["name"] for one in figures] == names
+    assert all(one["local"] > 0 and one["swarm"] > 0 for one in figures)
