@@ -26,12 +26,11 @@ the strategy names "swarm" and "expert_parallel" known to Lightning and the mode
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarm_plugins import autoload
-from swarm_plugins.errors import SwarmError, naming_extras
-from swarm_plugins.noise import without_kernel_remark
+from swarm_plugins.errors import SwarmError
+from swarm_plugins.lazy import LazyNames
 
 if TYPE_CHECKING:
     from swarm_plugins.backbone import (
@@ -99,50 +98,39 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AutoSwarmModel": "swarm_plugins.backbone",
-    "AutoSwarmModelForCausalLM": "swarm_plugins.backbone",
-    "AutoSwarmModelForSequenceClassification": "swarm_plugins.backbone",
-    "ExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel.unified",
-    "FabricExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel.unified",
-    "FabricSwarmStrategy": "swarm_plugins.strategy.swarm.unified",
-    "HubAdapterCallback": "swarm_plugins.callbacks.for_lightning",
-    "HubAdapterTrainerCallback": "swarm_plugins.callbacks.for_transformers",
-    "LocalSwarm": "swarm_plugins.local_swarm",
-    "OffloadConfig": "swarm_plugins.offload",
-    "PRMoEConfig": "swarm_plugins.models",
-    "PRMoEForCausalLM": "swarm_plugins.models",
-    "PRMoEForSequenceClassification": "swarm_plugins.models",
-    "PRMoEModel": "swarm_plugins.models",
-    "Speculation": "swarm_plugins.speculation",
-    "StagedDistillation": "swarm_plugins.callbacks.distill_lightning",
-    "StagedDistillationTrainerCallback": "swarm_plugins.callbacks.distill_transformers",
-    "SwarmConfig": "swarm_plugins.client",
-    "SwarmMonitor": "swarm_plugins.callbacks.monitoring",
-    "SwarmStrategy": "swarm_plugins.strategy.swarm.unified",
-    "find_adapters": "swarm_plugins.hub",
-    "from_deepspeed": "swarm_plugins.models",
-    "load_adapter": "swarm_plugins.callbacks.loading",
-    "load_offloaded": "swarm_plugins.offload",
-    "make_student": "swarm_plugins.distill",
-    "parallelize": "swarm_plugins.parallel",
-    "load_remote_experts": "swarm_plugins.remote_experts.load",
-    "upcycle": "swarm_plugins.models",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # PEFT imports bitsandbytes.
-    with without_kernel_remark(), naming_extras():
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+_NAMES = LazyNames(
+    __name__,
+    {
+        "AutoSwarmModel": "swarm_plugins.backbone",
+        "AutoSwarmModelForCausalLM": "swarm_plugins.backbone",
+        "AutoSwarmModelForSequenceClassification": "swarm_plugins.backbone",
+        "ExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel.unified",
+        "FabricExpertParallelStrategy": "swarm_plugins.strategy.expert_parallel.unified",
+        "FabricSwarmStrategy": "swarm_plugins.strategy.swarm.unified",
+        "HubAdapterCallback": "swarm_plugins.callbacks.for_lightning",
+        "HubAdapterTrainerCallback": "swarm_plugins.callbacks.for_transformers",
+        "LocalSwarm": "swarm_plugins.local_swarm",
+        "OffloadConfig": "swarm_plugins.offload",
+        "PRMoEConfig": "swarm_plugins.models",
+        "PRMoEForCausalLM": "swarm_plugins.models",
+        "PRMoEForSequenceClassification": "swarm_plugins.models",
+        "PRMoEModel": "swarm_plugins.models",
+        "Speculation": "swarm_plugins.speculation",
+        "StagedDistillation": "swarm_plugins.callbacks.distill_lightning",
+        "StagedDistillationTrainerCallback": "swarm_plugins.callbacks.distill_transformers",
+        "SwarmConfig": "swarm_plugins.client",
+        "SwarmMonitor": "swarm_plugins.callbacks.monitoring",
+        "SwarmStrategy": "swarm_plugins.strategy.swarm.unified",
+        "find_adapters": "swarm_plugins.hub",
+        "from_deepspeed": "swarm_plugins.models",
+        "load_adapter": "swarm_plugins.callbacks.loading",
+        "load_offloaded": "swarm_plugins.offload",
+        "make_student": "swarm_plugins.distill",
+        "parallelize": "swarm_plugins.parallel",
+        "load_remote_experts": "swarm_plugins.remote_experts.load",
+        "upcycle": "swarm_plugins.models",
+    },
+)
+__getattr__, __dir__ = _NAMES.get, _NAMES.list
 
 autoload.install()

@@ -29,6 +29,7 @@ COMMON = frozenset(
         "ledger",
         "kept_files",
         "child",
+        "lazy",
     }
 )
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "ledger": frozenset(),
     "kept_files": frozenset(),
     "child": frozenset(),
+    "lazy": frozenset(),
     "links": frozenset(),
     "checkpoint": frozenset(),
     "transport": frozenset(),

@@ -82,9 +82,7 @@ def holds_one_function(file: Path) -> bool:
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    # A package that resolves its names at first use has no other way to say it.
-    is_function = len(definitions) == 1 and not isinstance(definitions[0], ast.ClassDef)
-    return is_function and definitions[0].name != "__getattr__"
+    return len(definitions) == 1 and not isinstance(definitions[0], ast.ClassDef)
 
 
 @pytest.mark.parametrize("folder", [PACKAGE, "tests", "examples"])

@@ -88,7 +88,7 @@ def test_the_remark_that_bitsandbytes_makes_on_its_import_is_not_passed_on(
     monkeypatch.setitem(sys.modules, "bitsandbytes", sys)
     del sys.modules["bitsandbytes"]
     if door == "a name of the package":
-        monkeypatch.setitem(swarm_plugins._HOMES, "Probe", "bitsandbytes")
+        monkeypatch.setitem(swarm_plugins._NAMES.homes, "Probe", "bitsandbytes")
         assert swarm_plugins.Probe == 1
         del swarm_plugins.Probe
     else:

@@ -5,8 +5,9 @@ Names are resolved at first use: transformers' auto classes know the config with
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from swarm_plugins.lazy import LazyNames
 
 if TYPE_CHECKING:
     from swarm_plugins.models.deepspeed import from_deepspeed
@@ -23,17 +24,15 @@ __all__ = [
     "upcycle",
 ]
 
-_HOMES = {
-    "PRMoEConfig": "swarm_plugins.models.prmoe.configuration",
-    "PRMoEForCausalLM": "swarm_plugins.models.prmoe.modeling",
-    "PRMoEForSequenceClassification": "swarm_plugins.models.prmoe.modeling",
-    "PRMoEModel": "swarm_plugins.models.prmoe.modeling",
-    "from_deepspeed": "swarm_plugins.models.deepspeed",
-    "upcycle": "swarm_plugins.models.upcycling",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+_NAMES = LazyNames(
+    __name__,
+    {
+        "PRMoEConfig": ".prmoe.configuration",
+        "PRMoEForCausalLM": ".prmoe.modeling",
+        "PRMoEForSequenceClassification": ".prmoe.modeling",
+        "PRMoEModel": ".prmoe.modeling",
+        "from_deepspeed": ".deepspeed",
+        "upcycle": ".upcycling",
+    },
+)
+__getattr__, __dir__ = _NAMES.get, _NAMES.list

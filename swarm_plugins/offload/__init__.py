@@ -5,8 +5,9 @@ Settings are checked without torch: names are resolved at first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from swarm_plugins.lazy import LazyNames
 
 if TYPE_CHECKING:
     from swarm_plugins.offload.config import OffloadConfig
@@ -16,22 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadConfig", "OffloadStats", "QuantizedSize", "load_offloaded", "quantize_checkpoint"]
 
-_HOMES = {
-    "OffloadConfig": "config",
-    "OffloadStats": "stats",
-    "QuantizedSize": "quantizing",
-    "load_offloaded": "load",
-    "quantize_checkpoint": "quantizing",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+_NAMES = LazyNames(
+    __name__,
+    {
+        "OffloadConfig": ".config",
+        "OffloadStats": ".stats",
+        "QuantizedSize": ".quantizing",
+        "load_offloaded": ".load",
+        "quantize_checkpoint": ".quantizing",
+    },
+)
+__getattr__, __dir__ = _NAMES.get, _NAMES.list

@@ -14,10 +14,9 @@ A recipe may name other Lightning classes as well. Names are resolved at first u
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from swarm_plugins.errors import naming_extras
+from swarm_plugins.lazy import LazyNames
 
 if TYPE_CHECKING:
     from swarm_plugins.recipes.classification import PromptClassifier
@@ -27,24 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterTuner", "LabelledData", "ModelTuner", "PromptClassifier", "StudentTuner", "TextData"]
 
-_HOMES = {
-    "AdapterTuner": "language",
-    "LabelledData": "data",
-    "ModelTuner": "models",
-    "PromptClassifier": "classification",
-    "StudentTuner": "models",
-    "TextData": "data",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with naming_extras():
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+_NAMES = LazyNames(
+    __name__,
+    {
+        "AdapterTuner": ".language",
+        "LabelledData": ".data",
+        "ModelTuner": ".models",
+        "PromptClassifier": ".classification",
+        "StudentTuner": ".models",
+        "TextData": ".data",
+    },
+)
+__getattr__, __dir__ = _NAMES.get, _NAMES.list

@@ -5,8 +5,9 @@ Names are resolved at first use: a test that needs a tiny model does not load th
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from swarm_plugins.lazy import LazyNames
 
 if TYPE_CHECKING:
     from swarm_plugins.testing.compute import SimulatedCompute
@@ -32,19 +33,21 @@ __all__ = [
     "tiny_tokenizer",
 ]
 
-_HOMES = {
-    "compute": ("SimulatedCompute",),
-    "faulty_swarm": ("FaultySwarm",),
-    "models": ("save_tiny", "tiny_config", "tiny_model", "tiny_tokenizer"),
-    "in_process": ("InProcessSwarm",),
-    "liars": ("Liar",),
-    "nemesis": ("Nemesis",),
-    "transports": ("Faults", "FaultyTransport", "LocalTransport"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_NAMES = LazyNames(
+    __name__,
+    {
+        "Faults": ".transports",
+        "FaultySwarm": ".faulty_swarm",
+        "FaultyTransport": ".transports",
+        "InProcessSwarm": ".in_process",
+        "Liar": ".liars",
+        "LocalTransport": ".transports",
+        "Nemesis": ".nemesis",
+        "SimulatedCompute": ".compute",
+        "save_tiny": ".models",
+        "tiny_config": ".models",
+        "tiny_model": ".models",
+        "tiny_tokenizer": ".models",
+    },
+)
+__getattr__, __dir__ = _NAMES.get, _NAMES.list

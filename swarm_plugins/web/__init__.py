@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from swarm_plugins.lazy import LazyNames
 
 if TYPE_CHECKING:
     from swarm_plugins.web.app import create_app
@@ -11,10 +12,5 @@ if TYPE_CHECKING:
 
 __all__ = ["ApiSettings", "create_app"]
 
-_HOMES = {"ApiSettings": "settings", "create_app": "app"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_NAMES = LazyNames(__name__, {"ApiSettings": ".settings", "create_app": ".app"})
+__getattr__, __dir__ = _NAMES.get, _NAMES.list
