@@ -145,6 +145,7 @@ async def survey_node(
     wanted: str | None,
     *,
     timeout_s: float,
+    within_s: float | None = None,
     quarantined: Mapping[str, str] = MappingProxyType({}),
     max_models: int | None = None,
     max_servers: int | None = None,
@@ -155,6 +156,7 @@ async def survey_node(
         node: The node.
         wanted: Part of a version or of a model's name. None: all versions.
         timeout_s: Longest wait for one server.
+        within_s: Longest wait for all servers; those that have not answered then count as unreachable. None: no bound.
         quarantined: Why some peers are left out.
         max_models: Most versions; of more, those with the most servers. None: all.
         max_servers: Most servers of a version; of more, a sample that holds every block. None: all.
@@ -162,7 +164,6 @@ async def survey_node(
     Raises:
         TransportError: If the swarm cannot be asked.
     """
-    found = []
     gate = asyncio.Semaphore(_MAX_AT_ONCE)
     models = {
         version: model
@@ -170,24 +171,48 @@ async def survey_node(
         if wanted is None or wanted in version or wanted in model.model
     }
     largest = sorted(models, key=lambda version: models[version].num_servers, reverse=True)[:max_models]
-    for version in sorted(largest):
-        model = models[version]
-        announced = await node.servers(version, model.num_blocks)
-        if max_servers is not None:
-            spans = {peer: range(info.start, info.end) for peer, info in announced.items()}
-            announced = {peer: announced[peer] for peer in spread_sample(spans, max_servers)}
-        servers = await asyncio.gather(*(_ask(node, gate, peer, info, timeout_s) for peer, info in announced.items()))
-        servers = [replace(server, quarantine=quarantined.get(server.peer, "")) for server in servers]
-        ordered = sorted(servers, key=lambda server: (server.info.start, server.info.end, server.peer))
-        found.append(ModelStatus(version, model.model, model.num_blocks, ordered))
-    return found
+    announced = await asyncio.gather(*(_find(node, gate, one, models[one].num_blocks, max_servers) for one in largest))
+    infos = dict(zip(largest, announced, strict=True))
+    # Versions by turns, so that one with many dead servers holds up no other.
+    turns = sorted((turn, version, peer) for version, known in infos.items() for turn, peer in enumerate(known))
+    deadline = None if within_s is None else asyncio.get_running_loop().time() + within_s
+    asked = await asyncio.gather(
+        *(_ask(node, gate, peer, infos[version][peer], timeout_s, deadline) for _, version, peer in turns)
+    )
+    servers: dict[str, list[ServerStatus]] = {version: [] for version in sorted(largest)}
+    for (_, version, peer), server in zip(turns, asked, strict=True):
+        servers[version].append(replace(server, quarantine=quarantined.get(peer, "")))
+    for found in servers.values():
+        found.sort(key=lambda one: (one.info.start, one.info.end, one.peer))
+    return [
+        ModelStatus(version, models[version].model, models[version].num_blocks, found)
+        for version, found in servers.items()
+    ]
+
+
+async def _find(
+    node: Surveyed, gate: asyncio.Semaphore, version: str, num_blocks: int, max_servers: int | None
+) -> dict[str, ServerInfo]:
+    async with gate:
+        announced = await node.servers(version, num_blocks)
+    if max_servers is None:
+        return announced
+    spans = {peer: range(info.start, info.end) for peer, info in announced.items()}
+    return {peer: announced[peer] for peer in spread_sample(spans, max_servers)}
 
 
 async def _ask(
-    node: Opener, gate: asyncio.Semaphore, peer: str, announced: ServerInfo, timeout_s: float
+    node: Opener,
+    gate: asyncio.Semaphore,
+    peer: str,
+    announced: ServerInfo,
+    timeout_s: float,
+    deadline: float | None,
 ) -> ServerStatus:
+    late = "not asked in time: many other servers do not answer"
     try:
-        async with gate:
+        async with asyncio.timeout_at(deadline), gate:
+            late = "no answer in time"
             started = time.perf_counter()
             answer = await ask_info(node, peer, timeout_s=timeout_s)
             round_trip_s = time.perf_counter() - started
@@ -196,4 +221,6 @@ async def _ask(
             raise ProtocolError(f"it announced a model of {announced.num_blocks} blocks, and says {answer.num_blocks}")
     except TransportError as exc:
         return ServerStatus(peer, announced, is_reachable=False, reason=one_line(exc))
+    except TimeoutError:
+        return ServerStatus(peer, announced, is_reachable=False, reason=late)
     return ServerStatus(peer, answer, is_reachable=True, round_trip_s=round_trip_s)

@@ -96,7 +96,9 @@ async def _watch(
 
         async def look() -> list[ModelStatus]:
             excluded = {peer: caught.reason for peer, caught in user_quarantine().peers().items()}
-            return await survey_node(node, wanted, timeout_s=timeout_s, quarantined=excluded)
+            # Many servers that do not answer must not keep the screen empty.
+            within_s = 4 * timeout_s
+            return await survey_node(node, wanted, timeout_s=timeout_s, within_s=within_s, quarantined=excluded)
 
         console = wide_console(_PIPE_CHARS)
         if not console.is_terminal or console.is_dumb_terminal:

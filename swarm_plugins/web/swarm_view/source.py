@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _EVERY_S = 2.0
 _LONGEST_S = 30.0
+_SERVERS_S = 20.0
+"""Longest wait for all servers: strangers can announce many that never answer."""
 _RENEW_S = 30.0
 """Between surveys that may join the swarm anew: libp2p does not call a lost peer for minutes, a new node does."""
 _MAX_MODELS = 32
@@ -121,6 +123,7 @@ class SwarmSource:
                     await self._node(),
                     self._wanted,
                     timeout_s=self._timeout_s,
+                    within_s=_SERVERS_S,
                     quarantined={peer: caught.reason for peer, caught in self._quarantine.peers().items()},
                     max_models=_MAX_MODELS,
                     max_servers=_MAX_SERVERS,

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from client_kit import VERSION, server_info
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.client import SwarmConfig, SwarmConnection
@@ -53,25 +55,9 @@ class Network(LocalTransport):
         return {peer: info for peer, info in self.infos.items() if info.version == version}
 
 
-VERSION = ModelVersion("org/tiny", "a" * 40)
-
-
-def info(start: int, end: int, num_blocks: int = 4, **more: Any) -> ServerInfo:
-    return ServerInfo(
-        version=VERSION.key,
-        model=VERSION.name,
-        num_blocks=num_blocks,
-        start=start,
-        end=end,
-        dtype="float32",
-        quantization="none",
-        **more,
-    )
-
-
 @pytest.fixture
 def network() -> Network:
-    return Network({VERSION.key: ModelInfo("org/tiny", 4, 1)}, {"QmGone": info(0, 4)})
+    return Network({VERSION.key: ModelInfo("org/tiny", 4, 1)}, {"QmGone": server_info(0, 4, 4)})
 
 
 @pytest.fixture
@@ -208,6 +194,32 @@ def test_a_survey_that_fails_keeps_what_was_known(connection: SwarmConnection, n
     assert (read(state)["error"], len(read(state)["models"])) == ("gone", 1)
 
 
+def test_servers_that_never_answer_leave_the_others_their_turn(
+    connection: SwarmConnection, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_plugins.web.swarm_view.source._SERVERS_S", 0.3)
+    asked = []
+
+    async def open_never(peer: str, rpc: str, *, timeout_s: float) -> Any:
+        asked.append(peer)
+        if peer == "QmHonest":
+            raise TransportError("it has answered")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(network, "open", open_never)
+    network.found = {VERSION.key: ModelInfo("org/tiny", 4, 40), "z" * 40: ModelInfo("org/honest", 4, 1)}
+    network.infos = {f"Qm{index}": server_info(0, 4, 4) for index in range(40)}
+    network.infos["QmHonest"] = msgspec.structs.replace(server_info(0, 4, 4), version="z" * 40)
+    found = look(SwarmSource(connection))
+    assert found["error"] == ""
+    reasons = {server["peer"]: server["reason"] for one in found["models"] for server in one["servers"]}
+    assert len(reasons) == 41
+    assert reasons["QmHonest"] == "it has answered"
+    late = [peer for peer, reason in reasons.items() if reason.startswith("not asked in time")]
+    assert sorted(late) == sorted(reasons.keys() - set(asked))
+    assert len(asked) == 17
+
+
 def test_a_closed_connection_is_a_reason_not_a_crash(connection: SwarmConnection) -> None:
     source = SwarmSource(connection)
     connection.close()
@@ -219,7 +231,7 @@ def test_a_flood_of_servers_and_versions_is_cut(connection: SwarmConnection, net
     network.found[VERSION.key] = ModelInfo("org/tiny", 300, 400)
     network.found["b" * 40] = ModelInfo("org/endless", 100_000, 500)
     network.infos = {
-        f"Qm{index}": info(index % 300, index % 300 + 1, 300, adapters=tuple(map(str, range(1000))))
+        f"Qm{index}": server_info(index % 300, index % 300 + 1, 300, adapters=tuple(map(str, range(1000))))
         for index in range(400)
     }
     found = look(SwarmSource(connection))
