@@ -17,22 +17,34 @@ from swarm_plugins.cli.support.arguments import (
     Secret,
     client_node,
     require_addresses,
-    split_addresses,
 )
 from swarm_plugins.cli.support.output import OFFLOAD_WORDS, one_sentence_errors
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.noise import quiet_command
+from swarm_plugins.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from swarm_plugins.talk.loading import LoadedModel
 
 _SETTINGS = {
     name: f"--{name.replace('_', '-')}"
-    for name in ("max_running", "max_waiting", "max_running_per_key", "max_body_bytes", "max_context_tokens")
+    for name in (
+        "max_running",
+        "max_waiting",
+        "max_running_per_key",
+        "max_answers",
+        "max_body_bytes",
+        "max_context_tokens",
+        "cache_bytes",
+        "cache_age_s",
+        "max_adapters",
+    )
 }
+_MAX_KEYS_CHARS = 1 << 20
 
 
 def api(
+    context: typer.Context,
     model: Model,
     initial_peers: Peers = None,
     discovery: Discovery = "dht",
@@ -75,14 +87,21 @@ def api(
     max_running: Annotated[int, typer.Option(min=1, help="Requests that generate at once.")] = 8,
     max_waiting: Annotated[int, typer.Option(min=0, help="Requests that wait their turn; more are refused.")] = 64,
     max_running_per_key: Annotated[int, typer.Option(min=1, help="Requests of one key at once.")] = 8,
+    max_answers: Annotated[int, typer.Option(min=1, help="Answers (n, times the prompts) of one request.")] = 8,
+    max_body_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Longest request.")] = "4MiB",
     max_context_tokens: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together. Default: what the model reads.")
     ] = None,
+    cache_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Keys and values of conversations, kept for their next turn; 0: none.")
+    ] = "1GiB",
+    cache_age_s: Annotated[float, typer.Option(min=0, help="Seconds that they are kept.")] = 300.0,
+    max_adapters: Annotated[int, typer.Option(min=1, help="Adapters in memory.")] = 16,
 ) -> None:
     """Serve a model to clients of OpenAI's API, and to browsers: a page to talk, and to see the swarm."""
     quiet_command()
     with one_sentence_errors("api", OFFLOAD_WORDS | _SETTINGS), contextlib.ExitStack() as stack:
-        peers = _peers(initial_peers, offload, local_swarm)
+        peers = _peers(context, initial_peers, offload, local_swarm)
         from swarm_plugins.model_names import check_model_name
 
         # Checked before what takes seconds to import.
@@ -96,8 +115,13 @@ def api(
             max_running=max_running,
             max_waiting=max_waiting,
             max_running_per_key=max_running_per_key,
+            max_answers=max_answers,
+            max_body_bytes=parse_bytes(max_body_bytes),
             max_context_tokens=max_context_tokens,
+            cache_bytes=parse_bytes(cache_bytes),
+            cache_age_s=cache_age_s,
             load_adapters=load_adapters,
+            max_adapters=max_adapters,
         )
         if not settings.api_keys and not is_loopback(host):
             typer.echo(f"whoever reaches {host} may use this model: give --api-key-file to change that", err=True)
@@ -106,7 +130,9 @@ def api(
         if local_swarm is not None:
             from swarm_plugins.local_swarm import LocalSwarm
 
-            peers = list(stack.enter_context(LocalSwarm(model, num_servers=local_swarm)).initial_peers)
+            shared = {"revision": revision, "secret_file": secret_file}
+            given: dict[str, Any] = {option: value for option, value in shared.items() if value is not None}
+            peers = list(stack.enter_context(LocalSwarm(model, num_servers=local_swarm, **given)).initial_peers)
         loaded = _load(model, peers, offload, revision, discovery=discovery, secret_file=secret_file, identity=identity)
         from swarm_plugins.web.app import create_app
 
@@ -121,24 +147,46 @@ def api(
         serve_app(app, host, port, lambda url: typer.echo(f"listening at {url} (API: {url}/v1)"), listener=listener)
 
 
-def _peers(initial_peers: list[str] | None, offload: str | None, local_swarm: int | None) -> list[str]:
+def _peers(
+    context: typer.Context, initial_peers: list[str] | None, offload: str | None, local_swarm: int | None
+) -> list[str]:
     """Returns the addresses of the swarm, if there is one already."""
     if offload is not None and local_swarm is not None:
         raise ConfigError("--offload and --local-swarm exclude each other: give one")
-    if offload is None and local_swarm is None:
+    if offload is not None:
+        _refuse_typed(context, "--offload uses no swarm", "initial_peers", "discovery", "secret_file", "identity")
+    elif local_swarm is not None:
+        _refuse_typed(context, "--local-swarm starts a swarm of its own", "initial_peers")
+    else:
         return require_addresses(initial_peers)
-    if split_addresses(initial_peers):
-        raise ConfigError("--initial-peers is for a swarm that runs: leave out --offload and --local-swarm")
     return []
 
 
+def _refuse_typed(context: typer.Context, why: str, *names: str) -> None:
+    """Raises ConfigError if an option is on the command line; one from the environment may be for other commands."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{why}: leave out --{name.replace('_', '-')}")
+
+
 def _keys(file: Path | None) -> tuple[str, ...]:
+    """Returns the keys of a file, one a line; raises ConfigError, with its name, if there are none or a key is bad."""
     if file is None:
         return ()
-    keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    with file.open(encoding="ascii", errors="replace") as stream:
+        text = stream.read(_MAX_KEYS_CHARS + 1)
+    if len(text) > _MAX_KEYS_CHARS:
+        raise ConfigError(f"{file} has more than {_MAX_KEYS_CHARS} characters: write one key a line")
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys:
         raise ConfigError(f"{file} has no key: write one a line")
-    return keys
+    from swarm_plugins.web.settings import ApiSettings
+
+    try:
+        return ApiSettings(api_keys=keys).api_keys
+    except ConfigError as exc:
+        raise ConfigError(f"{file}: {exc}") from exc
 
 
 def _load(model: str, peers: list[str], offload: str | None, revision: str | None, **client: Any) -> LoadedModel:

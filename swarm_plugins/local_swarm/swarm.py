@@ -39,6 +39,7 @@ _OPTIONS = (
     "request_bytes",
     "revision",
     "run_bytes",
+    "secret_file",
     "threads",
 )
 """Options of ``swarm serve`` that make sense for a local swarm."""

@@ -115,7 +115,10 @@ def test_two_servers_an_async_client_and_adapters_of_the_hub(tmp_path: Path) -> 
     with LocalHub() as hub:
         publish(base, hub, "me/adapter")
         publish(other, hub, "me/of-another")
-        arguments = (str(base), "--local-swarm", "2", "--name", "tiny", "--load-adapters")
+        secret = tmp_path / "secret"
+        secret.touch(mode=0o600)
+        secret.write_text("of this swarm alone")
+        arguments = (str(base), "--local-swarm", "2", "--secret-file", str(secret), "--name", "tiny", "--load-adapters")
         with api(*arguments, hub=hub, home=tmp_path) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             expected = text_of(client, "tiny")
             assert expected
