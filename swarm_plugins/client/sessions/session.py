@@ -51,16 +51,19 @@ class ClientSession:
 
         If it raises, the changes stay in the cache and the new tokens do not: the step can be tried again.
         """
-        if self._is_closed:
-            # It would open sessions that nothing closes.
-            raise SwarmError("this session is closed: start with a new cache")
         self._running = asyncio.current_task()
         try:
             return await self._step(inputs, ops)
         finally:
             self._running = None
+            if self._is_closed:
+                # `close()` may have stopped waiting for this step, which has put its spans back.
+                await self._close_spans()
 
     async def _step(self, inputs: SpanInputs, ops: Sequence[CacheOp]) -> SpanOutputs:
+        if self._is_closed:
+            # It would open sessions that nothing closes.
+            raise SwarmError("this session is closed: start with a new cache")
         self._apply(ops)
         retries = ChainRetries(self.servers.view)
         if not self._spans:
@@ -135,6 +138,9 @@ class ClientSession:
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running], timeout=_CANCEL_S)
+        await self._close_spans()
+
+    async def _close_spans(self) -> None:
         spans, self._spans = self._spans, []
         for current in spans:
             await current.close()

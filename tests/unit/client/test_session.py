@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from swarm_plugins.adapter_spec import AdapterSpec
-from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs
+from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.client.discovery.view import Servers, SwarmView
 from swarm_plugins.client.peers import Peers
+from swarm_plugins.client.sessions.pipe import Pipe
 from swarm_plugins.client.sessions.session import ClientSession
+from swarm_plugins.client.sessions.span_session import SpanSession
 from swarm_plugins.errors import CapacityError, MissingBlocksError
 from swarm_plugins.transport.channel import Channel
 from swarm_plugins.transport.messages import (
@@ -123,6 +125,38 @@ def test_an_interrupted_copy_leaves_no_stream_open(
         await session.close()
 
     run_in_swarm({"a": ((0, 1), Adder()), "b": ((1, 2), Adder())}, use, num_blocks=2)
+
+
+def test_a_step_that_outlives_the_close_of_its_session_leaves_no_stream_open(
+    run_in_swarm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begun = Pipe.run, asyncio.Event()
+    spans: list[SpanSession] = []
+
+    async def run_stubbornly(pipe: Pipe) -> SpanOutputs:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(20.0)
+            await run(pipe)
+            spans.extend(pipe.spans)
+            raise
+        raise AssertionError
+
+    async def use(peers: Peers, view: SwarmView) -> None:
+        session = ClientSession(Servers(peers, view), blocks=range(1))
+        step = asyncio.create_task(session.step(new_tokens()))
+        await begun.wait()
+        await session.close()
+        assert not step.done()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert [span.channel for span in spans] == [None]
+        assert session.peers == ()
+
+    monkeypatch.setattr(Pipe, "run", run_stubbornly)
+    run_in_swarm({"a": ((0, 1), Adder())}, use, num_blocks=1)
 
 
 def test_chunks_whose_routers_differ_are_run_again_elsewhere(run_in_swarm: Callable[..., Any]) -> None:
