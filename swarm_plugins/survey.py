@@ -1,16 +1,19 @@
-"""Surveys a swarm: finds the servers in the DHT and asks each for its state."""
+"""Surveys a swarm: finds the servers in the DHT, asks each for its state, and names the commands that fill gaps."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from swarm_plugins.checkpoint.copies import LocalCopies
+from swarm_plugins.client.discovery.missing import serve_command
 from swarm_plugins.errors import ProtocolError, TransportError, one_line
 from swarm_plugins.routing import expert_gaps
 from swarm_plugins.routing.coverage import spread_sample
@@ -116,6 +119,38 @@ class ModelStatus:
             ],
             "servers": [server.as_dict() for server in self.servers],
         }
+
+
+@dataclass(frozen=True)
+class Joining:
+    """Writes the commands by which servers join a swarm."""
+
+    initial_peers: Sequence[str] = ()
+    discovery: str = "dht"
+    secret_file: Path | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What this user calls some versions, by version."""
+    copies: LocalCopies = field(default_factory=LocalCopies)
+
+    def source(self, one: ModelStatus) -> str:
+        """Returns the model as `swarm serve` takes it, or ``PATH/TO/NAME``; it may take seconds, once."""
+        if one.version in self.names or not one.version.startswith("local-"):
+            return self.names.get(one.version, one.model)
+        # Servers announce the name of a directory, not where it is.
+        return str(self.copies.find(one.model, one.version) or f"PATH/TO/{one.model}")
+
+    def command(self, one: ModelStatus, blocks: range | None, experts: range | None = None) -> str:
+        """Returns the command that serves blocks, or experts of them; without ``blocks``, those the swarm lacks."""
+        return serve_command(
+            self.source(one),
+            one.version,
+            blocks,
+            self.initial_peers,
+            without=[server.peer for server in one.servers if not server.is_reachable],
+            experts=experts,
+            discovery=self.discovery,
+            secret_file=self.secret_file,
+        )
 
 
 async def survey(

@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "strategy": frozenset({"backbone", "client", "parallel"}),
     "autoload": frozenset(),
     "recipes": frozenset({"backbone", "client", "hub", "local_swarm", "callbacks", "distill"}),
-    "survey": frozenset({"transport", "routing"}),
+    "survey": frozenset({"transport", "routing", "client", "checkpoint"}),
     "hub": frozenset(),
     "callbacks": frozenset({"hub", "backbone", "distill"}),
     "local_swarm": frozenset({"transport", "links"}),

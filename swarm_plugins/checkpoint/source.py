@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -17,8 +16,7 @@ from swarm_plugins.checkpoint.fingerprint import fingerprint
 from swarm_plugins.checkpoint.headers import TensorInfo
 from swarm_plugins.checkpoint.hub import HubFiles
 from swarm_plugins.checkpoint.index import TensorIndex
-from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, UnsupportedError, one_line
+from swarm_plugins.errors import CheckpointError, ConfigError, UnsupportedError, one_line
 from swarm_plugins.model_names import check_model_name
 from swarm_plugins.sizes import format_bytes
 from swarm_plugins.versions import ModelVersion
@@ -210,22 +208,6 @@ def _by_file(infos: list[TensorInfo]) -> dict[str, list[TensorInfo]]:
         if info.num_bytes:
             found.setdefault(info.file, []).append(info)
     return found
-
-
-def find_directory(model: str, revision: str) -> Path | None:
-    """Returns the directory of a model version if it lies here or in the cache; its name may come from a stranger.
-
-    Args:
-        model: Base name of the directory.
-        revision: ``local-`` and its fingerprint.
-    """
-    if Path(model).name != model:
-        return None
-    for directory in (Path.cwd() / model, default_cache() / model):
-        with contextlib.suppress(SwarmError, OSError):
-            if directory.is_dir() and Checkpoint.open(directory).version.revision == revision:
-                return directory
-    return None
 
 
 def _read_config(files: CheckpointFiles) -> PreTrainedConfig:

@@ -52,8 +52,8 @@ def status(
         # What takes seconds to import comes after what may be wrong at once.
         import asyncio
 
-        from swarm_plugins.cli.support.status_table import Joining, print_tables
-        from swarm_plugins.survey import survey
+        from swarm_plugins.cli.support.status_table import print_tables
+        from swarm_plugins.survey import Joining, survey
         from swarm_plugins.verification.quarantine import user_quarantine
 
         excluded = {peer: caught.reason for peer, caught in user_quarantine().peers().items()}

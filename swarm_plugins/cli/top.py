@@ -27,8 +27,7 @@ from swarm_plugins.errors import MissingBlocksError, TransportError, one_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from swarm_plugins.cli.support.status_table import Joining
-    from swarm_plugins.survey import ModelStatus
+    from swarm_plugins.survey import Joining, ModelStatus
     from swarm_plugins.transport.config import NodeConfig
 
 _PIPE_CHARS = 200
@@ -53,7 +52,7 @@ def top(
         # What takes seconds to import comes after what may be wrong at once.
         import asyncio
 
-        from swarm_plugins.cli.support.status_table import Joining
+        from swarm_plugins.survey import Joining
 
         joining = Joining(peers, discovery, secret_file)
         asyncio.run(_watch(config, model, joining, interval_s=interval, timeout_s=timeout))

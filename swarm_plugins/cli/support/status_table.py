@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console, RenderableType
@@ -13,9 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from swarm_plugins.checkpoint.source import find_directory
-from swarm_plugins.client.discovery.missing import ranges, runs, serve_command
-from swarm_plugins.survey import ModelStatus, ServerStatus
+from swarm_plugins.client.discovery.missing import ranges, runs
+from swarm_plugins.survey import Joining, ModelStatus, ServerStatus
 from swarm_plugins.transport.server_info import ServerInfo
 
 _NUMBERS = ("load", "tokens/s", "free KV tokens", "tokens/s a block")
@@ -28,38 +25,6 @@ _FITTING_CHARS = 80
 """Where all columns but one fit, only that one is folded."""
 _END_CHARS = 8
 """Characters kept from the end of a peer id in a narrow terminal: all ids start alike."""
-
-
-@dataclass(frozen=True)
-class Joining:
-    """How a server that fills a gap joins the swarm."""
-
-    initial_peers: Sequence[str] = ()
-    discovery: str = "dht"
-    secret_file: Path | None = None
-    directories: dict[str, Path | None] = field(default_factory=dict)
-    """Found so far, by version: looking for one takes seconds."""
-
-    def source(self, one: ModelStatus) -> str:
-        """Returns the model as `swarm serve` takes it, or ``PATH/TO/NAME``."""
-        if not one.version.startswith("local-"):
-            return one.model
-        # Servers announce the name of a directory, not where it is.
-        if one.version not in self.directories:
-            self.directories[one.version] = find_directory(one.model, one.version)
-        return str(self.directories[one.version] or f"PATH/TO/{one.model}")
-
-    def command(self, one: ModelStatus, blocks: range, experts: range | None = None) -> str:
-        """Returns the command that serves blocks, or experts of them."""
-        return serve_command(
-            self.source(one),
-            one.version,
-            blocks,
-            self.initial_peers,
-            experts=experts,
-            discovery=self.discovery,
-            secret_file=self.secret_file,
-        )
 
 
 def print_tables(found: Sequence[ModelStatus], console: Console | None = None, joining: Joining | None = None) -> None:

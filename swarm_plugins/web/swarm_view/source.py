@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,11 @@ from torch import nn
 
 from swarm_plugins import __version__
 from swarm_plugins.backbone.served import stack_of
-from swarm_plugins.checkpoint.source import find_directory
-from swarm_plugins.client.discovery.missing import runs, serve_command
+from swarm_plugins.client.discovery.missing import runs
 from swarm_plugins.client.discovery.network import LastingNetwork
 from swarm_plugins.errors import SwarmError, TransportError, one_line
 from swarm_plugins.routing.bans import Ban
-from swarm_plugins.survey import ModelStatus, ServerStatus, Surveyed, survey_node
+from swarm_plugins.survey import Joining, ModelStatus, ServerStatus, Surveyed, survey_node
 from swarm_plugins.transport.records import possible_round_trips
 from swarm_plugins.verification.quarantine import Quarantine, user_quarantine
 
@@ -97,7 +95,12 @@ class SwarmSource:
         self._started_at = float("-inf")
         self._renewed_at = float("-inf")
         self._models: list[dict[str, Any]] = []
-        self._sources: dict[str, str] = {}
+        self._joining = Joining(
+            connection.initial_peers,
+            connection.config.discovery,
+            connection.config.secret_file,
+            names={view.version.key: view.model for view in views if view.model},
+        )
         self._surveyed_at: float | None = None
 
     async def state(self) -> State:
@@ -137,20 +140,11 @@ class SwarmSource:
         lost = [view for view in self._views if view.version.key not in seen]
         found += [ModelStatus(view.version.key, view.version.name, view.num_blocks, []) for view in lost]
         # In a thread: fingerprints of directories take seconds, once.
-        self._sources = {one.version: await asyncio.to_thread(self._source, one) for one in found}
+        for one in found:
+            await asyncio.to_thread(self._joining.source, one)
         self._models = [self._describe(one) for one in found if one.num_blocks <= _MAX_BLOCKS]
         self._surveyed_at = time.time()
         return self._state("")
-
-    def _source(self, one: ModelStatus) -> str:
-        """Returns the model as `swarm serve` takes it, or ``PATH/TO/NAME``."""
-        if one.version in self._sources:
-            return self._sources[one.version]
-        known = next((view.model for view in self._views if view.version.key == one.version), None)
-        if known is not None or not one.version.startswith("local-"):
-            return known or one.model
-        # Servers announce the name of a directory, not where it is.
-        return str(find_directory(one.model, one.version) or f"PATH/TO/{one.model}")
 
     async def _node(self) -> Surveyed:
         network: object = self._connection.network
@@ -174,16 +168,6 @@ class SwarmSource:
     def _describe(self, one: ModelStatus) -> dict[str, Any]:
         views = [view for view in self._views if view.version.key == one.version]
         bans = {peer: ban for view in views for peer, ban in view.bans.details().items()}
-        config = self._connection.config
-        serve = functools.partial(
-            serve_command,
-            self._sources[one.version],
-            one.version,
-            initial_peers=self._connection.initial_peers,
-            without=[server.peer for server in one.servers if not server.is_reachable],
-            discovery=config.discovery,
-            secret_file=config.secret_file,
-        )
         shares = [*((blocks, None) for blocks in runs(one.missing)), *one.missing_experts][:_MAX_GAPS]
         return {
             **one.as_dict(),
@@ -191,11 +175,11 @@ class SwarmSource:
                 {
                     "blocks": [blocks.start, blocks.stop],
                     "experts": None if experts is None else [experts.start, experts.stop],
-                    "command": serve(blocks, experts=experts),
+                    "command": self._joining.command(one, blocks, experts),
                 }
                 for blocks, experts in shares
             ],
-            "join": serve(None),
+            "join": self._joining.command(one, None),
             "servers": [self._describe_server(server, bans) for server in one.servers],
         }
 

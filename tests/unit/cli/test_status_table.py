@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from swarm_plugins.checkpoint import Checkpoint
 from swarm_plugins.cli import app
-from swarm_plugins.cli.support.status_table import Joining, print_tables
-from swarm_plugins.survey import ModelStatus
+from swarm_plugins.cli.support.status_table import print_tables
+from swarm_plugins.survey import Joining, ModelStatus
 from swarm_plugins.testing.models import save_tiny
 from tests.unit.table_kit import columns_of
 from tests.unit.test_survey import STATUS, server

@@ -10,9 +10,9 @@ from rich.console import Console, Group
 from typer.testing import CliRunner
 
 from swarm_plugins.cli.main import app
-from swarm_plugins.cli.support.status_table import Joining, live_tables
+from swarm_plugins.cli.support.status_table import live_tables
 from swarm_plugins.cli.top import Rates
-from swarm_plugins.survey import ModelStatus
+from swarm_plugins.survey import Joining, ModelStatus
 from tests.unit.test_survey import STATUS, server
 
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
