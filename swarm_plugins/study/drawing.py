@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from swarm_plugins.errors import MissingExtraError
+from swarm_plugins.errors import naming_extras
 
 # What matplotlib draws with, and the colors that a browser puts in its place: light, dark.
 _COLORS = {
@@ -57,10 +57,8 @@ def tidy(axes: Any) -> None:
 
 
 def _matplotlib() -> Any:
-    try:
+    with naming_extras():
         import matplotlib.figure
-    except ImportError as exc:
-        raise MissingExtraError("pictures need matplotlib: pip install 'swarm_plugins[plot]'") from exc
     return matplotlib
 
 

@@ -118,7 +118,7 @@ def test_what_needs_it_says_in_one_sentence_how_to_install_it(tmp_path: Path) ->
     assert len(found) == 6
     for code, said in found:
         assert code == 1
-        assert "is missing: install it with: pip install 'swarm_plugins[lightning]'" in said
+        assert "is missing: install it, in the checkout, with: pip install -c constraints.txt -e '.[lightning]'" in said
         assert len(said.strip().splitlines()) == 1
     assert not (tmp_path / "demo").exists()
 

@@ -33,7 +33,8 @@ def test_without_the_extra_it_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     code, text = said()
     assert (code, text) == (
         1,
-        "swarm status: the package uvicorn is missing: install it with: pip install 'swarm_plugins[web]'",
+        "swarm status: the package uvicorn is missing: install it, in the checkout, with: "
+        "pip install -c constraints.txt -e '.[web]'",
     )
 
 

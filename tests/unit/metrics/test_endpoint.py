@@ -72,5 +72,6 @@ def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert serve("--metrics-port", "0") == (
         1,
-        "swarm serve: the package prometheus_client is missing: install it with: pip install 'swarm_plugins[metrics]'",
+        "swarm serve: the package prometheus_client is missing: install it, in the checkout, with: "
+        "pip install -c constraints.txt -e '.[metrics]'",
     )
