@@ -59,7 +59,7 @@ def check_draft_name(draft: str) -> None:
     """Checks that a draft is ``lookup``, the directory of a model, or can be the id of a repository ``USER/NAME``.
 
     Raises:
-        ConfigError: If it is none of them.
+        ConfigError: If it is neither.
     """
     if draft == "lookup":
         return

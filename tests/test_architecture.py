@@ -279,3 +279,11 @@ def test_the_docs_show_the_same_table() -> None:
         row = re.search(rf"^\| `{part}` \|([^|]*)\|", page, re.MULTILINE)
         assert row is not None, f"no row for `{part}` in the table of the architecture page"
         assert set(re.findall(r"`(\w+)`", row.group(1))) == allowed, f"the row of `{part}` differs from MAY_IMPORT"
+
+
+def test_the_docs_show_the_same_borders() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text().partition("Borders for other packages")[2]
+    shown: dict[str, set[str]] = {}
+    for packages, parts in re.findall(r"^\| (`[^|]*) \|([^|]*)\|$", page.partition("\n\n`")[0], re.MULTILINE):
+        shown |= {package: set(re.findall(r"`(\w+)`", parts)) for package in re.findall(r"`(\w+)`", packages)}
+    assert shown == THIRD_PARTY_BORDERS

@@ -25,7 +25,9 @@ sys.addaudithook(lambda event, args: seen.append(event) if event.startswith(watc
 before = dict(os.environ)
 import swarm_plugins
 changed = sorted(k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k))
-heavy = sorted({"torch", "transformers", "peft", "lightning", "hivemind", "numpy"} & set(sys.modules))
+heavy = {"torch", "transformers", "peft", "lightning", "hivemind", "numpy"}
+heavy |= {"fastapi", "starlette", "uvicorn", "openai", "llguidance", "prometheus_client"}
+heavy = sorted(heavy & set(sys.modules))
 print(json.dumps({"events": seen, "env": changed, "threads": threading.active_count(), "heavy": heavy}))
 """
 
@@ -49,6 +51,26 @@ def test_import_sets_no_environment_variable(probe: dict[str, object]) -> None:
 
 def test_import_loads_no_heavy_package(probe: dict[str, object]) -> None:
     assert probe["heavy"] == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "package", "name"),
+    [("web", "fastapi", "create_app"), ("metrics", "prometheus_client", "ServerCollector")],
+)
+def test_a_name_that_needs_an_extra_says_how_to_install_it(extra: str, package: str, name: str) -> None:
+    program = f"""
+import sys
+sys.modules[{package!r}] = None
+import swarm_plugins.{extra} as part
+assert {name!r} in dir(part)
+try:
+    part.{name}
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert result.stdout.startswith(f"MissingExtraError the package {package} is missing"), result.stderr
+    assert result.stdout.endswith(f"pip install -c constraints.txt -e '.[{extra}]'\n")
 
 
 @pytest.fixture(scope="module")

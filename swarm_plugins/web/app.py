@@ -54,7 +54,7 @@ def create_app(
     Raises:
         ConfigError: If an adapter was made for another version of the model.
         HubError: If the Hub does not have it.
-        CheckpointError: If it is no adapter, or does not fit the model.
+        CheckpointError: If its files cannot be read as an adapter, or it does not fit the model.
     """
     settings = settings or ApiSettings()
     models = Models(
