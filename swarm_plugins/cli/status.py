@@ -19,13 +19,11 @@ from swarm_plugins.cli.support.arguments import (
     require_addresses,
     split_addresses,
 )
-from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
-from swarm_plugins.errors import ConfigError, MissingBlocksError
+from swarm_plugins.cli.support.output import one_sentence_errors
+from swarm_plugins.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarm_plugins.transport.config import NodeConfig
-
-_PIPE_CHARS = 200
 
 
 def status(
@@ -52,22 +50,16 @@ def status(
         # What takes seconds to import comes after what may be wrong at once.
         import asyncio
 
-        from swarm_plugins.cli.support.status_table import print_tables
+        from swarm_plugins.cli.support.status_table import check_found, print_tables, table_console
         from swarm_plugins.survey import Joining, survey
         from swarm_plugins.verification.quarantine import user_quarantine
 
-        excluded = {peer: caught.reason for peer, caught in user_quarantine().peers().items()}
-        found = asyncio.run(survey(config, model, timeout_s=timeout, quarantined=excluded))
+        found = asyncio.run(survey(config, model, timeout_s=timeout, quarantined=user_quarantine().reasons()))
         if json:
             typer.echo(json_format.dumps([one.as_dict() for one in found], indent=2))
-        elif found:
-            print_tables(found, wide_console(_PIPE_CHARS), Joining(peers, discovery, secret_file))
-        if model is not None and not found:
-            raise MissingBlocksError(
-                f"no server of this swarm serves {model!r}; run `swarm status` without it to list what is served"
-            )
-        if not found and not json:
-            typer.echo("No server serves anything in this swarm.")
+        check_found(found, model, "status")
+        if not json:
+            print_tables(found, table_console(), Joining(peers, discovery, secret_file))
 
 
 def _watch(node: NodeConfig, model: str | None, timeout_s: float, host: str, port: int) -> None:

@@ -21,16 +21,14 @@ from swarm_plugins.cli.support.arguments import (
     client_node,
     require_addresses,
 )
-from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
-from swarm_plugins.errors import MissingBlocksError, TransportError, one_line
+from swarm_plugins.cli.support.output import one_sentence_errors
+from swarm_plugins.errors import TransportError, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from swarm_plugins.survey import Joining, ModelStatus
     from swarm_plugins.transport.config import NodeConfig
-
-_PIPE_CHARS = 200
 
 
 def top(
@@ -87,6 +85,7 @@ async def _watch(
 ) -> None:
     import asyncio
 
+    from swarm_plugins.cli.support.status_table import check_found, print_tables, table_console
     from swarm_plugins.survey import survey_node
     from swarm_plugins.transport.node import SwarmNode
     from swarm_plugins.verification.quarantine import user_quarantine
@@ -94,14 +93,15 @@ async def _watch(
     async with SwarmNode(config) as node:
 
         async def look() -> list[ModelStatus]:
-            excluded = {peer: caught.reason for peer, caught in user_quarantine().peers().items()}
             # Many servers that do not answer must not keep the screen empty.
-            within_s = 4 * timeout_s
+            within_s, excluded = 4 * timeout_s, user_quarantine().reasons()
             return await survey_node(node, wanted, timeout_s=timeout_s, within_s=within_s, quarantined=excluded)
 
-        console = wide_console(_PIPE_CHARS)
+        console = table_console()
         if not console.is_terminal or console.is_dumb_terminal:
-            _print_once(await look(), wanted, console, joining)
+            found = await look()
+            check_found(found, wanted, "top")
+            print_tables(found, console, joining)
             return
 
         async def redraw() -> None:
@@ -130,16 +130,6 @@ async def _watch(
             ended, _ = await asyncio.gather(*tasks, return_exceptions=True)
         if isinstance(ended, Exception):
             raise ended
-
-
-def _print_once(found: Sequence[ModelStatus], wanted: str | None, console: Console, joining: Joining) -> None:
-    from swarm_plugins.cli.support.status_table import print_tables
-
-    if wanted is not None and not found:
-        raise MissingBlocksError(f"no server of this swarm serves {wanted!r}; run `swarm top` without it to see all")
-    print_tables(found, console, joining)
-    if not found:
-        typer.echo("No server serves anything in this swarm.")
 
 
 @contextlib.contextmanager

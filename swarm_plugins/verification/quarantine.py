@@ -83,6 +83,10 @@ class Quarantine:
         now = self._clock()
         return {peer: caught for peer, caught in self._all().items() if now < caught.until}
 
+    def reasons(self) -> dict[str, str]:
+        """Returns why each of these peers is excluded."""
+        return {peer: caught.reason for peer, caught in self.peers().items()}
+
     def add(self, peer: str, *, model: str, reason: str, evidence: str = "") -> Caught:
         """Excludes a peer for a day."""
         now = self._clock()

@@ -11,7 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from swarm_plugins.cli.support.output import wide_console
 from swarm_plugins.client.discovery.missing import ranges, runs
+from swarm_plugins.errors import MissingBlocksError
 from swarm_plugins.survey import Joining, ModelStatus, ServerStatus
 from swarm_plugins.transport.server_info import ServerInfo
 
@@ -20,6 +22,7 @@ _NARROW = ("peer", "blocks", "state", "dtype", "load", "free KV tokens")
 _COLUMNS = (*_NARROW, "tokens/s a block")
 _LIVE_NARROW = ("peer", "blocks", "state", "load", "tokens/s", "free KV tokens")
 _LIVE_COLUMNS = ("peer", "blocks", "state", "dtype", "load", "tokens/s", "free KV tokens", "tokens/s a block")
+_PIPE_CHARS = 200
 _WIDE_CHARS = 140
 _FITTING_CHARS = 80
 """Where all columns but one fit, only that one is folded."""
@@ -27,13 +30,27 @@ _END_CHARS = 8
 """Characters kept from the end of a peer id in a narrow terminal: all ids start alike."""
 
 
-def print_tables(found: Sequence[ModelStatus], console: Console | None = None, joining: Joining | None = None) -> None:
+def table_console() -> Console:
+    """Returns a console for `print_tables`."""
+    return wide_console(_PIPE_CHARS)
+
+
+def check_found(found: Sequence[ModelStatus], wanted: str | None, command: str) -> None:
+    """Raises MissingBlocksError if nothing that was asked for is served."""
+    if wanted is not None and not found:
+        raise MissingBlocksError(
+            f"no server of this swarm serves {wanted!r}; run `swarm {command}` without it to list what is served"
+        )
+
+
+def print_tables(found: Sequence[ModelStatus], console: Console, joining: Joining | None = None) -> None:
     """Prints one table per model version, and commands to serve its missing blocks.
 
     A narrow terminal shows only the ends of peer ids, and no throughput.
     """
-    console = console or Console()
     joining = joining or Joining()
+    if not found:
+        console.print("No server serves anything in this swarm.")
     for one in found:
         console.print(_table(one, console.width))
         for line in _remarks_of(one, console.width):

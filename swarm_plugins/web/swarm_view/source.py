@@ -127,7 +127,7 @@ class SwarmSource:
                     self._wanted,
                     timeout_s=self._timeout_s,
                     within_s=_SERVERS_S,
-                    quarantined={peer: caught.reason for peer, caught in self._quarantine.peers().items()},
+                    quarantined=self._quarantine.reasons(),
                     max_models=_MAX_MODELS,
                     max_servers=_MAX_SERVERS,
                 )

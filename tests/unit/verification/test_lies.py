@@ -27,7 +27,7 @@ def clean_losses(directory: Path) -> list[float]:
 
 
 def listed(cache: Path) -> dict[str, str]:
-    return {peer: caught.reason for peer, caught in Quarantine(cache / "quarantine.json").peers().items()}
+    return Quarantine(cache / "quarantine.json").reasons()
 
 
 @pytest.mark.parametrize(
