@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from serve_kit import ADDRESS, found_in_line, serving
 from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
@@ -26,24 +22,6 @@ from swarm_plugins.transport.identity import create_identity_file, load_identity
 
 IDS = torch.tensor([[5, 17, 99, 23]])
 END_S = 30.0
-
-
-@contextmanager
-def serving(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Runs `swarm serve`, and yields it with its address."""
-    command = [sys.executable, "-m", "swarm_plugins", "serve", str(model), "--blocks", "0:4", "--threads", "1"]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*command, *options], stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-        )
-        try:
-            assert process.stdout is not None
-            found = re.search(r"--initial-peers (\S+)", process.stdout.readline())
-            assert found, log.read_text()
-            yield process, found[1]
-        finally:
-            process.kill()
-            process.communicate()
 
 
 def states_seen_from(address: str) -> dict[str, str]:
@@ -61,12 +39,12 @@ def drain(*arguments: str) -> tuple[int, str]:
 @torch.no_grad()
 def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None:
     directory = save_tiny("llama", tmp_path / "tiny-llama")
-    key, other_key = tmp_path / "server.key", tmp_path / "other.key"
+    key, other_key, log, second_log = (tmp_path / name for name in ("server.key", "other.key", "1.log", "2.log"))
     create_identity_file(other_key)
     local = AutoModelForCausalLM.from_pretrained(directory).eval()
-    log, second_log = tmp_path / "first.log", tmp_path / "second.log"
-    options = ("--identity", str(key), "--log-format", "json", "--log-level", "info", "--drain-s", "120")
-    with serving(directory, log, *options) as (one, address):
+    options = ["--identity", str(key), "--log-format", "json", "--log-level", "info", "--drain-s", "120"]
+    with serving(directory, log, "--blocks", "0:4", *options) as one:
+        address = found_in_line(one, ADDRESS, log)
         model = AutoSwarmModelForCausalLM.from_pretrained(
             directory, initial_peers=[address], swarm=SwarmConfig(refresh_s=0.5)
         )
@@ -79,7 +57,8 @@ def test_sessions_end_first_and_a_second_signal_is_final(tmp_path: Path) -> None
         code, text = drain(address, "--identity", str(key))
         assert code == 0, text
         assert "drains; open sessions: 1; it ends when they have, 120 s from now at the latest." in text
-        with serving(directory, second_log, "--initial-peers", address) as (two, second):
+        with serving(directory, second_log, "--blocks", "0:4", "--initial-peers", address) as two:
+            second = found_in_line(two, ADDRESS, second_log)
             for _ in range(4):
                 tokens = torch.cat([tokens, model(tokens[:, -1:], past_key_values=cache).logits.argmax(-1)], dim=1)
             want = local.generate(IDS, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)

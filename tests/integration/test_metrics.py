@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from serve_kit import ADDRESS, found_in_line, serving
 
 from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.client import SwarmConnection, connect
@@ -33,26 +29,8 @@ def scraped(url: str) -> dict[tuple[str, ...], float]:
         }
 
 
-@contextmanager
-def serving(model: Path, log: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Runs `swarm serve`, and yields it with the address of its metrics, before its blocks are loaded."""
-    command = [sys.executable, "-m", "swarm_plugins", "serve", str(model), "--blocks", "0:4", "--threads", "1"]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*command, "--metrics-port", "0", "--drain-s", "0"],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            assert process.stdout is not None
-            shown = re.fullmatch(r"Metrics: (http://127\.0\.0\.1:\d+/metrics)\n", process.stdout.readline())
-            assert shown, log.read_text()
-            yield process, shown[1]
-        finally:
-            process.kill()
-            process.communicate()
+METRICS = r"^Metrics: (http://127\.0\.0\.1:\d+/metrics)$"
+OPTIONS = ("--blocks", "0:4", "--metrics-port", "0", "--drain-s", "0")
 
 
 def client_bytes(connection: SwarmConnection) -> list[float | None]:
@@ -64,16 +42,15 @@ def client_bytes(connection: SwarmConnection) -> list[float | None]:
 @pytest.mark.swarm
 def test_a_server_shows_what_its_client_has_asked(tmp_path: Path) -> None:
     model = save_tiny("llama", tmp_path / "tiny-llama")
-    with serving(model, tmp_path / "stderr") as (process, url):
-        assert process.stdout is not None
-        address = re.search(r"--initial-peers (\S+)", process.stdout.readline())
-        assert address, (tmp_path / "stderr").read_text()
-        with connect([address[1]], SwarmConfig()) as connection:
+    log = tmp_path / "stderr"
+    with serving(model, log, *OPTIONS) as process:
+        url, address = found_in_line(process, METRICS, log), found_in_line(process, ADDRESS, log)
+        with connect([address], SwarmConfig()) as connection:
             remote = AutoSwarmModelForCausalLM.from_pretrained(model, connection=connection)
             remote.generate(IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False)
             server, (sent, received) = scraped(url), client_bytes(connection)
             assert connection.peers is not None
-            info = connection.loop.run(connection.peers.info(address[1].rpartition("/")[2]))
+            info = connection.loop.run(connection.peers.info(address.rpartition("/")[2]))
         assert server["swarm_server_online",] == 1
         assert server["swarm_server_tokens_total", "prefill"] == 4
         assert server["swarm_server_tokens_total", "decode"] == 3
@@ -99,7 +76,8 @@ def test_metrics_are_there_while_the_blocks_are_loaded(tmp_path: Path) -> None:
     nowhere = tmp_path / "empty"
     nowhere.mkdir()
     os.mkfifo(nowhere / "config.json")  # a disk that does not answer
-    with serving(nowhere, tmp_path / "stderr") as (_, url):
-        found = scraped(url)
+    log = tmp_path / "stderr"
+    with serving(nowhere, log, *OPTIONS) as process:
+        found = scraped(found_in_line(process, METRICS, log))
         assert found.get(("swarm_server_online",), 0.0) == 0
         assert found["process_resident_memory_bytes",] > 0

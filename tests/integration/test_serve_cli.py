@@ -6,21 +6,19 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from serve_kit import serving
 from typer.testing import CliRunner
 
 from swarm_plugins.cli import app
 from swarm_plugins.testing.models import save_tiny
 
 START_S = 120.0
-SERVE = (sys.executable, "-m", "swarm_plugins", "serve")
 UNREACHABLE = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWApEShz4n5KuL88TVJAAbyU4udP5iyNqB8iocfren7Wnb"
 
 
@@ -34,23 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_prints_how_to_join_and_its_memory_and_ends_cleanly(
     model: Path, number: signal.Signals, tmp_path: Path
 ) -> None:
-    with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            [*SERVE, str(model), "--num-blocks", "3", "--threads", "1", "--drain-s", "200"],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            assert process.stdout is not None
-            line, memory = process.stdout.readline(), process.stdout.readline()
-            daemons = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(number)
-            rest, _ = process.communicate(timeout=60)  # there are no sessions to wait for
-        finally:
-            process.kill()
-            process.wait()
+    log = tmp_path / "stderr"
+    with serving(model, log, "--num-blocks", "3", "--drain-s", "200") as process:
+        assert process.stdout is not None
+        line, memory = process.stdout.readline(), process.stdout.readline()
+        daemons = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=60)  # there are no sessions to wait for
     assert re.fullmatch(
         r"Serving blocks 0:3 of 4 of tiny-llama@local-[0-9a-f]{40}; others join with: swarm serve \S+tiny-llama "
         r"(--initial-peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+ ?)+\n",
@@ -61,31 +49,22 @@ def test_prints_how_to_join_and_its_memory_and_ends_cleanly(
     assert rest == ""
     assert process.returncode == 0
     assert psutil.wait_procs(daemons, 30)[1] == []
-    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.swarm
-def test_signal_while_it_starts_ends_it_too(model: Path) -> None:
-    process = subprocess.Popen(
-        [*SERVE, str(model), "--initial-peers", UNREACHABLE, "--threads", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
+def test_signal_while_it_starts_ends_it_too(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "stderr"
+    with serving(model, log, "--initial-peers", UNREACHABLE) as process:
         deadline = time.monotonic() + START_S
         while not psutil.Process(process.pid).children():  # it has come as far as the network
             assert time.monotonic() < deadline
             time.sleep(0.05)
         daemons = psutil.Process(process.pid).children(recursive=True)
         process.terminate()
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+        process.wait(60)
     assert process.returncode == 0
-    assert "Traceback" not in errors
+    assert "Traceback" not in log.read_text()
     assert psutil.wait_procs(daemons, 30)[1] == []
 
 
