@@ -102,7 +102,8 @@ def broken() -> dict[str, Any]:
 class Answer:
     """What the API says to one request."""
 
-    parts: Sequence[str] = ("Hello", " there", ".")
+    parts: Sequence[str | dict[str, str] | None] = ("Hello", " there", ".")
+    """Texts, other deltas; None: a part that cannot be read."""
     status: int = 200
     error: str = ""
     """Message of an error: of the whole answer with another status, else after the parts."""
@@ -123,6 +124,8 @@ class FakeApi:
     state: dict[str, Any] | None = field(default_factory=healthy)
     """None: 404."""
     state_status: int = 200
+    is_hanging: bool = False
+    """The state comes only when the test lets it go on."""
     key: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     num_states: int = 0
@@ -152,6 +155,8 @@ class FakeApi:
         self.num_states += 1
         if self._is_refused(request):
             return refusal(401, "an API key is needed")
+        if self.is_hanging:
+            await self._held()
         if self.state is None:
             return refusal(404, "Not Found")
         return JSONResponse({**self.state, "surveyed_at": time.time()}, status_code=self.state_status)
@@ -171,7 +176,9 @@ class FakeApi:
             for index, part in enumerate(answer.parts):
                 if index == answer.hold_after:
                     await self._held()
-                yield event(choices=[{"index": 0, "delta": {"content": part}, "finish_reason": None}])
+                delta = {"content": part} if isinstance(part, str) else part
+                whole = event(choices=[{"index": 0, "delta": delta, "finish_reason": None}])
+                yield "data: {\n\n" if part is None else whole
                 await asyncio.sleep(answer.part_s)
             is_whole = True
             if answer.error:

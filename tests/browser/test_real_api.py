@@ -12,7 +12,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.support.select import Select
 from web_kit import TEMPLATE, served
 
-from swarm_plugins import AutoSwarmModelForCausalLM
+from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.testing import InProcessSwarm, SimulatedCompute, save_tiny, tiny_model, tiny_tokenizer
 from swarm_plugins.web import create_app
 
@@ -39,7 +39,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def swarm(model: Path) -> Iterator[InProcessSwarm]:
     # Slow enough to be stopped, or to lose a server, in the middle of an answer.
-    with InProcessSwarm(model, spans=SPANS, compute=[SimulatedCompute(call_s=0.01)] * 3) as swarm:
+    compute = [SimulatedCompute(call_s=0.01)] * 3
+    with InProcessSwarm(model, spans=SPANS, compute=compute, config=SwarmConfig(max_retries=2)) as swarm:
         yield swarm
 
 
@@ -92,8 +93,11 @@ def test_stop_ends_the_generation(page: Page, swarm: InProcessSwarm) -> None:
     page.type_into("#max_tokens", "400")
     page.say("Hello")
     page.wait(lambda: page.answers[-1:] not in ([], [""]), "the answer does not begin")
+    assert swarm.num_sessions > 0
     page.click("#stop")
     page.wait_text(".note", "Stopped.")
+    # A generation that goes on to its end keeps its sessions for the next turn.
+    page.wait(lambda: swarm.num_sessions == 0, "servers still hold the session")
     assert ask(page, "Hello", 2), "the next one is answered"
 
 

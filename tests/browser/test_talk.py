@@ -26,7 +26,7 @@ def test_an_answer_streams_and_says_who_computed_it(page: Page, api: FakeApi) ->
     for fact in ("4 tokens", "24 cached", PEERS[0][-8:], PEERS[1][-8:]):
         assert fact in page.text(".facts")
     assert page.one("#messages").get_attribute("aria-busy") == "false"
-    assert page.text("#announcer") == "" or "complete" in page.one("#announcer").get_attribute("textContent")
+    assert page.one("#announcer").get_attribute("textContent") == "The answer is complete"
     [asked] = api.asked
     assert asked == {
         "model": MODEL,
@@ -67,6 +67,36 @@ def test_escape_stops_too(page: Page, api: FakeApi) -> None:
     page.wait(lambda: page.answers == ["Hello"], "the answer does not begin")
     page.one("#prompt").send_keys(Keys.ESCAPE)
     page.wait_text(".note", "Stopped.")
+
+
+def test_thoughts_are_shown_apart_and_are_not_sent_again(page: Page, api: FakeApi) -> None:
+    thoughts = ({"reasoning_content": "Rayleigh"}, {"reasoning_content": " again."})
+    api.answers = [Answer((*thoughts, "Because."), hold_after=2)]
+    page.open().say("Why?")
+    page.wait_text(".thought summary", "Thinking")
+    assert not page.is_shown(".waiting")
+    page.click(".thought summary")
+    page.wait_text(".thought p", "Rayleigh again.")
+    api.going_on.set()
+    page.wait_answer("Because.")
+    assert page.text(".thought") == "Thoughts Rayleigh again."
+    page.say("Sure?")
+    page.wait_answer("Hello there.")
+    assert api.asked[1]["messages"][1] == {"role": "assistant", "content": "Because."}
+    assert len([one for one in page.all(".thought") if one.is_displayed()]) == 1
+
+
+def test_the_focus_stays_when_buttons_change_places(page: Page, api: FakeApi) -> None:
+    api.answers = [Answer(hold_after=1)]
+    page.open()
+    page.wait(lambda: page.one("#model").is_enabled(), "the models are not there")
+    page.one("#prompt").send_keys("Hello", Keys.TAB)
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    page.wait(lambda: page.answers == ["Hello"], "the answer does not begin")
+    assert page.driver.switch_to.active_element == page.one("#stop")
+    api.going_on.set()
+    page.wait_answer("Hello there.")
+    assert page.driver.switch_to.active_element == page.one("#prompt")
 
 
 def test_regenerate_asks_the_same_again(page: Page, api: FakeApi) -> None:
@@ -120,61 +150,6 @@ def test_a_setting_out_of_range_is_not_sent(page: Page, api: FakeApi) -> None:
     assert page.one("#prompt").get_attribute("value") == "Hello"
 
 
-@pytest.mark.parametrize(
-    ("answer", "shown"),
-    [
-        pytest.param(Answer(status=400, error="the prompt is too long"), "The prompt is too long.", id="refused"),
-        pytest.param(Answer(("Part",), error="no server holds blocks 0:4"), "No server holds blocks 0:4.", id="midway"),
-        pytest.param(Answer(("Part",), breaks_off=True), "The answer broke off", id="broken off"),
-    ],
-)
-def test_a_failure_is_one_sentence_and_can_be_tried_again(page: Page, api: FakeApi, answer: Answer, shown: str) -> None:
-    api.answers = [answer, Answer(("Fine now",))]
-    page.open().say("Hello")
-    page.wait_text(".message .notice", shown)
-    assert page.answers == (["Part"] if answer.status == 200 else [""])
-    assert page.text("#again") == "Try again"
-    page.click("#again")
-    page.wait_answer("Fine now")
-    assert not page.is_shown(".message .notice")
-    assert api.asked[0] == api.asked[1]
-
-
-def test_an_answer_that_is_cut_says_so(page: Page, api: FakeApi) -> None:
-    api.answers = [Answer(finish="length")]
-    page.open().say("Hello")
-    page.wait_text(".note", "as many tokens as are allowed")
-
-
-def test_a_key_is_asked_for_and_kept_in_this_tab_alone(page: Page, api: FakeApi) -> None:
-    api.key = "right"
-    page.open()
-    page.wait(lambda: page.is_shown("#key"), "no key is asked for")
-    page.type_into("#key", "wrong")
-    page.one("#key").send_keys(Keys.ENTER)
-    page.wait_text("#key-wrong", "does not accept this key")
-    page.type_into("#key", "right")
-    page.click("#key-form .main")
-    page.wait_text("#welcome-title", "Talk with SmolLM2")
-    page.say("Hello")
-    page.wait_answer("Hello there.")
-    assert page.run("return [sessionStorage.getItem('swarm.key'), localStorage.length]") == ["right", 0]
-
-
-def test_without_a_key_it_says_what_is_missing(page: Page, api: FakeApi) -> None:
-    api.key = "right"
-    page.open()
-    page.wait(lambda: page.is_shown("#key"), "no key is asked for")
-    page.click("#key-cancel")
-    page.wait_text("#welcome-title", "This server asks for an API key.")
-    page.click(".give-key")
-    page.wait(lambda: page.is_shown("#key"), "the key is not asked for again")
-    page.type_into("#key", "right")
-    page.click("#key-form .main")
-    page.wait_text("#welcome-title", "Talk with SmolLM2")
-    assert not page.is_shown(".give-key")
-
-
 def test_a_conversation_outlives_a_reload_and_ends_by_a_button(page: Page, api: FakeApi) -> None:
     page.open().say("Hello")
     page.wait_answer("Hello there.")
@@ -221,15 +196,6 @@ def test_everything_can_be_done_by_keyboard(page: Page, api: FakeApi) -> None:
     page.driver.switch_to.active_element.send_keys(Keys.NULL, "another", Keys.ENTER)
     page.wait_answer("Hello there.")
     assert api.asked[0]["messages"][-1]["content"] == "One line\nanother"
-
-
-def test_a_server_that_is_not_there_yet_is_waited_for(page: Page, api: FakeApi) -> None:
-    api.models = []
-    page.open()
-    page.wait_text("#welcome-title", "This server offers no model.")
-    assert not page.one("#send").is_enabled()
-    api.models = [MODEL]
-    page.wait_text("#welcome-title", "Talk with SmolLM2")
 
 
 def test_without_a_swarm_there_is_one_view(page: Page, api: FakeApi) -> None:

@@ -9,6 +9,7 @@ const STORED = "swarm.conversation";
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const LONGEST_EVENT = 1 << 20;
 const NEAR_THE_END = 80;
+const LOST = "The answer broke off: the connection to the server is lost.";
 
 let messages = [];
 let running = null;
@@ -19,8 +20,10 @@ let lastId = 0;
 
 function store() {
   const settings = Object.fromEntries(["system", ...NUMBERS].map((name) => [name, $(name).value]));
+  // An answer on its way ends with the page.
+  const kept = messages.map((one) => (one === running?.message ? { ...one, error: LOST } : one));
   try {
-    sessionStorage.setItem(STORED, JSON.stringify({ messages, settings, model: $("model").value }));
+    sessionStorage.setItem(STORED, JSON.stringify({ messages: kept, settings, model: $("model").value }));
   } catch {
     // A full store: the conversation goes on, and is lost when the page is loaded again.
   }
@@ -94,11 +97,11 @@ function draw(element, text) {
   }));
 }
 
-function factsOf({ rate, tokens, cached, servers = [], seconds }) {
+function factsOf({ rate, tokens, cached, servers = [], timeToFirstToken }) {
   const said = [];
   if (rate > 0) said.push(`${rate.toFixed(1)} tokens/s`);
   if (tokens > 0) said.push(tokens === 1 ? "1 token" : `${tokens} tokens`);
-  if (seconds > 0) said.push(`first after ${duration(Number(seconds.toPrecision(2)))}`);
+  if (timeToFirstToken > 0) said.push(`first after ${duration(Number(timeToFirstToken.toPrecision(2)))}`);
   if (cached > 0) said.push(`${cached} cached`);
   const children = said.map((text) => make("span", {}, text));
   if (servers.length > 0) {
@@ -122,7 +125,10 @@ function actionsOf(message, isLast) {
 
 function drawRest(article, message, isLast, isBusy) {
   const under = [];
-  if (isBusy && message.content === "") under.push(make("p", { className: "waiting" }, "Waiting for the first word"));
+  const isThinking = isBusy && message.content === "";
+  article.parts.thought.hidden = message.thought === "";
+  setText(article.parts.thought.firstChild, isThinking ? "Thinking" : "Thoughts");
+  if (isThinking && message.thought === "") under.push(make("p", { className: "waiting" }, "Waiting for the first word"));
   if (message.note) under.push(make("p", { className: "note" }, message.note));
   if (message.error) under.push(make("p", { className: "notice bad", role: "alert" }, message.error));
   article.parts.under.replaceChildren(...under);
@@ -132,11 +138,12 @@ function drawRest(article, message, isLast, isBusy) {
 function createMessage(message) {
   const isAnswer = message.role === "assistant";
   const [text, under] = [make("div", { className: "text" }), make("div")];
+  const thought = make("details", { className: "thought", hidden: true }, make("summary"), make("p"));
   // A screen reader reads the answer, not each figure under it.
   const foot = make("div", { className: "foot", ariaLive: "off" });
   const article = make("article", { className: `message ${isAnswer ? "assistant" : "user"}` });
-  article.append(make("h2", { className: "away" }, isAnswer ? "Answer" : "You"), text, ...(isAnswer ? [under, foot] : []));
-  article.parts = { text, under, foot };
+  article.append(make("h2", { className: "away" }, isAnswer ? "Answer" : "You"), ...(isAnswer ? [thought, text, under, foot] : [text]));
+  article.parts = { thought, text, under, foot };
   return article;
 }
 
@@ -146,8 +153,10 @@ function updateMessage(article, message) {
   const isLast = message === messages.at(-1);
   const isBusy = running !== null && running.message === message;
   article.classList.toggle("busy", isBusy);
-  const { note, error, facts, content } = message;
-  drawIfChanged(article, [isLast, isBusy, content === "", note, error, facts], () => drawRest(article, message, isLast, isBusy));
+  const { note, error, facts, content, thought } = message;
+  setText(article.parts.thought.lastChild, thought);
+  const seen = [isLast, isBusy, content === "", thought === "", note, error, facts];
+  drawIfChanged(article, seen, () => drawRest(article, message, isLast, isBusy));
 }
 
 function drawAll() {
@@ -157,11 +166,15 @@ function drawAll() {
 
 function update() {
   const isRunning = running !== null;
+  const focused = document.activeElement;
   $("stop").hidden = !isRunning;
   $("send").hidden = isRunning;
   $("send").disabled = models.length === 0 || $("prompt").value.trim() === "";
   $("new").disabled = messages.length === 0 && !isRunning;
   $("messages").ariaBusy = String(isRunning);
+  // A button that is hidden would lose the focus.
+  if (isRunning && focused === $("send")) $("stop").focus();
+  if (!isRunning && focused === $("stop")) $("prompt").focus();
 }
 
 function followEnd(work) {
@@ -174,7 +187,9 @@ function followEnd(work) {
 // -- asking -----------------------------------------------------------------------------------------------------------
 
 function body() {
-  const history = messages.filter((one) => one.content !== "").map(({ role, content }) => ({ role, content }));
+  // Without the answer to come, and without questions whose answer has no text: templates demand turns that alternate.
+  const turns = messages.slice(0, -1).filter((one, index, all) => one.content !== "" && all[index + 1]?.content !== "");
+  const history = turns.map(({ role, content }) => ({ role, content }));
   const system = $("system").value.trim();
   const wanted = { model: $("model").value, stream: true, stream_options: { include_usage: true } };
   wanted.messages = system === "" ? history : [{ role: "system", content: system }, ...history];
@@ -206,13 +221,15 @@ function take(turn, chunk) {
   if (chunk.error) throw new Failure(chunk.error.message ?? "The server failed, and does not say why.");
   const choice = chunk.choices?.[0];
   const text = choice?.delta?.content ?? "";
-  if (text !== "") {
+  const thought = choice?.delta?.reasoning_content ?? "";
+  if (text !== "" || thought !== "") {
     const now = performance.now();
-    facts.seconds ??= (now - turn.started) / 1000;
+    facts.timeToFirstToken ??= (now - turn.started) / 1000;
     turn.first ??= now;
     turn.parts += 1;
     if (now - turn.first > 300) facts.rate = ((turn.parts - 1) * 1000) / (now - turn.first);
     message.content += text;
+    message.thought += thought;
   }
   if (choice?.finish_reason === "length") message.note = "The answer ends here: it has as many tokens as are allowed.";
   if (chunk.usage) facts.tokens = chunk.usage.completion_tokens;
@@ -244,24 +261,30 @@ async function receive(turn) {
 function sentence(error) {
   if (error instanceof Failure) return error.message;
   if (error instanceof SyntaxError) return "The answer cannot be read: a part of it is not JSON.";
-  return "The answer broke off: the connection to the server is lost.";
+  return LOST;
 }
 
 async function answer() {
-  const message = { role: "assistant", content: "", id: (lastId += 1) };
+  const message = { role: "assistant", content: "", thought: "", id: (lastId += 1) };
   const facts = (message.facts = {});
   const turn = { message, facts, stopper: new AbortController(), started: performance.now(), parts: 0 };
   running = turn;
   messages.push(message);
   drawAll();
   update();
+  store();
+  forgetRefusal();
   $("scroll").scrollTop = $("scroll").scrollHeight;
   announce("Waiting for the answer");
   try {
     await receive(turn);
+    if (message.content === "") message.note ??= "The answer has no text.";
   } catch (error) {
     if (turn.stopper.signal.aborted) message.note = "Stopped.";
     else message.error = sentence(error);
+  } finally {
+    // What cannot be read is not generated further.
+    turn.stopper.abort();
   }
   // A new conversation may have begun meanwhile.
   if (running !== turn) return;
@@ -332,6 +355,7 @@ function listen() {
   $("toggle").addEventListener("click", () => openSettings($("settings").hidden));
   $("settings").addEventListener("submit", (event) => event.preventDefault());
   $("settings").addEventListener("change", store);
+  window.addEventListener("pagehide", store);
   $("model").addEventListener("change", () => {
     greet();
     store();

@@ -75,6 +75,7 @@ export class Failure extends Error {
 }
 
 const KEY = "swarm.key";
+const LONGEST_MS = 45_000; // a survey of the swarm may take 30 s
 let asking = null;
 let isDeclined = false;
 
@@ -104,20 +105,26 @@ export function forgetRefusal() {
   isDeclined = false;
 }
 
-/** Sends a request with the key of this tab; asks for one if the server wants it. */
+/** Returns the key of this tab, unless it is one that no request can carry. */
+function storedKey() {
+  const key = sessionStorage.getItem(KEY);
+  return /^[!-~]+$/.test(key ?? "") ? key : null;
+}
+
+/** Sends a request with the key of this tab; asks for one if the server wants it. Without a signal, it has a deadline. */
 export async function request(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem(KEY);
+    const key = storedKey();
     const headers = { ...options.headers, ...(key === null ? {} : { Authorization: `Bearer ${key}` }) };
     let response;
     try {
-      response = await fetch(path, { ...options, headers });
+      response = await fetch(path, { signal: AbortSignal.timeout(LONGEST_MS), ...options, headers });
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new Failure("The server of this page does not answer. Is it still running?");
     }
     if (response.status !== 401) return response;
-    if (sessionStorage.getItem(KEY) !== key) continue;
+    if (storedKey() !== key) continue;
     if (isDeclined || !(await askForKey(key !== null))) throw new Failure("This server asks for an API key.", 401);
   }
 }
@@ -136,18 +143,21 @@ export async function failureOf(response) {
 
 // -- copying ----------------------------------------------------------------------------------------------------------
 
+/** Returns whether a text has been copied. */
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
+    return true;
   } catch {
     // Pages that come over plain HTTP from another machine have no clipboard of their own.
     const area = make("textarea", { value: text, className: "away", ariaHidden: "true" });
     const focused = document.activeElement;
     document.body.append(area);
     area.select();
-    document.execCommand("copy");
+    const isCopied = document.execCommand("copy");
     area.remove();
     focused?.focus();
+    return isCopied;
   }
 }
 
@@ -155,9 +165,9 @@ async function copy(text) {
 export function copyButton(text, what) {
   const button = make("button", { type: "button", className: "quiet copy", ariaLabel: `Copy ${what}` }, "Copy");
   button.addEventListener("click", async () => {
-    await copy(typeof text === "function" ? text() : text);
-    button.textContent = "Copied";
-    announce(`Copied ${what}`);
+    const isCopied = await copy(typeof text === "function" ? text() : text);
+    button.textContent = isCopied ? "Copied" : "Not copied";
+    announce(isCopied ? `Copied ${what}` : `The browser does not copy ${what}: select it by hand`);
     setTimeout(() => (button.textContent = "Copy"), 2000);
   });
   return button;
