@@ -24,7 +24,7 @@ help:
 	@echo "make chaos   ten minutes of faults on a swarm, with a printed seed; make chaos-short: half a minute"
 	@echo "make study   DeepSpeed-MoE's claims about small models, trained and measured here (hours)"
 	@echo "make image compose-env    what compose.yaml needs: the image, keys, secrets and .env (needs Docker, no Python)"
-	@echo "make lint | types | docs | notebook | pictures | build | format | clean"
+	@echo "make lint | types | docs | notebook | pictures | page-pictures | build | format | clean"
 
 venv: $(STAMP)
 
