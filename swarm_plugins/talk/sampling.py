@@ -44,9 +44,14 @@ class Sampling:
         if type(self.top_k) is not int or self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k!r}; expected a whole number, 0 (all tokens) or more")
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether always the likeliest token is chosen."""
+        return self.temperature < _GREEDY_BELOW
+
     def options(self) -> dict[str, Any]:
         """Returns the arguments of ``generate()``, in place of the model's own settings."""
-        if self.temperature < _GREEDY_BELOW:
+        if self.is_greedy:
             return {"do_sample": False}
         return {
             "do_sample": True,

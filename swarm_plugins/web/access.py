@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import Request
+from starlette.exceptions import HTTPException
 
 from swarm_plugins.web.protocol.errors import ApiError
 from swarm_plugins.web.settings import ApiSettings
@@ -20,16 +21,16 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_GUARDED = ("/v1", "/api", "/metrics")
-"""Paths that need a key, if there are keys; the page itself is for everybody."""
+_OPEN = ("/", "/page/")
+"""The page itself needs no key, and the files below the second."""
 
 _BODY_S = 30.0
 """Longest pause within a request."""
 
 
-def owner_of(request: Request) -> str:
+def tenant_of(request: Request) -> str:
     """Returns whose request this is; an empty text where there are no keys."""
-    return str(request.scope.get("swarm.owner", ""))
+    return str(request.scope.get("swarm.tenant", ""))
 
 
 class Access:
@@ -53,27 +54,28 @@ class Access:
             await self._app(scope, receive, send)
             return
         try:
-            owner = self._owner(scope)
-            self._check_length(scope)
-            if owner and scope["method"] == "POST" and self._running[owner] >= self._settings.max_running_per_key:
+            tenant = self._tenant(scope)
+            if tenant and scope["method"] == "POST" and self._running[tenant] >= self._settings.max_running_per_key:
                 raise ApiError(
-                    f"{self._running[owner]} requests of this key are running, the most that may: wait for one",
+                    f"{self._running[tenant]} requests of this key are running, the most that may: wait for one",
                     status=429,
                     code="rate_limit_exceeded",
                 )
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        scope["swarm.owner"] = owner
+        scope["swarm.tenant"] = tenant
         counted = int(scope["method"] == "POST")
-        self._running[owner] += counted
+        self._running[tenant] += counted
         try:
             await self._app(scope, self._bounded(receive), send)
         finally:
-            self._running[owner] -= counted
+            self._running[tenant] -= counted
 
-    def _owner(self, scope: Scope) -> str:
-        if not self._keys or not str(scope["path"]).startswith(_GUARDED):
+    def _tenant(self, scope: Scope) -> str:
+        # An app that is mounted sees its own place in the path.
+        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
+        if not self._keys or path == _OPEN[0] or path.startswith(_OPEN[1]):
             return ""
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         kind, _, key = given.partition(b" ")
@@ -88,27 +90,23 @@ class Access:
             )
         return shown
 
-    def _check_length(self, scope: Scope) -> None:
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if not length.isdigit() or int(length) > self._settings.max_body_bytes:
-            raise self._too_long()
-
-    def _too_long(self) -> ApiError:
-        return ApiError(
-            f"the request is longer than {self._settings.max_body_bytes} bytes", status=413, code="request_too_large"
-        )
-
     def _bounded(self, receive: Receive) -> Receive:
-        read, is_complete = 0, False
+        """Raises HTTPException, the only error that FastAPI passes on while it reads a body."""
+        most, read, is_complete = self._settings.max_body_bytes, 0, False
 
         async def next_message() -> Message:
             nonlocal read, is_complete
-            # After the body, only the end of the connection can come, whenever the client leaves.
-            message = await (receive() if is_complete else asyncio.wait_for(receive(), _BODY_S))
+            try:
+                # After the body, only the end of the connection can come, whenever the client leaves.
+                message = await (receive() if is_complete else asyncio.wait_for(receive(), _BODY_S))
+            except TimeoutError as error:
+                raise HTTPException(
+                    408, f"the request has stopped for {_BODY_S:g} s: send it without a pause"
+                ) from error
             is_complete = not message.get("more_body", False)
             read += len(message.get("body", b""))
-            if read > self._settings.max_body_bytes:
-                raise self._too_long()
+            if read > most:
+                raise HTTPException(413, f"the request is longer than {most} bytes: send less at once")
             return message
 
         return next_message

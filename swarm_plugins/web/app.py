@@ -43,6 +43,8 @@ def create_app(
 ) -> FastAPI:
     """Returns an app for any ASGI server: ``uvicorn.run(create_app(model, tokenizer))``.
 
+    Where it is mounted in another app, that one has to run its lifespan: it lets go of conversations that are too old.
+
     Args:
         model: A causal language model: on a swarm, with offloaded experts, or a plain one.
         tokenizer: Its tokenizer.
@@ -55,6 +57,7 @@ def create_app(
         ConfigError: If an adapter was made for another version of the model.
         HubError: If the Hub does not have it.
         CheckpointError: If its files cannot be read as an adapter, or it does not fit the model.
+        TransportError: If none of the model's initial peers answers.
     """
     settings = settings or ApiSettings()
     models = Models(
@@ -90,17 +93,13 @@ def create_app(
         app.include_router(state_router(source))
     app.include_router(metrics_router(engine))
     app.include_router(page_router(chat=True))
-    app.add_middleware(_access, settings=settings)
+    app.add_middleware(Access, settings=settings)
     return app
 
 
 def _with_adapter(model: Any, adapter: str, *, endpoint: str | None) -> Any:
     repo, tag = split_tag(adapter)
     return load_adapter(model, repo, tag, endpoint=endpoint)
-
-
-def _access(app: Any, settings: ApiSettings) -> Access:
-    return Access(app, settings)
 
 
 async def _sweep(engine: Engine) -> None:

@@ -12,7 +12,7 @@ class ApiSettings:
     """Bounds and keys of an API."""
 
     api_keys: tuple[str, ...] = ()
-    """Keys of which a request has to show one, as ``Authorization: Bearer KEY``. None: everybody may ask."""
+    """Keys of which a request has to show one, as ``Authorization: Bearer KEY``. Empty: everybody may ask."""
 
     max_running: int = 8
     """Requests that generate at once; further ones wait their turn."""
@@ -32,8 +32,11 @@ class ApiSettings:
     max_context_tokens: int | None = None
     """Longest prompt and answer together. None: what the model can read."""
 
+    max_caches: int = 32
+    """Finished conversations that are kept for their next turn; each is a session on every server of its chain."""
+
     cache_bytes: int = 1 << 30
-    """Keys and values of finished conversations that are kept for their next turn, wherever they lie."""
+    """Most keys and values of all of them together, wherever they lie."""
 
     cache_age_s: float = 300.0
     """Seconds that they are kept."""
@@ -47,7 +50,7 @@ class ApiSettings:
     def __post_init__(self) -> None:
         for name in ("max_running", "max_running_per_key", "max_answers", "max_body_bytes", "max_adapters"):
             _check_whole(name, getattr(self, name), 1)
-        for name in ("max_waiting", "cache_bytes"):
+        for name in ("max_waiting", "max_caches", "cache_bytes"):
             _check_whole(name, getattr(self, name), 0)
         if self.max_context_tokens is not None:
             _check_whole("max_context_tokens", self.max_context_tokens, 2)

@@ -52,7 +52,7 @@ class Answers(StoppingCriteria):
         request: What was asked.
         tokenizer: Turns tokens into text.
         ends: Tokens that end an answer.
-        tell: Called with each event, in the generating thread.
+        emit: Called with each event, in the generating thread.
         recorder: Has the step's log probabilities, if they are wanted.
     """
 
@@ -61,12 +61,12 @@ class Answers(StoppingCriteria):
         request: Generation,
         tokenizer: PreTrainedTokenizerBase,
         ends: Collection[int],
-        tell: Callable[[Event], object],
+        emit: Callable[[Event], object],
         recorder: Recorder | None,
     ) -> None:
         self._request = request
         self._ends = frozenset(ends)
-        self._tell = tell
+        self._emit = emit
         self._recorder = recorder
         skip = not request.keep_special_tokens
 
@@ -89,9 +89,9 @@ class Answers(StoppingCriteria):
         text = answer.add(token, token in self._ends)
         scored = () if self._recorder is None else (self._score(answer.index, token),)
         if text or scored:
-            self._tell(Piece(answer.index, text, scored))
+            self._emit(Piece(answer.index, text, scored))
         if answer.reason is not None:
-            self._tell(Finished(answer.index, answer.reason, tuple(answer.tokens)))
+            self._emit(Finished(answer.index, answer.reason, tuple(answer.tokens)))
 
     def _score(self, row: int, token: int) -> Scored:
         recorded = None if self._recorder is None else self._recorder.logprobs
@@ -105,8 +105,8 @@ class Answers(StoppingCriteria):
             if answer.reason is None:
                 text = answer.end("length")
                 if text:
-                    self._tell(Piece(answer.index, text))
-                self._tell(Finished(answer.index, answer.reason or "length", tuple(answer.tokens)))
+                    self._emit(Piece(answer.index, text))
+                self._emit(Finished(answer.index, answer.reason or "length", tuple(answer.tokens)))
 
     @property
     def num_tokens(self) -> int:

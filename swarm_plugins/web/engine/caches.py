@@ -27,6 +27,7 @@ class CacheStore:
     """Keeps caches with the tokens that they hold, the newest ones, within bounds; safe to use from several threads.
 
     Args:
+        max_caches: Most caches.
         max_bytes: Most bytes of keys and values in all caches together, wherever they lie.
         max_age_s: Seconds after which an unused one is let go.
         token_bytes: Bytes of keys and values of one token.
@@ -34,8 +35,15 @@ class CacheStore:
     """
 
     def __init__(
-        self, *, max_bytes: int, max_age_s: float, token_bytes: int, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        max_caches: int,
+        max_bytes: int,
+        max_age_s: float,
+        token_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.max_caches = max_caches
         self.max_bytes = max_bytes
         self.max_age_s = max_age_s
         self.token_bytes = token_bytes
@@ -49,7 +57,7 @@ class CacheStore:
         A cache that shares less than half of its own tokens is left to its conversation.
 
         Args:
-            key: Model, adapter and owner.
+            key: Model, adapter and tenant.
             tokens: The prompt; its last token is never in a cache, since its logits are needed.
 
         Returns:
@@ -70,14 +78,14 @@ class CacheStore:
         return best.cache, shared
 
     def put(self, key: Hashable, tokens: Sequence[int], cache: Any) -> None:
-        """Keeps a cache that holds some tokens, if it is small enough and can be cropped."""
+        """Keeps a cache that holds some tokens, if it is neither too large nor useless and can be cropped."""
         croppable = all(getattr(layer, "is_croppable", False) for layer in getattr(cache, "layers", ()))
-        if not croppable or len(tokens) * self.token_bytes > self.max_bytes:
+        if not croppable or len(tokens) < _MIN_SHARED_TOKENS or len(tokens) * self.token_bytes > self.max_bytes:
             return
         with self._lock:
             self._kept.append(_Kept(key, tuple(tokens), cache, self._clock()))
             self._drop_old()
-            while self._bytes() > self.max_bytes:
+            while len(self._kept) > self.max_caches or self._bytes() > self.max_bytes:
                 del self._kept[0]
 
     def drop_old(self) -> None:

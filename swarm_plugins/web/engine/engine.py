@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from swarm_plugins.errors import CapacityError
 from swarm_plugins.web.engine.caches import CacheStore
-from swarm_plugins.web.engine.grammar import GrammarProcessor
 from swarm_plugins.web.engine.models import Models
 from swarm_plugins.web.engine.request import Done, Event, Generation
 from swarm_plugins.web.engine.run import Run
 from swarm_plugins.web.settings import ApiSettings
 
 
-class OverloadedError(CapacityError):
+class QueueFullError(CapacityError):
     """Too many requests wait already."""
 
 
@@ -37,7 +37,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.settings = settings
         self.caches = CacheStore(
-            max_bytes=settings.cache_bytes, max_age_s=settings.cache_age_s, token_bytes=_token_bytes(models.base)
+            max_caches=settings.max_caches,
+            max_bytes=settings.cache_bytes,
+            max_age_s=settings.cache_age_s,
+            token_bytes=_token_bytes(models.base),
         )
         self.reading = threading.Lock()
         """Held while text becomes tokens: tokenizers keep settings of a call in themselves."""
@@ -59,11 +62,11 @@ class Engine:
         """Yields a generation's events; leaving the iterator ends it and frees its session.
 
         Raises:
-            OverloadedError: If too many requests wait.
+            QueueFullError: If too many requests wait.
             SwarmError: If servers are missing or fail.
         """
         if self._turns.locked() and self.waiting >= self.settings.max_waiting:
-            raise OverloadedError(
+            raise QueueFullError(
                 f"{self.running} requests are running and {self.waiting} wait, the most that may: try again later"
             )
         self.waiting += 1
@@ -73,12 +76,13 @@ class Engine:
             self.waiting -= 1
         self.running += 1
         try:
-            async for event in self._events(request):
-                if isinstance(event, Done):
-                    self.prompt_tokens += event.prompt_tokens
-                    self.cached_tokens += event.cached_tokens
-                    self.new_tokens += event.new_tokens
-                yield event
+            async with contextlib.aclosing(self._events(request)) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        self.prompt_tokens += event.prompt_tokens
+                        self.cached_tokens += event.cached_tokens
+                        self.new_tokens += event.new_tokens
+                    yield event
         finally:
             self.running -= 1
             self._turns.release()
@@ -86,22 +90,17 @@ class Engine:
     async def _events(self, request: Generation) -> AsyncGenerator[Event, None]:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        started = _Started()
 
-        def tell(event: Event | None) -> None:
+        def emit(event: Event | None) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
+
+        run = Run(self.models, self.tokenizer, request, self.caches, emit)
 
         def work() -> None:
             try:
-                model = self.models.get(request.adapter)
-                grammar = (
-                    None
-                    if request.grammar is None
-                    else GrammarProcessor(request.grammar, self.tokenizer, len(request.tokens), request.n)
-                )
-                started.run(Run(model, self.tokenizer, request, self.caches, tell, grammar))
+                run()
             finally:
-                tell(None)
+                emit(None)
 
         future = loop.run_in_executor(self._threads, work)
         try:
@@ -109,31 +108,9 @@ class Engine:
                 yield event
             await future
         finally:
-            started.cancel()
+            run.cancel()
             # A cancelled run's error has no reader.
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-class _Started:
-    """A run that another thread may cancel, before it begins too."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._run: Run | None = None
-        self._is_cancelled = False
-
-    def run(self, run: Run) -> None:
-        with self._lock:
-            if self._is_cancelled:
-                return
-            self._run = run
-        run()
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._is_cancelled = True
-        if self._run is not None:
-            self._run.cancel()
 
 
 def _token_bytes(model: Any) -> int:

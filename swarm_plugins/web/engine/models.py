@@ -101,14 +101,14 @@ class Models:
 
     def names(self) -> list[str]:
         """Returns the names that requests can give."""
-        return [self.name, *(f"{self.name}:{adapter}" for adapter in self._adapters)]
+        return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
 
     def get(self, adapter: str | None) -> Any:
         """Returns the model with an adapter, loaded if need be.
 
         Raises:
             ConfigError: If the adapter was made for another version of the base.
-            CheckpointError: If it is none, or does not fit the model.
+            CheckpointError: If it is not an adapter, or does not fit the model.
             HubError: If the Hub does not have it.
             CapacityError: If there are as many adapters as may be.
         """

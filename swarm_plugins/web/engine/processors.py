@@ -1,7 +1,8 @@
 """Logits processors of one request. Its draws are its own: transformers samples from the generator of the process.
 
-In their order: probabilities are recorded as the model gives them; penalties, bias and grammar change logits; then
-temperature, top-k, top-p and min-p (transformers' own), and noise, so that the greedy choice is a sample.
+In their order: probabilities are recorded as the model and its generation config (``repetition_penalty``) give them;
+penalties, bias and grammar change logits; then temperature, top-k, top-p and min-p (transformers' own), and noise, so
+that the greedy choice is a sample. All take logits ``[B, vocabulary]`` and the tokens before them, ``[B, T]``.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def processors_of(
         chosen.append(Bias(request.logit_bias))
     if grammar is not None:
         chosen.append(grammar)
-    if request.sampling.temperature > 0:
+    if not request.sampling.is_greedy:
         chosen += _warpers(request.sampling)
         chosen.append(Sampler(request.seed))
     return LogitsProcessorList(chosen)

@@ -52,8 +52,8 @@ class Generation:
     adapter: str | None = None
     """Name of the adapter to use."""
 
-    owner: str = ""
-    """Whose conversation this is: a kept cache serves its owner alone."""
+    tenant: str = ""
+    """Whose conversation this is, if there are keys: a kept cache serves its tenant alone."""
 
     keep_special_tokens: bool = False
     """Whether special tokens appear in the text: parsers of tool calls look for them."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.responses import JSONResponse, Response
 
-from swarm_plugins.web.access import owner_of
+from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.models import end_tokens
 from swarm_plugins.web.engine.request import Done, Scored
@@ -31,7 +31,7 @@ def chat_router(engine: Engine, prompts: Prompts) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=None)
     async def create(body: ChatRequest, request: Request) -> Response:
-        prepared = await prepare(body, owner_of(request), engine, prompts)
+        prepared = await prepare(body, tenant_of(request), engine, prompts)
         events = while_connected(request, engine.generate(prepared.generation))
         said = read_messages(events, body, prepared)
         answer = _Answer(engine, body)

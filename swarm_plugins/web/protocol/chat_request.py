@@ -10,7 +10,6 @@ import anyio.to_thread
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from pydantic import Field, model_validator
 
-from swarm_plugins.talk.sampling import default_sampling
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.grammar import check_grammar, json_grammar
 from swarm_plugins.web.engine.request import Generation
@@ -26,6 +25,8 @@ Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-
 class TextPart(Fields):
     """A part of a message."""
 
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "cache_control", "logprobs"})
+
     type: Literal["text"]
     text: str
 
@@ -39,6 +40,8 @@ class CalledFunction(Fields):
 
 class Call(Fields):
     """A call in an earlier message."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"index"})
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -58,6 +61,7 @@ class Message(Fields):
     """One message of a conversation."""
 
     known: ClassVar[frozenset[str]] = frozenset({"audio", "function_call", "refusal"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"annotations"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -157,12 +161,6 @@ class ChatRequest(SamplingFields):
                 raise ValueError(f"tool_choice names {wanted!r}, which is not among the tools")
         return self
 
-    def check(self) -> None:
-        """Raises ApiError if there is a field that cannot be honoured."""
-        super().check()
-        for message in self.messages:
-            message.check()
-
     @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model is told of."""
@@ -190,7 +188,7 @@ class Prepared(NamedTuple):
     """Set if the prompt begins a call: the answer goes on with its JSON."""
 
 
-async def prepare(body: ChatRequest, owner: str, engine: Engine, prompts: Prompts) -> Prepared:
+async def prepare(body: ChatRequest, tenant: str, engine: Engine, prompts: Prompts) -> Prepared:
     """Returns what a request asks for.
 
     Raises:
@@ -199,7 +197,7 @@ async def prepare(body: ChatRequest, owner: str, engine: Engine, prompts: Prompt
         ConfigError: If a JSON schema cannot be enforced.
     """
     body.check()
-    adapter = engine.models.split(body.model)
+    engine.models.split(body.model)  # an unknown model is the first thing to say
     found = tool_format(engine.tokenizer)
     own = getattr(engine.tokenizer, "response_template", None)
     template = own or (found and found.template)
@@ -220,20 +218,15 @@ async def prepare(body: ChatRequest, owner: str, engine: Engine, prompts: Prompt
     grammar = await _grammar(body, opened, engine)
     tokens = await prompts.of_text(text, special=False)
     wanted = body.max_completion_tokens or body.max_tokens
-    generation = Generation(
-        tokens=tuple(tokens),
+    generation = body.generation(
+        engine,
+        tokens,
         max_new_tokens=prompts.room(tokens, wanted, param="messages"),
-        sampling=body.sampling(default_sampling(engine.models.base)),
-        seed=body.seed,
         n=body.answers(engine.settings.max_answers),
         stop=_stops(body, found),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        logit_bias=body.bias(engine.models.vocabulary),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
         grammar=grammar,
-        adapter=adapter,
-        owner=owner,
+        tenant=tenant,
         keep_special_tokens=template is not None,
     )
     thinks = "<think>\n" if text.rstrip().endswith("<think>") else ""

@@ -15,8 +15,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from pydantic import Field, field_validator, model_validator
 from starlette.responses import JSONResponse, Response
 
-from swarm_plugins.talk.sampling import default_sampling
-from swarm_plugins.web.access import owner_of
+from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Done, Event, Finished, Generation, Piece, PromptScored, Scored
 from swarm_plugins.web.protocol.counts import extension, usage
@@ -86,7 +85,6 @@ def completions_router(engine: Engine, prompts: Prompts) -> APIRouter:
 
 async def _generations(body: CompletionRequest, request: Request, engine: Engine, prompts: Prompts) -> list[Generation]:
     body.check()
-    adapter = engine.models.split(body.model)
     wanted = body.prompts()
     answers = body.answers(engine.settings.max_answers, len(wanted))
     found = []
@@ -99,20 +97,14 @@ async def _generations(body: CompletionRequest, request: Request, engine: Engine
                 code="invalid_value",
             )
         found.append(
-            Generation(
-                tokens=tuple(tokens),
+            body.generation(
+                engine,
+                tokens,
                 max_new_tokens=prompts.room(tokens, body.max_tokens, param="prompt", default=_DEFAULT_TOKENS),
-                sampling=body.sampling(default_sampling(engine.models.base)),
-                seed=body.seed,
                 n=answers,
-                stop=body.stops(),
                 logprobs=body.logprobs,
                 score_prompt=bool(body.echo) and body.logprobs is not None,
-                logit_bias=body.bias(engine.models.vocabulary),
-                presence_penalty=body.presence_penalty or 0.0,
-                frequency_penalty=body.frequency_penalty or 0.0,
-                adapter=adapter,
-                owner=owner_of(request),
+                tenant=tenant_of(request),
             )
         )
     return found
@@ -165,21 +157,25 @@ class _Answer:
         begun: set[int] = set()
         ends = []
         async for number, event in events:
-            if isinstance(event, Piece):
-                index = number * self._per_prompt + event.index
-                text = event.text if index in begun else self._echoed(number) + event.text
-                begun.add(index)
-                yield self._part([{"index": index, "text": text, "finish_reason": None, **self._scores(event.scored)}])
-            elif isinstance(event, Finished):
-                index = number * self._per_prompt + event.index
-                yield self._part([{"index": index, "text": "", "finish_reason": event.reason, "logprobs": None}])
-            elif isinstance(event, Done):
+            if isinstance(event, Done):
                 ends.append(event)
+                continue
+            first = number * self._per_prompt
+            all_of_it = range(first, first + self._per_prompt)
+            for index in all_of_it if isinstance(event, PromptScored) else (first + event.index,):
+                text = "" if index in begun else self._echoed(number)
+                begun.add(index)
+                if isinstance(event, Piece):
+                    text += event.text
+                yield self._part([{"index": index, "text": text, **self._rest(event)}])
         if self._body.include_usage:
             yield self._part([], **_counts(ends))
 
-    def _scores(self, scored: Sequence[Scored]) -> dict[str, Any]:
-        return {"logprobs": text_logprobs(self._tokenizer, scored) if scored else None}
+    def _rest(self, event: Piece | Finished | PromptScored) -> dict[str, Any]:
+        if isinstance(event, Finished):
+            return {"finish_reason": event.reason, "logprobs": None}
+        logprobs = text_logprobs(self._tokenizer, event.scored) if event.scored else None
+        return {"finish_reason": None, "logprobs": logprobs}
 
     def _part(self, choices: list[dict[str, Any]], **more: Any) -> Completion:
         # A part says that its choice goes on, which OpenAI's type for whole answers does not foresee.

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from swarm_plugins.errors import (
@@ -20,18 +20,19 @@ from swarm_plugins.errors import (
     TransportError,
     UnsupportedError,
     one_line,
+    printable,
 )
 from swarm_plugins.web.engine.models import UnknownModelError
 
 log = logging.getLogger(__name__)
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CLIENT_LEFT = 499
+"""A status that only logs see."""
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before the answer was complete."""
 
 
 class ApiError(SwarmError):
@@ -79,6 +80,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(text, status=502, code="server_failed")
     if isinstance(error, ConfigError | UnsupportedError | CheckpointError):
         return ApiError(text)
+    if isinstance(error, RecursionError):
+        return ApiError("the request is nested too deeply")
     log.error("a request failed", exc_info=error)
     return ApiError("an internal error; the server's log has the details", status=500)
 
@@ -101,8 +104,13 @@ def add_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(SwarmError, on_error)
-    app.add_exception_handler(Exception, on_error)
+
+    async def on_leaving(request: Request, error: Exception) -> Response:
+        return Response(status_code=_CLIENT_LEFT)
+
+    for expected in (SwarmError, RecursionError, Exception):
+        app.add_exception_handler(expected, on_error)
+    app.add_exception_handler(ClientLeftError, on_leaving)
 
 
 def invalid(details: Any) -> ApiError:
@@ -110,7 +118,7 @@ def invalid(details: Any) -> ApiError:
     first = next(iter(details), None)
     if first is None:
         return ApiError("the request is not valid")
-    place = [str(part) for part in first.get("loc", ()) if part != "body"]
+    place = [printable(str(part)) for part in first.get("loc", ()) if part != "body"]
     if first.get("type") == "json_invalid":
         return ApiError("the request's body is not JSON", code="invalid_json")
     param = ".".join(place) or None

@@ -7,12 +7,15 @@ is a field that OpenAI does not know.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from swarm_plugins.talk.sampling import Sampling
+from swarm_plugins.errors import printable
+from swarm_plugins.talk.sampling import Sampling, default_sampling
+from swarm_plugins.web.engine.engine import Engine
+from swarm_plugins.web.engine.request import Generation
 from swarm_plugins.web.protocol.errors import ApiError
 
 Stop = Annotated[str, Field(min_length=1, max_length=200)]
@@ -32,18 +35,48 @@ class Fields(BaseModel):
     })  # fmt: skip
     """Names that do not change the answer."""
 
-    def check(self) -> None:
-        """Raises ApiError if there is a field that cannot be honoured."""
+    def check(self, place: str = "") -> None:
+        """Raises ApiError if there is a field that cannot be honoured, here or further in.
+
+        Args:
+            place: Where this lies in the request, such as ``messages.0.``.
+        """
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name in self.ignored or (name in self.known and value is None):
                 continue
+            param = printable(place + name)[:100]
             if name in self.known:
                 raise ApiError(
-                    f"the field {name!r} is not supported by this server: leave it out",
-                    param=name,
+                    f"the field {param!r} is not supported by this server: leave it out",
+                    param=param,
                     code="unsupported_parameter",
                 )
-            raise ApiError(f"unrecognized field {name[:100]!r}", param=name[:100], code="unknown_parameter")
+            raise ApiError(f"unrecognized field {param!r}", param=param, code="unknown_parameter")
+        for name in self.model_fields_set:
+            _check_inside(getattr(self, name), place + name)
+
+
+def _check_inside(value: Any, place: str) -> None:
+    """Raises ApiError if a value has fields that cannot be honoured, or text that has no bytes."""
+    if isinstance(value, Fields):
+        value.check(f"{place}.")
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            _check_inside(one, f"{place}.{index}")
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            _check_inside(name, place)
+            _check_inside(one, f"{place}.{name}")
+    elif isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            param = printable(place)[:100]
+            raise ApiError(
+                f"{param} has half of a character at {error.start}: send both surrogates, or neither",
+                param=param,
+                code="invalid_value",
+            ) from error
 
 
 class StreamOptions(Fields):
@@ -100,6 +133,20 @@ class SamplingFields(Fields):
     def stops(self) -> tuple[str, ...]:
         """Returns the texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def generation(self, engine: Engine, tokens: Sequence[int], **more: Any) -> Generation:
+        """Returns the generation that is wanted after a prompt; ``more``: its other fields."""
+        chosen: dict[str, Any] = {"stop": self.stops(), **more}
+        return Generation(
+            tokens=tuple(tokens),
+            sampling=self.sampling(default_sampling(engine.models.base)),
+            seed=self.seed,
+            logit_bias=self.bias(engine.models.vocabulary),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            adapter=engine.models.split(self.model),
+            **chosen,
+        )
 
     def answers(self, most: int, prompts: int = 1) -> int:
         """Returns how many answers each prompt gets; raises ApiError if they are more than ``most`` together."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio.to_thread
-from jinja2 import TemplateError
 
 from swarm_plugins.errors import one_line
 from swarm_plugins.web.engine.engine import Engine
@@ -17,8 +16,7 @@ class Prompts:
     """Makes tokens of prompts.
 
     Args:
-        engine: Has tokenizer and model.
-        max_context_tokens: Longest prompt and answer together.
+        engine: Has tokenizer, model, and the bound of prompt and answer together.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -49,7 +47,7 @@ class Prompts:
 
         try:
             return await anyio.to_thread.run_sync(read)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is a program of the model's
             raise ApiError(
                 f"the model's chat template does not take these messages ({one_line(error)})", param="messages"
             ) from error
@@ -82,7 +80,7 @@ class Prompts:
         if not prompt:
             raise ApiError("the prompt is empty: give at least one token", param=param, code="invalid_value")
         room = self.context - len(prompt)
-        if room < 1 or (wanted is not None and wanted > room):
+        if room < (1 if wanted is None else wanted):
             asked = "" if wanted is None else f" and {wanted} of the answer"
             raise ApiError(
                 f"the model reads {self.context} tokens, and this request has {len(prompt)} of the prompt{asked}: "
@@ -90,4 +88,6 @@ class Prompts:
                 param=param,
                 code="context_length_exceeded",
             )
-        return min(room, default) if wanted is None and default is not None else wanted or room
+        if wanted is not None:
+            return wanted
+        return room if default is None else min(room, default)

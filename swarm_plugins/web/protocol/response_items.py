@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarm_plugins.web.protocol.errors import ApiError
-from swarm_plugins.web.protocol.tools import Part
+from swarm_plugins.web.protocol.tools import Part, ToolCall
 
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -90,7 +90,7 @@ class Items:
     def add(self, part: Part) -> list[dict[str, Any]]:
         """Adds a part of the answer."""
         if part.call is not None:
-            return [*self.close(), *self._call(part)]
+            return [*self.close(), *self._call(part.call)]
         if part.field != "content" or not part.text:
             return []
         events = [] if self._id is not None else self._open()
@@ -130,10 +130,8 @@ class Items:
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": len(self.whole), "content_index": 0}
 
-    def _call(self, part: Part) -> list[dict[str, Any]]:
-        call, index = part.call, len(self.whole)
-        if call is None:
-            return []
+    def _call(self, call: ToolCall) -> list[dict[str, Any]]:
+        index = len(self.whole)
         identity = uuid.uuid4().hex
         item = {
             "id": f"fc_{identity}",

@@ -12,7 +12,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, Response
 
-from swarm_plugins.web.access import owner_of
+from swarm_plugins.web.access import tenant_of
 from swarm_plugins.web.engine.engine import Engine
 from swarm_plugins.web.engine.request import Done
 from swarm_plugins.web.protocol.chat_request import ChatRequest, prepare
@@ -102,7 +102,7 @@ def responses_router(engine: Engine, prompts: Prompts) -> APIRouter:
     @router.post("/v1/responses", response_model=None)
     async def create(body: ResponseRequest, request: Request) -> Response:
         chat = body.as_chat()
-        prepared = await prepare(chat, owner_of(request), engine, prompts)
+        prepared = await prepare(chat, tenant_of(request), engine, prompts)
         events = while_connected(request, engine.generate(prepared.generation))
         said = read_messages(events, chat, prepared)
         answer = _Answer(body)

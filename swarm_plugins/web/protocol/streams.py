@@ -12,13 +12,9 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 
-from swarm_plugins.web.protocol.errors import api_error
+from swarm_plugins.web.protocol.errors import ClientLeftError, api_error
 
 T = TypeVar("T")
-
-
-class ClientLeftError(Exception):
-    """The client closed its connection before the answer was complete."""
 
 
 async def while_connected(request: Request, events: AsyncGenerator[T, None]) -> AsyncIterator[T]:
@@ -28,13 +24,17 @@ async def while_connected(request: Request, events: AsyncGenerator[T, None]) -> 
         ClientLeftError: If it does.
     """
     leaving = asyncio.create_task(_until_gone(request))
-    following: asyncio.Future[T] | None = None
     try:
         async with contextlib.aclosing(events):
             while True:
                 following = asyncio.ensure_future(anext(events))
-                await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                if not following.done():
+                try:
+                    await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    # A generator cannot be closed while it runs.
+                    if following.cancel():
+                        await asyncio.wait({following})
+                if following.cancelled():
                     raise ClientLeftError
                 try:
                     event = following.result()
@@ -43,8 +43,6 @@ async def while_connected(request: Request, events: AsyncGenerator[T, None]) -> 
                 yield event
     finally:
         leaving.cancel()
-        if following is not None:
-            following.cancel()
 
 
 async def _until_gone(request: Request) -> None:

@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from web_kit import client_of, served
+from web_kit import MESSAGES, client_of, expected, served
 
 from swarm_plugins import load_adapter, load_offloaded
 from swarm_plugins.errors import CapacityError, ConfigError
@@ -19,8 +19,6 @@ from swarm_plugins.testing import save_tiny
 from swarm_plugins.web import create_app
 from swarm_plugins.web.engine.models import Models, UnknownModelError, twin
 from swarm_plugins.web.protocol.errors import api_error
-
-MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
@@ -38,19 +36,11 @@ def adapters(model: Any, tmp_path: Path) -> list[str]:
     return folders
 
 
-def expected(model: Any, tokenizer: Any) -> str:
-    text = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        tokens = model.generate(input_ids=ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
-    return str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
-
-
 def test_adapters_answer_at_the_same_time_each_as_it_does_alone(
     model: Any, tokenizer: Any, adapters: list[str]
 ) -> None:
-    alone = [expected(model, tokenizer)]
-    alone += [expected(load_adapter(twin(model), Path(one)).eval(), tokenizer) for one in adapters]
+    alone = [expected(model, tokenizer, 16)]
+    alone += [expected(load_adapter(twin(model), Path(one)).eval(), tokenizer, 16) for one in adapters]
     assert len(set(alone)) == 3
     names = ["tiny", *(f"tiny:{one}" for one in adapters)]
     app = create_app(model, tokenizer, name="tiny", adapters=adapters)
@@ -107,7 +97,7 @@ def test_a_copy_shares_all_tensors(model: Any) -> None:
 @pytest.mark.parametrize("family", ["mixtral"])
 def test_an_offloaded_model_answers_many_at_once(family: str, tmp_path: Path, tokenizer: Any) -> None:
     model: Any = load_offloaded(save_tiny(family, tmp_path / "moe")).eval()
-    alone = expected(model, tokenizer)
+    alone = expected(model, tokenizer, 16)
     with served(create_app(model, copy.deepcopy(tokenizer), name="moe")) as url, client_of(url) as client:
 
         def ask(_: int) -> str | None:

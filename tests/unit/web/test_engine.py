@@ -11,7 +11,7 @@ import torch
 
 from swarm_plugins.talk.sampling import Sampling
 from swarm_plugins.testing import InProcessSwarm
-from swarm_plugins.web.engine.engine import Engine, OverloadedError
+from swarm_plugins.web.engine.engine import Engine, QueueFullError
 from swarm_plugins.web.engine.models import Models
 from swarm_plugins.web.engine.request import Done, Event, Finished, Generation, Piece, PromptScored
 from swarm_plugins.web.settings import ApiSettings
@@ -94,7 +94,7 @@ def test_more_requests_than_may_wait_are_refused(model: Any, tokenizer: Any) -> 
         finally:
             engine.close()
 
-    refused = [one for one in asyncio.run(crowd()) if isinstance(one, OverloadedError)]
+    refused = [one for one in asyncio.run(crowd()) if isinstance(one, QueueFullError)]
     assert len(refused) == 2
 
 

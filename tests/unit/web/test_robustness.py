@@ -14,6 +14,8 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from web_kit import client_of, served
 
 from swarm_plugins.testing import InProcessSwarm
@@ -32,7 +34,9 @@ def until(condition: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_session(url: str, swarm: InProcessSwarm, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_session(
+    url: str, swarm: InProcessSwarm, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     body = {**ENDLESS, "stream": stream}
     path, patience_s = f"{url}/v1/chat/completions", 60.0 if stream else 2.0
     with (
@@ -42,6 +46,8 @@ def test_a_client_that_leaves_frees_its_session(url: str, swarm: InProcessSwarm,
     ):
         next(answer.iter_lines())
     until(lambda: swarm.num_sessions == 0)
+    until(lambda: "running_requests 0.0" in httpx2.get(f"{url}/metrics").text)
+    assert not caplog.records  # leaving is not a fault
 
 
 def test_a_killed_server_leaves_a_streamed_answer_equal(tiny: Any, tokenizer: Any) -> None:
@@ -98,9 +104,8 @@ def test_bounds_of_a_key_and_of_a_body(guarded: str) -> None:
     assert caught.value.status_code == 413
 
 
-SCALARS = st.one_of(
-    st.none(), st.booleans(), st.integers(-10, 10), st.integers(), st.floats(), st.text(max_size=20), st.just("user")
-)
+TEXTS = st.text(st.characters(), max_size=20)  # with half characters, too
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-10, 10), st.integers(), st.floats(), TEXTS, st.just("user"))
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
 )
@@ -144,6 +149,62 @@ def test_what_is_no_request_is_refused_in_openais_shape(url: str, content: bytes
     assert httpx2.post(f"{url}/v1/nothing", json={}).json()["error"]["code"] == "unknown_url"
 
 
+@pytest.mark.parametrize(
+    ("path", "changes", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "half \ud800"}]},
+            "messages.0.content has half",
+        ),
+        ("/v1/completions", {"prompt": ["\udfff"]}, "prompt.0 has half of a character at 0"),
+        ("/v1/responses", {"input": "a", "half \ud800": 1}, "unicode string"),
+        ("/v1/completions", {"logit_bias": {"\ud800": 1.0}}, "ids of tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "mood": 1}]}, "'messages.0.mood'"),
+        (
+            "/v1/chat/completions",
+            {"stream": True, "stream_options": {"include_all": True}},
+            "'stream_options.include_all'",
+        ),
+        ("/v1/chat/completions", {"response_format": {"type": "text", "exactly": True}}, "'response_format.exactly'"),
+        ("/v1/responses", {"text": {"verbosity": "low"}}, "'text.verbosity'"),
+        ("/v1/chat/completions", {"reasoning_effort": "high"}, "'reasoning_effort' is not supported"),
+    ],
+)
+def test_what_would_be_dropped_in_silence_is_refused(url: str, path: str, changes: Any, message: str) -> None:
+    content = json.dumps(GOOD[path] | changes)
+    answer = httpx2.post(url + path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("depth", [50, 900, 20_000])
+def test_deep_requests_are_refused_or_answered(url: str, depth: int) -> None:
+    def deep(inner: str) -> str:
+        return f"{'[' * depth}{inner}{']' * depth}"
+
+    call = {"type": "function", "function": {"name": "f", "arguments": deep("")}}
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    schema = '{"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ' + deep("1") + "}}}"
+    body = json.dumps(GOOD["/v1/chat/completions"])[:-1]
+    for content in (
+        json.dumps(GOOD["/v1/chat/completions"] | {"messages": history}),
+        f'{body}, "response_format": {schema}}}',
+    ):
+        headers = {"Content-Type": "application/json"}
+        answer = httpx2.post(f"{url}/v1/chat/completions", content=content, headers=headers, timeout=60)
+        assert answer.status_code in (200, 400), answer.text
+
+
+def test_a_key_is_needed_where_the_app_is_mounted(model: Any, tokenizer: Any) -> None:
+    outer = Starlette(routes=[Mount("/llm", create_app(model, tokenizer, settings=ApiSettings(api_keys=("good",))))])
+    with served(outer) as url:
+        for path in ("/v1/models", "/metrics", "/api/v1/state", "/openapi.json"):
+            assert httpx2.get(f"{url}/llm{path}").status_code == 401, path
+        assert httpx2.get(f"{url}/llm/").status_code == 200
+        assert httpx2.get(f"{url}/llm/v1/models", headers={"Authorization": "Bearer good"}).status_code == 200
+
+
 def test_metrics_count_what_the_api_and_its_client_did(url: str) -> None:
     httpx2.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 2}, timeout=60)
     found = httpx2.get(f"{url}/metrics").text
@@ -157,10 +218,11 @@ def test_a_request_that_stops_half_way_is_ended(url: str, monkeypatch: pytest.Mo
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
 
 def test_a_body_that_hides_its_length_is_bounded(guarded: str) -> None:
     parts = (b"x" * 500 for _ in range(10))
     answer = httpx2.post(f"{guarded}/v1/completions", content=parts, headers={"Authorization": "Bearer good"})
-    assert answer.status_code in (400, 413)
+    assert answer.status_code == 413
+    assert "longer than 2000 bytes" in answer.json()["error"]["message"]

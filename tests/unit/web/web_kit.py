@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import torch
 import uvicorn
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -20,6 +21,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -60,3 +63,12 @@ def served(app: Any) -> Iterator[str]:
 def client_of(url: str, key: str = "none") -> openai.OpenAI:
     """OpenAI's client, which does not try again."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120)
+
+
+def expected(model: Any, tokenizer: Any, new_tokens: int, messages: list[Any] = MESSAGES) -> str:
+    """What the model answers to messages, by `generate()`."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        tokens = model.generate(input_ids=ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    return str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
