@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import signal
@@ -14,10 +15,14 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarm_plugins.errors import ConfigError, printable
 
 _BACKLOG = 128
+_MAX_CONNECTIONS = 512
+_HEADERS_S = 20.0
+"""Time to say what is wanted."""
 _END_S = 3
 """Time for open answers when the server ends."""
 
@@ -45,6 +50,8 @@ def serve_app(
         log_level="warning",
         access_log=False,
         server_header=False,
+        http=_Connection,
+        limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=_END_S,
     )
     with listener:
@@ -90,6 +97,35 @@ class _OwnNames:
         )
         error = {"error": {"message": message, "type": "invalid_request_error"}}
         await JSONResponse(error, status_code=403)(scope, receive, send)
+
+
+class _Connection(H11Protocol):
+    """Ends when a request does not begin in time; uvicorn waits as long as its client likes."""
+
+    _ending: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._keep_time()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._keep_time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_time()
+
+    def _keep_time(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_time()
+        elif self._ending is None:
+            self._ending = self.loop.call_later(_HEADERS_S, self.transport.close)
+
+    def _stop_time(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
 
 
 def listen(host: str, port: int) -> socket.socket:

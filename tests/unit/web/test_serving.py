@@ -19,7 +19,9 @@ from swarm_plugins.web.serving import serve_app
 
 SERVER = """
 from fastapi import FastAPI
+from swarm_plugins.web import serving
 from swarm_plugins.web.serving import serve_app
+serving._HEADERS_S = 0.5
 app = FastAPI()
 app.add_api_route("/", lambda: {"is": "there"})
 try:
@@ -29,6 +31,18 @@ except KeyboardInterrupt:
 else:
     print("ended")
 """
+
+
+def is_ended_after(address: str, whole: str, half: str) -> bool:
+    """Sends a whole request and half of another one; returns whether the server ends the connection."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(whole.encode())
+        answer = b""
+        while whole and b"there" not in answer:
+            answer += connection.recv(4096)
+        connection.sendall(half.encode())
+        return not connection.recv(4096)
 
 
 @pytest.mark.parametrize(("sent", "said"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended")])
@@ -46,6 +60,8 @@ def test_it_answers_until_it_is_asked_to_end(sent: int, said: str) -> None:
                 urllib.request.urlopen(stranger, timeout=30)
             assert "is asked as 'evil.example:80'" in refused.value.read().decode()
             refused.value.close()
+            for whole in ("", "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+                assert is_ended_after(address, whole, "GET / HTTP/1.1\r\nHost: loc")
             os.kill(process.pid, sent)
             assert process.communicate(timeout=30)[0].strip() == said
         finally:
