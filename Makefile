@@ -60,14 +60,14 @@ notebook: $(STAMP)
 page-pictures: $(STAMP)
 	$(BIN)/python docs/pictures/make_page_pictures.py
 
-# The real small model is made once (100 MB to fetch, a minute to convert) and kept.
+# The real small model is made once (100 MB to fetch, a minute to convert) and kept. By files: tests of one share servers.
 test: export SWARM_TEST_SMOLLM2 ?= 1
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-all: export SWARM_TEST_SMOLLM2 ?= 1
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not network" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not network" $(PYTEST_ARGS)
 
 # Servers fail on a schedule while models generate and train. Repeat one: make chaos CHAOS_SEED=7
 ifdef CHAOS_SEED

@@ -7,7 +7,7 @@ from axe_core_python.selenium import Axe
 from fake_api import Answer, FakeApi, broken
 from page_kit import Page
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 
 LOOKS = {
     "light": {"width": 1200, "dark": False},

@@ -16,7 +16,7 @@ from swarm_plugins import AutoSwarmModelForCausalLM, SwarmConfig
 from swarm_plugins.testing import InProcessSwarm, SimulatedCompute, save_tiny, tiny_model, tiny_tokenizer
 from swarm_plugins.web import create_app
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 
 SPANS = [(0, 2), (2, 4), (2, 4)]
 

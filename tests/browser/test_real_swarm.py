@@ -16,7 +16,7 @@ from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.web.swarm_view.routes import watching_app
 from swarm_plugins.web.swarm_view.source import SwarmSource
 
-pytestmark = [pytest.mark.browser, pytest.mark.swarm, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.swarm]
 
 NUM_STATES = "return performance.getEntriesByType('resource').filter((one) => one.name.endsWith('/state')).length"
 

@@ -8,7 +8,7 @@ from page_kit import Page
 from selenium.webdriver.common.keys import Keys
 from web_kit import served
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 
 
 def pasted(page: Page) -> str:

@@ -10,7 +10,7 @@ from page_kit import Page
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.browser
 
 
 def test_an_answer_streams_and_says_who_computed_it(page: Page, api: FakeApi) -> None:

@@ -9,7 +9,6 @@ from parallel_checks import equal_to_one_process, messages, same_bits
 from parallel_kit import run_ranks
 
 # The ranks are forked from one process that has imported everything.
-pytestmark = pytest.mark.xdist_group("parallel")
 
 ANY_WORLD = [
     {"ep_size": "auto"},

@@ -16,7 +16,6 @@ from parallel_failures import (
 from parallel_kit import run_ranks
 
 # The ranks are forked from one process that has imported everything.
-pytestmark = pytest.mark.xdist_group("parallel")
 
 IMPLEMENTATIONS = [
     {"ep_size": 2},

@@ -23,7 +23,6 @@ from parallel_states import (
 from swarm_plugins.testing import tiny_model
 
 # The ranks are forked from one process that has imported everything.
-pytestmark = pytest.mark.xdist_group("parallel")
 
 LAYOUTS = [
     {"ep_size": [2, 4]},

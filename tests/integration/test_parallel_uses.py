@@ -10,7 +10,6 @@ from parallel_kit import run_ranks
 from parallel_uses import expert_lora, generated, lora_differences, lora_refused
 
 # The ranks are forked from one process that has imported everything.
-pytestmark = pytest.mark.xdist_group("parallel")
 
 
 def test_lora_on_attention_has_the_gradients_of_one_process() -> None:

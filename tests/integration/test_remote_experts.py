@@ -26,7 +26,7 @@ from swarm_plugins.remote_experts import calls
 from swarm_plugins.remote_experts.module import RemoteExpertsModule
 from swarm_plugins.testing.models import save_tiny
 
-pytestmark = [pytest.mark.swarm, pytest.mark.xdist_group("remote-experts")]
+pytestmark = pytest.mark.swarm
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
 NEW_TOKENS = 12
