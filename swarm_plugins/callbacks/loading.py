@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,15 @@ log = logging.getLogger(__name__)
 # Settings that make PEFT import a module by its name, or unpickle a file.
 _REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "prompt_tuning_init_state_dict_path")
 
+# Of adapters whose base others use, too.
+_HARMLESS_TYPES = ("LORA", "IA3", "LOHA", "LOKR", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+_HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal")
+"""Of LoRA's matrices; the others (PiSSA, OLoRA, LoftQ, ...) change the base's weights, also when weights are loaded."""
+_NAMES = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""What PEFT takes for regular expressions, some of which take hours, if it is not a list of names."""
+_PLAIN_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
+_MAX_RANK = 4096
+
 
 def load_adapter(
     model: nn.Module,
@@ -33,6 +43,7 @@ def load_adapter(
     on_mismatch: Literal["refuse", "warn"] = "refuse",
     adapter_name: str = "default",
     is_trainable: bool = False,
+    is_shared: bool = False,
     token: str | bool | None = None,
     endpoint: str | None = None,
     cache_dir: str | Path | None = None,
@@ -48,6 +59,8 @@ def load_adapter(
         on_mismatch: Whether to ``refuse`` or ``warn`` if the adapter was made for another version of the base.
         adapter_name: PEFT's name for it.
         is_trainable: Whether to train it further.
+        is_shared: Whether others use the base's weights, too: adapters that change them when they are loaded (PiSSA,
+            OLoRA, LoftQ) are refused then, and so are those that name modules by patterns.
         token: Access token of the Hub. None: the stored one.
         endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
         cache_dir: By default the cache of huggingface_hub.
@@ -65,7 +78,7 @@ def load_adapter(
             "give another adapter_name="
         )
     adapter = _opened(repo, version, token=token, endpoint=endpoint, cache_dir=cache_dir)
-    _check_config(adapter)
+    _check_config(adapter, is_shared=is_shared)
     _check_base(model, adapter, on_mismatch)
     return _loaded(model, adapter, adapter_name, is_trainable)
 
@@ -82,7 +95,7 @@ def _opened(repo: str | Path, version: str, **hub: Any) -> AdapterFolder:
     return open_adapter(path)
 
 
-def _check_config(adapter: AdapterFolder) -> None:
+def _check_config(adapter: AdapterFolder, *, is_shared: bool) -> None:
     try:
         config = json.loads((adapter.folder / CONFIG_FILE).read_bytes())
     except ValueError as exc:
@@ -93,6 +106,28 @@ def _check_config(adapter: AdapterFolder) -> None:
             f"{CONFIG_FILE} of {adapter.label} sets {', '.join(found)}, which would load code or pickled files; "
             "ask its author to save it without"
         )
+    if is_shared and (fault := _fault_for_others(config)):
+        raise CheckpointError(
+            f"{adapter.label} cannot be used where others use the same base: its {CONFIG_FILE} {fault}"
+        )
+
+
+def _fault_for_others(config: dict[str, Any]) -> str | None:
+    """Returns what an adapter might do to others who use its base; None if it does nothing to them."""
+    kind, start = config.get("peft_type"), config.get("init_lora_weights")
+    if kind not in _HARMLESS_TYPES:
+        return f"has the type {str(kind)[:40]!r}; known: {', '.join(_HARMLESS_TYPES)}"
+    if start not in _HARMLESS_STARTS:
+        return f"sets init_lora_weights={str(start)[:40]!r}, which changes the base: convert it to plain LoRA"
+    for name in _NAMES:
+        value = config.get(name) or ()
+        patterns = [value] if isinstance(value, str) else list(value)
+        if any(not isinstance(one, str) or _PLAIN_NAME.fullmatch(one) is None for one in patterns):
+            return f"has a pattern as {name}: name the modules instead"
+    ranks = [config.get("r") or 1, *(config.get("rank_pattern") or {}).values()]
+    if any(type(rank) is not int or rank > _MAX_RANK for rank in ranks):
+        return f"has a rank above {_MAX_RANK}"
+    return None
 
 
 def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> None:

@@ -123,10 +123,10 @@ def api(
             load_adapters=load_adapters,
             max_adapters=max_adapters,
         )
-        if not settings.api_keys and not is_loopback(host):
-            typer.echo(f"whoever reaches {host} may use this model: give --api-key-file to change that", err=True)
         # Before what takes minutes.
         listener = stack.enter_context(listen(host, port))
+        if not settings.api_keys and not is_loopback(listener):
+            typer.echo(f"whoever reaches {host} may use this model: give --api-key-file to change that", err=True)
         if local_swarm is not None:
             from swarm_plugins.local_swarm import LocalSwarm
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -48,7 +49,7 @@ def create_app(
     Args:
         model: A causal language model: on a swarm, with offloaded experts, or a plain one.
         tokenizer: Its tokenizer.
-        name: The model's name in requests. None: the name it was loaded by.
+        name: The model's name in requests. None: what it was loaded by, of a directory the last part.
         adapters: ``DIR|REPO[@TAG]`` each; requests use one as ``model="NAME:REPO@TAG"``.
         settings: Keys and bounds. None: no keys, default bounds.
         endpoint: The Hub's address for adapters. None: ``HF_ENDPOINT``.
@@ -62,7 +63,7 @@ def create_app(
     settings = settings or ApiSettings()
     models = Models(
         model,
-        name or str(model.config.name_or_path or type(model).__name__),
+        name or _name_of(model),
         functools.partial(_with_adapter, endpoint=endpoint),
         max_adapters=settings.max_adapters,
         load_unknown=settings.load_adapters,
@@ -99,7 +100,13 @@ def create_app(
 
 def _with_adapter(model: Any, adapter: str, *, endpoint: str | None) -> Any:
     repo, tag = split_tag(adapter)
-    return load_adapter(model, repo, tag, endpoint=endpoint)
+    return load_adapter(model, repo, tag, endpoint=endpoint, is_shared=True)
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    """Returns what the model was loaded by: of a directory, its last part."""
+    path = str(model.config.name_or_path or type(model).__name__)
+    return Path(path).name if Path(path).is_dir() else path
 
 
 async def _sweep(engine: Engine) -> None:

@@ -46,7 +46,7 @@ def serve_app(
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
-        _OwnNames(app, host) if is_loopback(host) else app,
+        _OwnNames(app, host) if is_loopback(listener) else app,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -58,12 +58,10 @@ def serve_app(
         _Server(config, lambda: on_ready(address)).run(sockets=[listener])
 
 
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches an address to listen on."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def is_loopback(listener: socket.socket) -> bool:
+    """Returns whether only this machine reaches a socket, whatever name it was opened by."""
+    address = ipaddress.ip_address(listener.getsockname()[0])
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _name_in(host: str) -> str | None:
@@ -84,7 +82,7 @@ class _OwnNames:
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app = app
-        self._names = {"localhost", "127.0.0.1", "::1", host}
+        self._names = {"localhost", "127.0.0.1", "::1", host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = Headers(scope=scope).get("host", "localhost") if scope["type"] == "http" else "localhost"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import threading
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -45,7 +46,11 @@ class Engine:
         self.reading = threading.Lock()
         """Held while text becomes tokens: tokenizers keep settings of a call in themselves."""
         self._threads = ThreadPoolExecutor(settings.max_running, thread_name_prefix="swarm-api")
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="swarm-api-adapters")
         self._turns = asyncio.Semaphore(settings.max_running)
+        self._turns_of = defaultdict[str, asyncio.Semaphore](
+            lambda: asyncio.Semaphore(settings.max_running_per_key if settings.api_keys else settings.max_running)
+        )
         self.waiting = 0
         """Generations that wait their turn."""
         self.running = 0
@@ -55,7 +60,8 @@ class Engine:
 
     def close(self) -> None:
         """Takes no further requests; those under way end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._loading):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.caches.clear()
 
     async def generate(self, request: Generation) -> AsyncGenerator[Event, None]:
@@ -63,32 +69,10 @@ class Engine:
 
         Raises:
             QueueFullError: If too many requests wait.
-            SwarmError: If servers are missing or fail.
+            SwarmError: If servers are missing or fail, or the adapter cannot be used.
         """
-        if self._turns.locked() and self.waiting >= self.settings.max_waiting:
-            raise QueueFullError(
-                f"{self.running} requests are running and {self.waiting} wait, the most that may: try again later"
-            )
-        self.waiting += 1
-        try:
-            await self._turns.acquire()
-        finally:
-            self.waiting -= 1
-        self.running += 1
-        try:
-            async with contextlib.aclosing(self._events(request)) as events:
-                async for event in events:
-                    if isinstance(event, Done):
-                        self.prompt_tokens += event.prompt_tokens
-                        self.cached_tokens += event.cached_tokens
-                        self.new_tokens += event.new_tokens
-                    yield event
-        finally:
-            self.running -= 1
-            self._turns.release()
-
-    async def _events(self, request: Generation) -> AsyncGenerator[Event, None]:
         loop = asyncio.get_running_loop()
+        await self._take_turn(request)
         events: asyncio.Queue[Event | None] = asyncio.Queue()
 
         def emit(event: Event | None) -> None:
@@ -103,14 +87,49 @@ class Engine:
                 emit(None)
 
         future = loop.run_in_executor(self._threads, work)
+        # When the work is done: a client that reads slowly keeps no other from its turn.
+        future.add_done_callback(functools.partial(self._end_turn, request.tenant))
         try:
             while (event := await events.get()) is not None:
+                if isinstance(event, Done):
+                    self.prompt_tokens += event.prompt_tokens
+                    self.cached_tokens += event.cached_tokens
+                    self.new_tokens += event.new_tokens
                 yield event
             await future
         finally:
             run.cancel()
-            # A cancelled run's error has no reader.
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _take_turn(self, request: Generation) -> None:
+        own, is_loaded = self._turns_of[request.tenant], self.models.has(request.adapter)
+        must_wait = own.locked() or self._turns.locked() or not is_loaded
+        if must_wait and self.waiting >= self.settings.max_waiting:
+            raise QueueFullError(
+                f"{self.running} requests are running and {self.waiting} wait, the most that may: try again later"
+            )
+        self.waiting += 1
+        try:
+            if not is_loaded:
+                # By a thread of its own: a download keeps nobody else from a turn.
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._loading, self.models.get, request.adapter)
+            await own.acquire()
+            try:
+                await self._turns.acquire()
+            except BaseException:
+                own.release()
+                raise
+        finally:
+            self.waiting -= 1
+        self.running += 1
+
+    def _end_turn(self, tenant: str, ended: asyncio.Future[None]) -> None:
+        self.running -= 1
+        self._turns.release()
+        self._turns_of[tenant].release()
+        # A cancelled run's error has no reader.
+        if not ended.cancelled():
+            ended.exception()
 
 
 def _token_bytes(model: Any) -> int:

@@ -56,6 +56,10 @@ class GrammarProcessor(LogitsProcessor):
         for row, matcher in enumerate(self._matchers):
             if not matcher.is_stopped():
                 matcher.consume_tokens(input_ids[row, self._seen :].tolist())
+            if matcher.is_error():
+                raise UnsupportedError(
+                    f"the schema cannot be followed further ({matcher.get_error()}): make it simpler"
+                )
             allowed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8).bool()
             known = min(scores.shape[1], allowed.shape[0])
             scores[row, :known].masked_fill_(~allowed[:known].to(scores.device), -torch.inf)

@@ -10,7 +10,9 @@ import copy
 import itertools
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
@@ -57,6 +59,9 @@ class Models:
         self._head = SharedHead(head) if type(head) is nn.Linear else None
         self._plain = share_head(twin(base), self._head)
         self._adapters: dict[str, Any] = {}
+        """Those given at the start."""
+        self._loaded: OrderedDict[str, Any] = OrderedDict()
+        """Those that requests have named, the least recently used one first."""
         self._lock = threading.Lock()
 
     @property
@@ -73,7 +78,7 @@ class Models:
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters in memory."""
-        return list(self._adapters)
+        return [*self._adapters, *self._loaded.copy()]
 
     def split(self, model: str) -> str | None:
         """Returns the adapter that ``BASE`` or ``BASE:ADAPTER`` names.
@@ -88,12 +93,14 @@ class Models:
             raise UnknownModelError(
                 f"the model {model[:200]!r} does not exist here; this server has {', '.join(self.names())}"
             )
-        if adapter not in self._adapters and not self._load_unknown:
+        if self.has(adapter):
+            return adapter
+        if not self._load_unknown:
             raise UnknownModelError(
                 f"the adapter {adapter[:200]!r} is not loaded, and this server loads none on request; "
                 f"it has {', '.join(self.names())}"
             )
-        if adapter not in self._adapters and not _ON_THE_HUB.fullmatch(adapter):
+        if not _ON_THE_HUB.fullmatch(adapter) or Path(adapter.partition("@")[0]).exists():
             raise UnknownModelError(
                 f"the adapter {adapter[:200]!r} does not exist: expected USER/NAME or USER/NAME@TAG"
             )
@@ -103,30 +110,45 @@ class Models:
         """Returns the names that requests can give."""
         return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
 
+    def has(self, adapter: str | None) -> bool:
+        """Returns whether a model is in memory: with this adapter, or without any."""
+        return adapter is None or adapter in self._adapters or adapter in self._loaded
+
     def get(self, adapter: str | None) -> Any:
-        """Returns the model with an adapter, loaded if need be.
+        """Returns the model with an adapter, loaded if need be; then the one used least recently may go.
 
         Raises:
             ConfigError: If the adapter was made for another version of the base.
-            CheckpointError: If it is not an adapter, or does not fit the model.
+            CheckpointError: If it is not an adapter, does not fit the model, or would change it for others.
             HubError: If the Hub does not have it.
             CapacityError: If there are as many adapters as may be.
         """
         if adapter is None:
             return self._plain
-        known = self._adapters.get(adapter)
-        return self.add(adapter) if known is None else known
-
-    def add(self, adapter: str) -> Any:
-        """Loads an adapter; raises like `get`."""
+        if adapter in self._adapters:
+            return self._adapters[adapter]
         with self._lock:
-            if adapter not in self._adapters:
-                if len(self._adapters) >= self._max_adapters:
+            if adapter not in self._loaded:
+                room = self._max_adapters - len(self._adapters)
+                if room < 1:
                     raise CapacityError(
                         f"{len(self._adapters)} adapters are in memory, as many as this server takes: use one of them"
                     )
-                self._adapters[adapter] = share_head(self._load(twin(self.base), adapter).eval(), self._head)
-            return self._adapters[adapter]
+                model = self._with_adapter(adapter)
+                while len(self._loaded) >= room:
+                    self._loaded.popitem(last=False)
+                self._loaded[adapter] = model
+            self._loaded.move_to_end(adapter)
+            return self._loaded[adapter]
+
+    def add(self, adapter: str) -> None:
+        """Loads an adapter that stays; raises like `get`."""
+        if len(self._adapters) >= self._max_adapters:
+            raise CapacityError(f"more than {self._max_adapters} adapters are given, the most that this server takes")
+        self._adapters[adapter] = self._with_adapter(adapter)
+
+    def _with_adapter(self, adapter: str) -> Any:
+        return share_head(self._load(twin(self.base), adapter).eval(), self._head)
 
 
 def twin(model: Any) -> Any:

@@ -87,7 +87,7 @@ class Run:
     def _generate(self, model: Any) -> tuple[int, tuple[str, ...]]:
         """Returns how many tokens of the prompt were cached, and which servers carried it."""
         request = self._request
-        ids = torch.tensor([request.tokens])
+        ids = torch.tensor([request.tokens], device=model.device)
         cached = 0
         if request.score_prompt:
             self._emit(PromptScored(self._scored(model, ids)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _HALF_A_CHARACTER = "\ufffd"
+_MOST_TOKENS = 4
+"""Of one character, which has four bytes at most."""
 
 
 class TextStream:
@@ -24,7 +26,7 @@ class TextStream:
         """Returns the text that became final with this token."""
         self._tokens.append(token)
         now = self._decode(self._tokens[self._start :])
-        if now.endswith(_HALF_A_CHARACTER):
+        if now.endswith(_HALF_A_CHARACTER) and len(self._tokens) - self._given < _MOST_TOKENS:
             return ""
         return self._advance(now)
 

@@ -64,10 +64,10 @@ class Message(Fields):
     ignored: ClassVar[frozenset[str]] = frozenset({"annotations"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=1000, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class ChatRequest(SamplingFields):
 
     known: ClassVar[frozenset[str]] = frozenset(CompletionCreateParamsBase.__annotations__)
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

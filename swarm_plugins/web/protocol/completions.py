@@ -29,6 +29,7 @@ _DEFAULT_TOKENS = 16
 """OpenAI's default length of a text completion."""
 
 Token = Annotated[int, Field(ge=0)]
+Tokens = Annotated[list[Token], Field(max_length=1 << 20, fail_fast=True)]
 
 
 class CompletionRequest(SamplingFields):
@@ -36,7 +37,13 @@ class CompletionRequest(SamplingFields):
 
     known: ClassVar[frozenset[str]] = frozenset(CompletionCreateParamsBase.__annotations__)
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    # Without fail_fast, each wrong token would be an error of its own, in each of the types.
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=1024, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(max_length=1024, fail_fast=True)]
+    )
     # 0 with echo: only the prompt is scored.
     max_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -150,6 +157,9 @@ class _Answer:
     def _echoed(self, number: int) -> str:
         if not self._body.echo:
             return ""
+        prompt = self._body.prompts()[number]
+        if isinstance(prompt, str):
+            return prompt
         return str(self._tokenizer.decode(list(self._generations[number].tokens), skip_special_tokens=False))
 
     async def chunks(self, events: AsyncIterator[tuple[int, Event]]) -> AsyncIterator[Completion]:

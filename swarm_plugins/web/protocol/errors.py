@@ -26,7 +26,8 @@ from swarm_plugins.web.engine.models import UnknownModelError
 
 log = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {429: "rate_limit_error"}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 _CLIENT_LEFT = 499
 """A status that only logs see."""
 
@@ -58,8 +59,7 @@ class ApiError(SwarmError):
 
     def response(self) -> JSONResponse:
         """Returns the answer to send."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body(), self.status, _HEADERS.get(self.status))
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -114,11 +114,13 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def invalid(details: Any) -> ApiError:
-    """Returns the error for what pydantic found wrong in a request; names the first field."""
-    first = next(iter(details), None)
+    """Returns the error for what pydantic found wrong in a request; names the field furthest in."""
+    # Of a union, each type is tried: the one that goes furthest is what was meant.
+    first = max(details, key=lambda one: len(one.get("loc", ())), default=None)
     if first is None:
         return ApiError("the request is not valid")
-    place = [printable(str(part)) for part in first.get("loc", ()) if part != "body"]
+    named = [printable(str(part)) for part in first.get("loc", ())]
+    place = [part for part in named if part != "body" and "[" not in part]
     if first.get("type") == "json_invalid":
         return ApiError("the request's body is not JSON", code="invalid_json")
     param = ".".join(place) or None

@@ -7,6 +7,7 @@ is a field that OpenAI does not know.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -57,7 +58,7 @@ class Fields(BaseModel):
 
 
 def _check_inside(value: Any, place: str) -> None:
-    """Raises ApiError if a value has fields that cannot be honoured, or text that has no bytes."""
+    """Raises ApiError if a value has fields that cannot be honoured, or what JSON cannot say again."""
     if isinstance(value, Fields):
         value.check(f"{place}.")
     elif isinstance(value, list):
@@ -67,6 +68,9 @@ def _check_inside(value: Any, place: str) -> None:
         for name, one in value.items():
             _check_inside(name, place)
             _check_inside(one, f"{place}.{name}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        param = printable(place)[:100]
+        raise ApiError(f"{param} is {value}, which JSON does not have", param=param, code="invalid_value")
     elif isinstance(value, str):
         try:
             value.encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scored: Sequence[Scored]) 
     return {"content": content, "refusal": None}
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Returns the text of one token, special ones too."""
     return str(tokenizer.decode([token], skip_special_tokens=False))

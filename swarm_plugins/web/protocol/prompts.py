@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ class Prompts:
         self._engine = engine
         own = engine.models.context_tokens
         self.context = min(own, engine.settings.max_context_tokens or own)
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._engine.tokenizer.get_vocab()))
 
     async def text_of(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
         """Returns the text of a conversation, up to where the model's answer begins.
@@ -55,6 +61,12 @@ class Prompts:
     async def of_text(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the tokens of a text; ``special``: with those that the tokenizer begins a text with."""
         tokenizer: Any = self._engine.tokenizer
+
+        if len(text) > self.context * self._longest:
+            raise ApiError(
+                f"the prompt has {len(text)} characters, more than {self.context} tokens can have: shorten it",
+                code="context_length_exceeded",
+            )
 
         def read() -> list[int]:
             with self._engine.reading:

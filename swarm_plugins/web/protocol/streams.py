@@ -62,14 +62,20 @@ async def event_stream(parts: AsyncIterator[BaseModel], *, done: bool = True) ->
     first = await anext(parts)
 
     async def lines() -> AsyncIterator[str]:
+        number = 1
         try:
             yield _event(first)
             async for part in parts:
                 yield _event(part)
+                number += 1
         except ClientLeftError:
             return
         except Exception as error:  # noqa: BLE001  # the status is out: the client reads the error here
-            yield f"data: {json.dumps(api_error(error).body())}\n\n"
+            body = api_error(error).body()
+            if done:
+                yield _lines(None, json.dumps(body))
+            else:
+                yield _lines("error", json.dumps({**body["error"], "type": "error", "sequence_number": number}))
         if done:
             yield "data: [DONE]\n\n"
 
@@ -78,6 +84,8 @@ async def event_stream(parts: AsyncIterator[BaseModel], *, done: bool = True) ->
 
 
 def _event(part: BaseModel) -> str:
-    name = getattr(part, "type", None)
-    data = part.model_dump_json(exclude_unset=True)
+    return _lines(getattr(part, "type", None), part.model_dump_json(exclude_unset=True))
+
+
+def _lines(name: str | None, data: str) -> str:
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"

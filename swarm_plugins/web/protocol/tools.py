@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 
+_DEFINITIONS = ("$defs", "definitions")
+"""Where schemas keep what they refer to."""
 _THINKING = {"open": "<think>", "close": "</think>", "content": "text"}
 _REASONING = ("reasoning_content", "thinking")
 """Names of the field that response templates use."""
@@ -77,22 +79,44 @@ def tool_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat | None:
 
 def call_schema(tools: Sequence[Mapping[str, Any]], found: ToolFormat, *, is_single: bool) -> dict[str, Any]:
     """Returns the JSON schema of a call of one of some tools, as the model writes it."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
+    definitions: dict[str, Any] = {}
+    calls = []
+    for number, tool in enumerate(tools):
+        parameters = tool["function"].get("parameters") or {"type": "object"}
+        definitions |= {
+            f"{name}_{number}": _moved(one, number) for name in _DEFINITIONS for one in [parameters.get(name)] if one
         }
-        for tool in tools
-    ]
+        arguments = {name: value for name, value in parameters.items() if name not in _DEFINITIONS}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    "arguments": _moved(arguments, number),
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     one: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    if not found.is_list:
-        return one
-    return {"type": "array", "items": one, "minItems": 1, **({"maxItems": 1} if is_single else {})}
+    if found.is_list:
+        one = {"type": "array", "items": one, "minItems": 1, **({"maxItems": 1} if is_single else {})}
+    return {**one, **({"$defs": definitions} if definitions else {})}
+
+
+def _moved(schema: Any, number: int) -> Any:
+    """Returns a tool's schema with its references to definitions, which lie at the root, under the tool's number."""
+    if isinstance(schema, list):
+        return [_moved(one, number) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, number) for name, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str):
+        for name in _DEFINITIONS:
+            if reference.startswith(f"#/{name}/"):
+                moved["$ref"] = f"#/$defs/{name}_{number}/{reference.removeprefix(f'#/{name}/')}"
+    return moved
 
 
 class ToolCall(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 from web_kit import MESSAGES, client_of, expected, served
 
 from swarm_plugins import load_adapter, load_offloaded
-from swarm_plugins.errors import CapacityError, ConfigError
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError
 from swarm_plugins.testing import save_tiny
-from swarm_plugins.web import create_app
+from swarm_plugins.web import ApiSettings, create_app
+from swarm_plugins.web import app as app_module
 from swarm_plugins.web.engine.models import Models, UnknownModelError, twin
 from swarm_plugins.web.protocol.errors import api_error
 
@@ -82,9 +86,87 @@ def test_requests_load_adapters_of_the_hub_only_and_bad_ones_are_refused(model: 
     assert api_error(ConfigError("another base")).status == 400
     assert models.get("user/good@v1") is models.get("user/good@v1")
     models.get("user/more")
+    models.get("user/good@v1")
+    models.get("user/third")  # in place of the one that was used least recently
+    assert models.adapters == ["user/good@v1", "user/third"]
+    assert asked == ["user/strange", "user/good@v1", "user/more", "user/third"]
+
+
+def test_adapters_given_at_the_start_stay(model: Any) -> None:
+    models = Models(model, "tiny", lambda copied, _: copied, max_adapters=2, load_unknown=True)
+    models.add("user/given")
+    for name in ("user/first", "user/second"):
+        models.get(name)
+    assert models.adapters == ["user/given", "user/second"]
+    models.add("user/other")
     with pytest.raises(CapacityError, match="2 adapters are in memory"):
-        models.get("user/toomany")
-    assert asked == ["user/strange", "user/good@v1", "user/more"]
+        models.get("user/more")
+    with pytest.raises(CapacityError, match="more than 2 adapters are given"):
+        models.add("user/more")
+
+
+def test_a_request_names_no_directory_of_this_machine(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = Models(model, "tiny", lambda copied, _: copied, max_adapters=2, load_unknown=True)
+    assert models.split("tiny:private/secret") == "private/secret"
+    (tmp_path / "private" / "secret").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny:private/secret", "tiny:private/secret@v1"):
+        with pytest.raises(UnknownModelError):
+            models.split(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"init_lora_weights": "olora"}, "sets init_lora_weights='olora', which changes the base"),
+        ({"init_lora_weights": "pissa_niter_4"}, "which changes the base"),
+        ({"target_modules": "([a-z._0-9]+)*Z"}, "has a pattern as target_modules"),
+        ({"rank_pattern": {"(a+)+b": 4}}, "has a pattern as rank_pattern"),
+        ({"r": 4_000_000}, "has a rank above 4096"),
+        ({"peft_type": "XLORA"}, "has the type 'XLORA'"),
+    ],
+)
+def test_an_adapter_that_would_harm_others_is_refused(
+    tiny: Path, tokenizer: Any, adapters: list[str], change: dict[str, Any], fault: str
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny)
+    config = Path(adapters[0]) / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=fault):
+        create_app(model, tokenizer, name="tiny", adapters=adapters[:1])
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+def test_an_adapter_that_is_slow_to_load_keeps_nobody_else_waiting(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def load(copied: Any, *_: Any, **__: Any) -> Any:
+        assert go.wait(60)
+        return copied
+
+    monkeypatch.setattr(app_module, "load_adapter", load)
+    settings = ApiSettings(load_adapters=True, max_running=2)
+    with (
+        served(create_app(model, tokenizer, name="tiny", settings=settings)) as url,
+        client_of(url) as client,
+        ThreadPoolExecutor(4) as threads,
+    ):
+
+        def ask(name: str) -> str | None:
+            answer = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=4)
+            return answer.choices[0].message.content
+
+        slow = [threads.submit(ask, f"tiny:user/slow-{number}") for number in range(3)]
+        try:
+            expected = ask("tiny")
+        finally:
+            go.set()
+        assert [one.result(60) for one in slow] == [expected] * 3
 
 
 def test_a_copy_shares_all_tensors(model: Any) -> None:

@@ -69,9 +69,8 @@ def test_leaving_frees_the_session_and_ends_the_step(model: Any, tokenizer: Any,
             async for event in events:
                 if isinstance(event, Piece):
                     break
-        assert engine.running == 0
         for _ in range(500):
-            if not swarm.num_sessions:
+            if not swarm.num_sessions and not engine.running:
                 break
             await asyncio.sleep(0.01)
         else:

@@ -20,6 +20,7 @@ from web_kit import client_of, served
 
 from swarm_plugins.testing import InProcessSwarm
 from swarm_plugins.web import ApiSettings, access, create_app
+from swarm_plugins.web.engine import run
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a long story."}]
 # Never ends early, so that there is a middle to leave in.
@@ -48,6 +49,33 @@ def test_a_client_that_leaves_frees_its_session(
     until(lambda: swarm.num_sessions == 0)
     until(lambda: "running_requests 0.0" in httpx2.get(f"{url}/metrics").text)
     assert not caplog.records  # leaving is not a fault
+
+
+def test_a_client_that_does_not_read_keeps_no_other_from_its_turn(model: Any, tokenizer: Any) -> None:
+    wanted = {**ENDLESS, "stream": True, "n": 4, "logprobs": True, "top_logprobs": 20}
+    content = json.dumps(wanted).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    settings = ApiSettings(max_running=1)
+    with served(create_app(model, tokenizer, name="tiny", settings=settings)) as url, socket.socket() as silent:
+        host, port = url.removeprefix("http://").split(":")
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect((host, int(port)))
+        silent.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        with client_of(url) as client:
+            until(lambda: "running_requests 1.0" in httpx2.get(f"{url}/metrics").text)
+            assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2).choices
+
+
+def test_a_client_that_leaves_while_its_prompt_is_scored_ends_that(
+    model: Any, tokenizer: Any, swarm: InProcessSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_SCORED_AT_ONCE", 1)
+    body = {"model": "tiny", "prompt": [5] * 500, "max_tokens": 0, "echo": True, "logprobs": 0}
+    app = create_app(model, tokenizer, name="tiny")
+    with served(app) as url, contextlib.suppress(httpx2.TimeoutException), httpx2.Client(timeout=0.5) as client:
+        client.post(f"{url}/v1/completions", json=body)
+        raise AssertionError("the prompt was scored before its client could leave")
+    until(lambda: swarm.num_sessions == 0)
 
 
 def test_a_killed_server_leaves_a_streamed_answer_equal(tiny: Any, tokenizer: Any) -> None:
@@ -149,6 +177,9 @@ def test_what_is_no_request_is_refused_in_openais_shape(url: str, content: bytes
     assert httpx2.post(f"{url}/v1/nothing", json={}).json()["error"]["code"] == "unknown_url"
 
 
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+
+
 @pytest.mark.parametrize(
     ("path", "changes", "message"),
     [
@@ -169,6 +200,14 @@ def test_what_is_no_request_is_refused_in_openais_shape(url: str, content: bytes
         ("/v1/chat/completions", {"response_format": {"type": "text", "exactly": True}}, "'response_format.exactly'"),
         ("/v1/responses", {"text": {"verbosity": "low"}}, "'text.verbosity'"),
         ("/v1/chat/completions", {"reasoning_effort": "high"}, "'reasoning_effort' is not supported"),
+        ("/v1/completions", {"prompt": [1] * 100_000 + [-1]}, "invalid prompt"),
+        ("/v1/completions", {"prompt": "a" * 100_000}, "more than 512 tokens can have"),
+        ("/v1/chat/completions", {"messages": [IMAGE]}, "invalid messages.0.content.0.type: Input should be 'text'"),
+        (
+            "/v1/responses",
+            {"tools": [{"type": "function", "name": "f", "parameters": {"x": float("nan")}}], "tool_choice": "none"},
+            "tools.0.parameters.x is nan",
+        ),
     ],
 )
 def test_what_would_be_dropped_in_silence_is_refused(url: str, path: str, changes: Any, message: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.web.serving import serve_app
+from swarm_plugins.web.serving import is_loopback, listen, serve_app
 
 SERVER = """
 from fastapi import FastAPI
@@ -66,6 +66,18 @@ def test_it_answers_until_it_is_asked_to_end(sent: int, said: str) -> None:
             assert process.communicate(timeout=30)[0].strip() == said
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "LOCALHOST", "2130706433"])
+def test_loopback_is_known_by_any_name(host: str) -> None:
+    with listen(host, 0) as listener:
+        assert is_loopback(listener)
+
+
+def test_all_of_this_machine_is_more_than_loopback() -> None:
+    with socket.socket() as bound:  # does not listen
+        bound.bind(("0.0.0.0", 0))
+        assert not is_loopback(bound)
 
 
 def test_a_port_in_use_is_one_sentence() -> None:

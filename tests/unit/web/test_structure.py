@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import openai
 import pytest
+from llguidance import LLMatcher
+from pydantic import BaseModel
 
-from swarm_plugins.web.protocol.tools import MessageReader, ToolCall, calls_of, tool_format
+from swarm_plugins.web.engine.grammar import _guiding, json_grammar
+from swarm_plugins.web.protocol.tools import MessageReader, ToolCall, call_schema, calls_of, tool_format
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather?"}]
 SCHEMA = {
@@ -60,6 +64,38 @@ def test_a_demanded_call_is_made(tool_client: openai.OpenAI, choice: Any) -> Non
         assert set(json.loads(call.function.arguments)) == {"sky", "warm"}
     assert answer.choices[0].finish_reason == "tool_calls"
     assert answer.choices[0].message.content is None
+
+
+@pytest.mark.parametrize("template", ["<tool_call>", "[TOOL_CALLS]"])
+def test_a_tool_may_define_what_it_refers_to(tokenizer: Any, template: str) -> None:
+    class Inner(BaseModel):
+        size: Literal["small", "large"]
+
+    class Outer(BaseModel):
+        inner: Inner
+        others: list[Inner]
+
+    other = {
+        "type": "object",
+        "properties": {"inner": {"$ref": "#/definitions/Inner"}},
+        "definitions": {"Inner": {"enum": ["tiny"]}},
+    }
+    schemas = {"f": Outer.model_json_schema(), "g": other}
+    tools = [{"type": "function", "function": {"name": name, "parameters": one}} for name, one in schemas.items()]
+    found = tool_format(SimpleNamespace(chat_template=template))  # type: ignore[arg-type]
+    assert found is not None
+    grammar = json_grammar(call_schema(tools, found, is_single=True))
+
+    def fits(name: str, arguments: Any) -> bool:
+        call = {"name": name, "arguments": arguments}
+        matcher = LLMatcher(_guiding(tokenizer), grammar)
+        tokens = tokenizer(json.dumps([call] if found.is_list else call))["input_ids"]
+        return bool(matcher.consume_tokens(tokens)) and matcher.is_accepting()
+
+    assert fits("f", {"inner": {"size": "small"}, "others": [{"size": "large"}]})
+    assert fits("g", {"inner": "tiny"})
+    assert not fits("f", {"inner": "tiny", "others": []})
+    assert not fits("g", {"inner": {"size": "small"}})
 
 
 def test_a_streamed_call_is_complete(tool_client: openai.OpenAI) -> None:

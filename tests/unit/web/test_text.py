@@ -15,6 +15,13 @@ def test_bytes_of_any_text_add_up(text: str) -> None:
     assert "".join(map(stream.add, text.encode())) + stream.end() == text
 
 
+def test_what_never_becomes_a_character_is_given_up() -> None:
+    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+    given = [stream.add(0xF0) for _ in range(12)]
+    assert given[3]
+    assert "".join([*given, stream.end()]) == "\ufffd" * 12
+
+
 def test_half_a_character_waits_and_is_shown_at_the_end() -> None:
     stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
     first, *rest = "é".encode()
