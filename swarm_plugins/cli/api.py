@@ -35,6 +35,7 @@ _SETTINGS = {
         "max_answers",
         "max_body_bytes",
         "max_context_tokens",
+        "max_caches",
         "cache_bytes",
         "cache_age_s",
         "max_adapters",
@@ -92,8 +93,9 @@ def api(
     max_context_tokens: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt and answer together. Default: what the model reads.")
     ] = None,
+    max_caches: Annotated[int, typer.Option(min=0, help="Conversations kept for their next turn; 0: none.")] = 32,
     cache_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Keys and values of conversations, kept for their next turn; 0: none.")
+        str, typer.Option(metavar="SIZE", help="Most keys and values of all of them together.")
     ] = "1GiB",
     cache_age_s: Annotated[float, typer.Option(min=0, help="Seconds that they are kept.")] = 300.0,
     max_adapters: Annotated[int, typer.Option(min=1, help="Adapters in memory.")] = 16,
@@ -118,6 +120,7 @@ def api(
             max_answers=max_answers,
             max_body_bytes=parse_bytes(max_body_bytes),
             max_context_tokens=max_context_tokens,
+            max_caches=max_caches,
             cache_bytes=parse_bytes(cache_bytes),
             cache_age_s=cache_age_s,
             load_adapters=load_adapters,
