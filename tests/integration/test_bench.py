@@ -37,6 +37,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
             ["train"],
             [f"{what}, {batch} x 64 tokens" for what in ("forward", "forward + backward") for batch in (1, 8)],
             id="train",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["network", "--rtt", "4", "--servers", "2", "--prefix", "8", "--new-tokens", "4", "--draft", "lookup"],
@@ -49,11 +50,13 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
                 "sent for a token, by the client",
             ],
             id="network",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ["sessions", "--sessions", "2", "--new-tokens", "200"],
             ["1 session together", "2 sessions together"],
             id="sessions",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -88,6 +91,7 @@ def test_bench_of_training_in_chunks(tiny: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.swarm
 def test_bench_of_distances(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="an extra")
@@ -104,6 +108,7 @@ def test_bench_of_distances(tiny: Path, tmp_path: Path) -> None:
     assert "carried by the client" in (tmp_path / "distances.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.swarm
 def test_bench_of_remote_experts(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
@@ -120,6 +125,7 @@ def test_bench_of_remote_experts(tmp_path: Path) -> None:
     assert "ms more for each token and layer with experts" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.swarm
 def test_bench_of_codecs(tiny: Path, tmp_path: Path) -> None:
     path, text = tmp_path / "figures.json", tmp_path / "text.txt"

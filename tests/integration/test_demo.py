@@ -46,7 +46,7 @@ def run_to_end(timeout_s: float, *arguments: str) -> str:
 
 
 @pytest.mark.swarm
-@pytest.mark.parametrize("method", ["lora", "prompt"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("prompt", marks=pytest.mark.slow)])
 def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp_path: Path, method: str) -> None:
     output = run_to_end(240, "--model", str(model), "--method", method, "--dir", str(tmp_path / "demo"))
     assert len(re.findall(r"process \d+ serves blocks", output)) == 3
@@ -67,7 +67,7 @@ def test_the_adapter_comes_back_from_the_hub_with_the_same_loss(model: Path, tmp
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param("2. 3 servers", id="servers-start"),
+        pytest.param("2. 3 servers", id="servers-start", marks=pytest.mark.slow),
         pytest.param("3. 100 steps", id="training", marks=pytest.mark.slow),
         pytest.param("training: 1 of 100 steps", id="amid-training"),
         pytest.param("4. generate", id="generating", marks=pytest.mark.slow),

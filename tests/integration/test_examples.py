@@ -96,6 +96,7 @@ def test_sft_of_trl_trains(model: Path, peers: Mapping[str, str], tmp_path: Path
     assert numbers(r"'train_loss': ([\d.]+)", said)
 
 
+@pytest.mark.slow
 def test_the_notebook_serves_trains_and_generates(model: Path, tmp_path: Path) -> None:
     said = run(tmp_path, *example("notebook_style.py"), model, environment={})
     assert "Four score and seven years ago" in said

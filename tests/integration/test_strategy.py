@@ -95,8 +95,15 @@ def test_fabric_trains_too(model: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("first", ["swarm_plugins", "lightning"])
+@pytest.mark.parametrize(
+    ("first", "root"),
+    [
+        ("swarm_plugins", "lightning.pytorch"),
+        ("lightning", "pytorch_lightning"),
+        pytest.param("swarm_plugins", "pytorch_lightning", marks=pytest.mark.slow),
+        pytest.param("lightning", "lightning.pytorch", marks=pytest.mark.slow),
+    ],
+)
 def test_the_name_is_known_in_both_spellings_and_import_orders(root: str, first: str) -> None:
     imports = ["import swarm_plugins", f"import {root} as pl"]
     code = "\n".join(
