@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,8 +16,8 @@ from swarm_plugins.web.engine.heads import SharedHead
 class Held(nn.Linear):
     """Stops in its first product until it is let go; notes how many rows each had."""
 
-    def __init__(self) -> None:
-        super().__init__(8, 32)
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__(8, 32, bias=bias)
         self.rows: list[int] = []
         self.entered = threading.Event()
         self.go = threading.Event()
@@ -42,8 +43,10 @@ def together(head: SharedHead, inner: Held, inputs: list[Tensor], threads: Threa
     first = threads.submit(logits, head, inputs[0])
     assert inner.entered.wait(30)
     others = [threads.submit(logits, head, one) for one in inputs[1:]]
+    deadline = time.monotonic() + 30
     while len(head._waiting) < len(others):
-        pass
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     inner.go.set()
     return [one.exception(30) or one.result() for one in (first, *others)]
 
@@ -57,6 +60,16 @@ def test_those_that_wait_are_computed_together() -> None:
     for hidden, one in zip(inputs, found, strict=True):
         assert isinstance(one, Tensor)
         torch.testing.assert_close(one, nn.functional.linear(hidden, inner.weight, inner.bias).detach())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9])
+def test_a_layer_without_bias_computes_the_same(rows: int) -> None:
+    inner = Held(bias=False)
+    inner.go.set()
+    hidden = torch.randn(rows, 1, 8)
+    found = logits(SharedHead(inner), hidden)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, nn.functional.linear(hidden, inner.weight).detach())
 
 
 def test_a_failure_reaches_all_that_were_computed_together_and_nobody_later() -> None:
