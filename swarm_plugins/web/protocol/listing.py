@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter
 from openai.types import Model
 
-from swarm_plugins.web.engine.models import Models
+from swarm_plugins.web.engine.models import Models, UnknownModelError
 
 
 def models_router(models: Models) -> APIRouter:
@@ -21,7 +21,8 @@ def models_router(models: Models) -> APIRouter:
 
     @router.get("/v1/models/{model:path}")
     async def one(model: str) -> dict[str, object]:
-        models.split(model)
+        if not models.has(models.split(model)):
+            raise UnknownModelError(f"{model!r} is not in memory: the first request that names it loads it")
         return _described(model, created)
 
     return router

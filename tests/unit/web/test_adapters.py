@@ -92,6 +92,15 @@ def test_requests_load_adapters_of_the_hub_only_and_bad_ones_are_refused(model: 
     assert asked == ["user/strange", "user/good@v1", "user/more", "user/third"]
 
 
+def test_only_what_is_in_memory_is_listed(model: Any, tokenizer: Any, adapters: list[str]) -> None:
+    app = create_app(model, tokenizer, name="tiny", adapters=adapters[:1], settings=ApiSettings(load_adapters=True))
+    with served(app) as url, client_of(url) as client:
+        for name in ("tiny", f"tiny:{adapters[0]}"):
+            assert client.models.retrieve(name).id == name
+        with pytest.raises(openai.NotFoundError, match="the first request that names it loads it"):
+            client.models.retrieve("tiny:nobody/nothing")
+
+
 def test_adapters_given_at_the_start_stay(model: Any) -> None:
     models = Models(model, "tiny", lambda copied, _: copied, max_adapters=2, load_unknown=True)
     models.add("user/given")
