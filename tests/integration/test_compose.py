@@ -83,13 +83,16 @@ class Container:
             time.sleep(1.0)
         raise AssertionError(f"{self.process.args} is not healthy: {self.log.read_text()[-4000:]}")
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(END_S)
         finally:
-            self.process.kill()
-            self.process.wait()
+            self.kill()
 
 
 @pytest.fixture
@@ -117,7 +120,7 @@ def running(tmp_path: Path) -> Iterator[dict[str, Container]]:
                 **{f"{before}{port}": f"{before}{web}" for before in (":", "port ") for port in (9100, 8000)},
             }
             started[name] = Container(service, replaced, tmp_path / name)
-            stack.callback(started[name].process.kill)
+            stack.callback(started[name].kill)
         started["api"].wait_healthy()
         yield started
 
