@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -138,7 +139,9 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as exc:
         if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} of {host} is in use: give another --port, or 0 for any free one") from exc
-        reason = exc.strerror if isinstance(exc, OSError) else exc
+        code = exc.errno if isinstance(exc, OSError) else None
+        # What the socket itself says repeats the address.
+        reason = os.strerror(code) if code is not None and code > 0 else getattr(exc, "strerror", None) or exc
         raise ConfigError(
             f"cannot listen on port {port} of {host} ({reason}): give an address of this machine as --host, such as "
             "127.0.0.1, and a port that you may use"

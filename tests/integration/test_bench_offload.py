@@ -14,6 +14,7 @@ from swarm_plugins.cli.main import app
 from swarm_plugins.testing.models import save_tiny
 
 
+@pytest.mark.slow
 def test_offloaded_arms_run_under_the_limit_and_agree(tmp_path: Path) -> None:
     model = save_tiny("mixtral", tmp_path / "model", num_layers=2)
     file = tmp_path / "figures.json"

@@ -38,6 +38,7 @@ def results(folder: Path) -> dict[Path, int]:
     return {file: file.stat().st_mtime_ns for file in folder.glob("runs/*/result.json")}
 
 
+@pytest.mark.slow
 def test_a_killed_study_goes_on_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_corpus(tmp_path, monkeypatch)
     process = multiprocessing.get_context("spawn").Process(target=train_in, args=(tmp_path,))
