@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -14,25 +12,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from swarm_plugins.backbone.version import base_version
+from swarm_plugins.callbacks.adapter_settings import check_settings
 from swarm_plugins.errors import CheckpointError, ConfigError, SwarmError, one_line
 from swarm_plugins.hub import AdapterFolder, fetch_adapter, open_adapter
-from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.model_names import check_adapter_name
 from swarm_plugins.noise import without_peft_deprecation
 
 log = logging.getLogger(__name__)
-
-# Settings that make PEFT import a module by its name, or unpickle a file.
-_REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "prompt_tuning_init_state_dict_path")
-
-# Of adapters whose base others use, too.
-_HARMLESS_TYPES = ("LORA", "IA3", "LOHA", "LOKR", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-_HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal")
-"""Of LoRA's matrices; the others (PiSSA, OLoRA, LoftQ, ...) change the base's weights, also when weights are loaded."""
-_NAMES = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
-"""What PEFT takes for regular expressions, some of which take hours, if it is not a list of names."""
-_PLAIN_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
-_MAX_RANK = 4096
 
 
 def load_adapter(
@@ -59,8 +45,8 @@ def load_adapter(
         on_mismatch: Whether to ``refuse`` or ``warn`` if the adapter was made for another version of the base.
         adapter_name: PEFT's name for it.
         is_trainable: Whether to train it further.
-        is_shared: Whether others use the base's weights, too: adapters that change them when they are loaded (PiSSA,
-            OLoRA, LoftQ) are refused then, and so are those that name modules by patterns.
+        is_shared: Whether other models use the same base weights. If so, an adapter is refused that changes them when
+            it is loaded (PiSSA, OLoRA, LoftQ), names modules by patterns, or has sizes without bound.
         token: Access token of the Hub. None: the stored one.
         endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
         cache_dir: By default the cache of huggingface_hub.
@@ -78,7 +64,7 @@ def load_adapter(
             "give another adapter_name="
         )
     adapter = _opened(repo, version, token=token, endpoint=endpoint, cache_dir=cache_dir)
-    _check_config(adapter, is_shared=is_shared)
+    check_settings(adapter, is_shared=is_shared)
     _check_base(model, adapter, on_mismatch)
     return _loaded(model, adapter, adapter_name, is_trainable)
 
@@ -93,41 +79,6 @@ def _opened(repo: str | Path, version: str, **hub: Any) -> AdapterFolder:
             f"version={version!r} was given for the directory {path}, which has no versions: leave it out"
         )
     return open_adapter(path)
-
-
-def _check_config(adapter: AdapterFolder, *, is_shared: bool) -> None:
-    try:
-        config = json.loads((adapter.folder / CONFIG_FILE).read_bytes())
-    except ValueError as exc:
-        raise CheckpointError(f"{CONFIG_FILE} of {adapter.label} is not JSON ({one_line(exc)})") from exc
-    found = [name for name in _REFUSED_SETTINGS if config.get(name)]
-    if found:
-        raise CheckpointError(
-            f"{CONFIG_FILE} of {adapter.label} sets {', '.join(found)}, which would load code or pickled files; "
-            "ask its author to save it without"
-        )
-    if is_shared and (fault := _fault_for_others(config)):
-        raise CheckpointError(
-            f"{adapter.label} cannot be used where others use the same base: its {CONFIG_FILE} {fault}"
-        )
-
-
-def _fault_for_others(config: dict[str, Any]) -> str | None:
-    """Returns what an adapter might do to others who use its base; None if it does nothing to them."""
-    kind, start = config.get("peft_type"), config.get("init_lora_weights")
-    if kind not in _HARMLESS_TYPES:
-        return f"has the type {str(kind)[:40]!r}; known: {', '.join(_HARMLESS_TYPES)}"
-    if start not in _HARMLESS_STARTS:
-        return f"sets init_lora_weights={str(start)[:40]!r}, which changes the base: convert it to plain LoRA"
-    for name in _NAMES:
-        value = config.get(name) or ()
-        patterns = [value] if isinstance(value, str) else list(value)
-        if any(not isinstance(one, str) or _PLAIN_NAME.fullmatch(one) is None for one in patterns):
-            return f"has a pattern as {name}: name the modules instead"
-    ranks = [config.get("r") or 1, *(config.get("rank_pattern") or {}).values()]
-    if any(type(rank) is not int or rank > _MAX_RANK for rank in ranks):
-        return f"has a rank above {_MAX_RANK}"
-    return None
 
 
 def _check_base(model: nn.Module, adapter: AdapterFolder, on_mismatch: str) -> None:

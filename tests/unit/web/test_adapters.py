@@ -135,6 +135,11 @@ def test_a_request_names_no_directory_of_this_machine(
         ({"rank_pattern": {"(a+)+b": 4}}, "has a pattern as rank_pattern"),
         ({"r": 4_000_000}, "has a rank above 4096"),
         ({"peft_type": "XLORA"}, "has the type 'XLORA'"),
+        ({"rank_pattern": [1, 2]}, "has a pattern as rank_pattern"),
+        ({"target_modules": 7}, "has a pattern as target_modules"),
+        ({"r": "many"}, "has a rank above 4096"),
+        ({"num_virtual_tokens": 1 << 20, "token_dim": 4096}, "has virtual tokens of more than"),
+        ({"encoder_hidden_size": 1 << 20}, "has an encoder larger than"),
     ],
 )
 def test_an_adapter_that_would_harm_others_is_refused(

@@ -1,0 +1,91 @@
+"""What an adapter of a stranger may set: its config decides what PEFT imports, changes, allocates and searches."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from swarm_plugins.errors import CheckpointError, one_line
+from swarm_plugins.hub import AdapterFolder
+from swarm_plugins.hub.folder import CONFIG_FILE
+
+# Settings that make PEFT import a module by its name, or unpickle a file.
+_REFUSED_SETTINGS = ("megatron_config", "corda_config", "lora_ga_config", "prompt_tuning_init_state_dict_path")
+
+# The rest is for adapters that share their base with others.
+_HARMLESS_TYPES = ("LORA", "IA3", "LOHA", "LOKR", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+_HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal")
+"""Ways to initialize LoRA that leave the base's weights alone. PiSSA, OLoRA, LoftQ and others change them."""
+_NAMES = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""Settings that PEFT matches as regular expressions; a hostile expression can run for hours."""
+_PLAIN_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
+_MAX_RANK = 4096
+_VIRTUAL_SIZES = ("num_virtual_tokens", "token_dim", "num_layers")
+_MAX_VIRTUAL_NUMBERS = 1 << 27
+"""Product of the sizes above: 512 MiB in float32, 1 GiB for a prefix of keys and values."""
+_ENCODER_SIZES = ("encoder_hidden_size", "encoder_num_layers")
+_MAX_ENCODER_SIZE = 1 << 14
+
+
+def check_settings(adapter: AdapterFolder, *, is_shared: bool) -> None:
+    """Checks an adapter's config before PEFT reads it.
+
+    Args:
+        adapter: The adapter.
+        is_shared: Whether other models use the same base weights.
+
+    Raises:
+        CheckpointError: If the config is not a JSON object, would load code or pickled files, or, where the base is
+            shared, could change it or take an unbounded amount of memory or time.
+    """
+    try:
+        config = json.loads((adapter.folder / CONFIG_FILE).read_bytes())
+    except ValueError as exc:
+        raise CheckpointError(f"{CONFIG_FILE} of {adapter.label} is not JSON ({one_line(exc)})") from exc
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{CONFIG_FILE} of {adapter.label} is a {type(config).__name__}, expected a JSON object")
+    found = [name for name in _REFUSED_SETTINGS if config.get(name)]
+    if found:
+        raise CheckpointError(
+            f"{CONFIG_FILE} of {adapter.label} sets {', '.join(found)}, which would load code or pickled files; "
+            "ask its author to save it without"
+        )
+    if is_shared and (fault := _start_fault(config) or _name_fault(config) or _size_fault(config)):
+        raise CheckpointError(f"{adapter.label} cannot share its base with other models: its {CONFIG_FILE} {fault}")
+
+
+def _start_fault(config: dict[str, Any]) -> str | None:
+    kind, start = config.get("peft_type"), config.get("init_lora_weights")
+    if kind not in _HARMLESS_TYPES:
+        return f"has the type {str(kind)[:40]!r}; known: {', '.join(_HARMLESS_TYPES)}"
+    if start not in _HARMLESS_STARTS:
+        return f"sets init_lora_weights={str(start)[:40]!r}, which changes the base: convert it to plain LoRA"
+    return None
+
+
+def _name_fault(config: dict[str, Any]) -> str | None:
+    for name in _NAMES:
+        value = config.get(name) or ()
+        patterns = [value] if not isinstance(value, list | dict | tuple) else list(value)
+        if any(not isinstance(one, str) or _PLAIN_NAME.fullmatch(one) is None for one in patterns):
+            return f"has a pattern as {name}: name the modules instead"
+    return None
+
+
+def _size_fault(config: dict[str, Any]) -> str | None:
+    ranks = config.get("rank_pattern") or {}
+    ranks = [config.get("r") or 1, *(ranks.values() if isinstance(ranks, dict) else ranks)]
+    if not _are_sizes(ranks, _MAX_RANK):
+        return f"has a rank above {_MAX_RANK}"
+    virtual = [config.get(name) or 1 for name in _VIRTUAL_SIZES]
+    if not _are_sizes(virtual, _MAX_VIRTUAL_NUMBERS) or math.prod(virtual) > _MAX_VIRTUAL_NUMBERS:
+        return f"has virtual tokens of more than {_MAX_VIRTUAL_NUMBERS} numbers"
+    if not _are_sizes([config.get(name) or 1 for name in _ENCODER_SIZES], _MAX_ENCODER_SIZE):
+        return f"has an encoder larger than {_MAX_ENCODER_SIZE}"
+    return None
+
+
+def _are_sizes(values: list[Any], most: int) -> bool:
+    return all(type(value) is int and 1 <= value <= most for value in values)
