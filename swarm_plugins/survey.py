@@ -208,7 +208,7 @@ async def survey_node(
     largest = sorted(models, key=lambda version: models[version].num_servers, reverse=True)[:max_models]
     announced = await asyncio.gather(*(_find(node, gate, one, models[one].num_blocks, max_servers) for one in largest))
     infos = dict(zip(largest, announced, strict=True))
-    # Versions by turns, so that one with many dead servers holds up no other.
+    # Versions take turns, so that many dead servers of one do not delay the others.
     turns = sorted((turn, version, peer) for version, known in infos.items() for turn, peer in enumerate(known))
     deadline = None if within_s is None else asyncio.get_running_loop().time() + within_s
     asked = await asyncio.gather(

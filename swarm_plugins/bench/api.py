@@ -36,7 +36,7 @@ _END_S = 30.0
 def bench_api(
     directory: Path, *, num_servers: int, clients: int, chars: int, new_tokens: int, rounds: int, progress: Progress
 ) -> SwarmReport:
-    """Compares several clients with one, and the first token of a second turn with a first turn's of ``chars`` letters.
+    """Compares several clients with one, and the second turn's first token with the first turn's, of ``chars`` letters.
 
     Raises:
         ConfigError: If the directory has no model.
@@ -84,7 +84,7 @@ def bench_api(
 
 
 class _Talk:
-    """Asks the API; no text is sent twice, since its cache would be found."""
+    """Asks the API. No text is sent twice, because its cache would be used again."""
 
     def __init__(self, client: openai.OpenAI, threads: ThreadPoolExecutor, new_tokens: int) -> None:
         self._client = client

@@ -60,9 +60,9 @@ _WORKERS = 16
 
 _BOOTSTRAP_TIMEOUT_S = 30.0
 _FIRST_ANSWER_S = 12.0
-"""How long an initial peer may take to answer the first call: it calls back, and may be loading its blocks."""
+"""Timeout of the first call to an initial peer, which calls back and may be busy loading its blocks."""
 _ANSWER_S = 3.0
-"""How long a node may take to answer any later call, of which some are lost without harm."""
+"""Timeout of every later call; losing a few of these does no harm."""
 _LEAVE_TIMEOUT_S = 3.0
 _TOMBSTONE_S = 60.0
 # Two records of one owner under one key differ in their expiration.
@@ -108,9 +108,9 @@ class SwarmDHT:
             node_id=node_id_of(connection.peer_id),
             record_validator=Admission(connection.origins),
             wait_timeout=_FIRST_ANSWER_S,
-            # One that has stopped holds up the others no longer than this.
+            # A peer that has stopped delays the others by no more than this.
             bootstrap_timeout=_ANSWER_S,
-            # Each that has stopped holds up one worker for the time of an answer.
+            # A node that has stopped blocks one worker until its call times out.
             num_workers=_WORKERS,
             # Cached servers are minutes old; every look-up here asks the network.
             cache_locally=False,

@@ -22,7 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _OPEN = ("/", "/page/")
-"""The page itself needs no key, and the files below the second."""
+"""The page and its files, which need no key."""
 
 _BODY_S = 30.0
 """Longest pause within a request."""
@@ -73,7 +73,7 @@ class Access:
             self._running[tenant] -= counted
 
     def _tenant(self, scope: Scope) -> str:
-        # An app that is mounted sees its own place in the path.
+        # In a mounted app, the path begins with the place where it is mounted.
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
         if not self._keys or path == _OPEN[0] or path.startswith(_OPEN[1]):
             return ""
@@ -101,7 +101,7 @@ class Access:
                 message = await (receive() if is_complete else asyncio.wait_for(receive(), _BODY_S))
             except TimeoutError as error:
                 raise HTTPException(
-                    408, f"the request has stopped for {_BODY_S:g} s: send it without a pause"
+                    408, f"no part of the request came for {_BODY_S:g} s: send it without a pause"
                 ) from error
             is_complete = not message.get("more_body", False)
             read += len(message.get("body", b""))

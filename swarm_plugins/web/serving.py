@@ -23,7 +23,7 @@ from swarm_plugins.errors import ConfigError, printable
 _BACKLOG = 128
 _MAX_CONNECTIONS = 512
 _HEADERS_S = 20.0
-"""Time to say what is wanted."""
+"""Time for a client to send the head of its request."""
 _END_S = 3
 """Time for open answers when the server ends."""
 
@@ -99,7 +99,7 @@ class _OwnNames:
 
 
 class _Connection(H11Protocol):
-    """Ends when a request does not begin in time; uvicorn waits as long as its client likes."""
+    """Closes if the head of a request does not arrive in time; uvicorn itself would wait forever."""
 
     _ending: asyncio.TimerHandle | None = None
 
@@ -140,7 +140,7 @@ def listen(host: str, port: int) -> socket.socket:
         if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} of {host} is in use: give another --port, or 0 for any free one") from exc
         code = exc.errno if isinstance(exc, OSError) else None
-        # What the socket itself says repeats the address.
+        # The socket's own message repeats the address.
         reason = os.strerror(code) if code is not None and code > 0 else getattr(exc, "strerror", None) or exc
         raise ConfigError(
             f"cannot listen on port {port} of {host} ({reason}): give an address of this machine as --host, such as "

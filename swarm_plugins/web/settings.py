@@ -12,7 +12,7 @@ class ApiSettings:
     """Bounds and keys of an API."""
 
     api_keys: tuple[str, ...] = ()
-    """Keys of which a request has to show one, as ``Authorization: Bearer KEY``. Empty: everybody may ask."""
+    """Every request must carry one of these keys, as ``Authorization: Bearer KEY``. Empty: no key is needed."""
 
     max_running: int = 8
     """Requests that generate at once; further ones wait their turn."""
@@ -33,10 +33,10 @@ class ApiSettings:
     """Longest prompt and answer together. None: what the model can read."""
 
     max_caches: int = 32
-    """Finished conversations that are kept for their next turn; each is a session on every server of its chain."""
+    """Most conversations kept for their next turn. Each one is a session on every server of its chain."""
 
     cache_bytes: int = 1 << 30
-    """Most keys and values of all of them together, wherever they lie."""
+    """Most bytes of keys and values in all kept conversations together, here or on servers."""
 
     cache_age_s: float = 300.0
     """Seconds that they are kept."""

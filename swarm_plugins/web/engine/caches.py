@@ -78,7 +78,7 @@ class CacheStore:
         return best.cache, shared
 
     def put(self, key: Hashable, tokens: Sequence[int], cache: Any) -> None:
-        """Keeps a cache that holds some tokens, if it is neither too large nor useless and can be cropped."""
+        """Keeps a cache that holds some tokens, unless it is too large, too short to be useful or not croppable."""
         croppable = all(getattr(layer, "is_croppable", False) for layer in getattr(cache, "layers", ()))
         if not croppable or len(tokens) < _MIN_SHARED_TOKENS or len(tokens) * self.token_bytes > self.max_bytes:
             return

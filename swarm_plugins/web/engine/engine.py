@@ -87,7 +87,7 @@ class Engine:
                 emit(None)
 
         future = loop.run_in_executor(self._threads, work)
-        # When the work is done: a client that reads slowly keeps no other from its turn.
+        # A turn ends with its work: a client that reads slowly must not hold it.
         future.add_done_callback(functools.partial(self._end_turn, request.tenant))
         try:
             while (event := await events.get()) is not None:
@@ -110,7 +110,7 @@ class Engine:
         self.waiting += 1
         try:
             if not is_loaded:
-                # By a thread of its own: a download keeps nobody else from a turn.
+                # In a separate thread, so that a download does not take a turn from other requests.
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._loading, self.models.get, request.adapter)
             await own.acquire()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 _MAX_ROWS = 64
-"""A longer input gains nothing by sharing, and others would wait for it."""
+"""Longer inputs gain nothing from sharing, and the others would wait for them."""
 _FEW_ROWS = 8
-"""On a CPU, the weights times so few rows take half as long as the rows times the weights, which BLAS copies first."""
+"""For so few rows a CPU multiplies weights by rows up to twice as fast as rows by weights, which BLAS copies first."""
 
 
 class _Call:
@@ -27,7 +27,7 @@ class _Call:
 
 
 class SharedHead(nn.Module):
-    """An output layer called by several threads: those that wait while one computes are computed together.
+    """An output layer for several threads. Calls that arrive while it computes wait, and are then computed together.
 
     Outputs depend on the number of rows in their last bits only.
 
@@ -56,7 +56,7 @@ class SharedHead(nn.Module):
         with self._adding:
             self._waiting.append(call)
         with self._computing:
-            # Whoever computed before may have taken this call along.
+            # The thread that computed before may have included this call.
             if call.outcome is None:
                 self._compute()
         if not isinstance(call.outcome, Tensor):
@@ -82,7 +82,7 @@ class SharedHead(nn.Module):
 
 
 def share_head(model: Any, head: SharedHead | None) -> Any:
-    """Puts a shared output layer into a model that has the same one, and no adapter on it; returns the model."""
+    """Gives a model the shared output layer, if its own is the same and has no adapter; returns the model."""
     own = model.get_output_embeddings()
     if head is not None and type(own) is nn.Linear and own.weight is head.weight:
         model.set_output_embeddings(head)

@@ -1,4 +1,4 @@
-"""The models of an API: copies of one base that share its weights, one as it is, the others with an adapter each.
+"""The models of an API: copies that share the weights of one base. One has no adapter, each other one has its own.
 
 PEFT activates an adapter in the model itself, for all threads. So each adapter gets a copy of the model's structure:
 what a copy adds in memory is its adapter. All that have the base's output layer share one.
@@ -115,7 +115,7 @@ class Models:
         return adapter is None or adapter in self._adapters or adapter in self._loaded
 
     def get(self, adapter: str | None) -> Any:
-        """Returns the model with an adapter, loaded if need be; then the one used least recently may go.
+        """Returns the model with an adapter; loading it may evict the adapter that was used least recently.
 
         Raises:
             ConfigError: If the adapter was made for another version of the base.

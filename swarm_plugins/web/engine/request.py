@@ -53,7 +53,7 @@ class Generation:
     """Name of the adapter to use."""
 
     tenant: str = ""
-    """Whose conversation this is, if there are keys: a kept cache serves its tenant alone."""
+    """Identifies the API key. A kept cache serves only the tenant whose conversation it belongs to."""
 
     keep_special_tokens: bool = False
     """Whether special tokens appear in the text: parsers of tool calls look for them."""

@@ -56,7 +56,7 @@ class Run:
         self._lock = threading.Lock()
 
     def cancel(self) -> None:
-        """Ends the generation at once, and its session on servers, or before it begins; for another thread."""
+        """Ends the generation and its session on servers, also before it begins. Called from another thread."""
         with self._lock:
             self._answers.cancelled.set()
             remote = None if self._cache is None else remote_state(self._cache)
@@ -141,7 +141,7 @@ class Run:
         return self._request.adapter, self._request.tenant
 
     def _use(self, cache: Cache) -> None:
-        """Makes a cache this run's, which is let go when the run is cancelled."""
+        """Sets the cache of this run; cancelling the run releases it."""
         with self._lock:
             self._cache = cache
 

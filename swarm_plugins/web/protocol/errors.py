@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _TYPES = {429: "rate_limit_error"}
 _HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 _CLIENT_LEFT = 499
-"""A status that only logs see."""
+"""Status of a request whose client has left; only logs show it."""
 
 
 class ClientLeftError(Exception):
@@ -114,8 +114,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def invalid(details: Any) -> ApiError:
-    """Returns the error for what pydantic found wrong in a request; names the field furthest in."""
-    # Of a union, each type is tried: the one that goes furthest is what was meant.
+    """Returns the error for what pydantic found wrong in a request; names the most deeply nested field."""
+    # Each type of a union is tried. The one that matches furthest is what the client meant.
     first = max(details, key=lambda one: len(one.get("loc", ())), default=None)
     if first is None:
         return ApiError("the request is not valid")

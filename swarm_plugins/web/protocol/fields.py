@@ -58,7 +58,7 @@ class Fields(BaseModel):
 
 
 def _check_inside(value: Any, place: str) -> None:
-    """Raises ApiError if a value has fields that cannot be honoured, or what JSON cannot say again."""
+    """Raises ApiError if a value contains fields that cannot be honoured, or anything that JSON cannot represent."""
     if isinstance(value, Fields):
         value.check(f"{place}.")
     elif isinstance(value, list):

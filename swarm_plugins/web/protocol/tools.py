@@ -105,7 +105,7 @@ def call_schema(tools: Sequence[Mapping[str, Any]], found: ToolFormat, *, is_sin
 
 
 def _moved(schema: Any, number: int) -> Any:
-    """Returns a tool's schema with its references to definitions, which lie at the root, under the tool's number."""
+    """Returns a tool's schema whose references point to its definitions at the root, under the tool's number."""
     if isinstance(schema, list):
         return [_moved(one, number) for one in schema]
     if not isinstance(schema, dict):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _EVERY_S = 2.0
 _LONGEST_S = 30.0
 _SERVERS_S = 20.0
-"""Longest wait for all servers: strangers can announce many that never answer."""
+"""Timeout for all servers together: strangers can announce many that never answer."""
 _RENEW_S = 30.0
 """Between surveys that may join the swarm anew: libp2p does not call a lost peer for minutes, a new node does."""
 _MAX_MODELS = 32
