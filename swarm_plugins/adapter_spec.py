@@ -8,7 +8,8 @@ as metadata; the tensors follow in the order of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -16,9 +17,21 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdapterKind", "AdapterModule", "AdapterSpec", "adapter_digest"]
+__all__ = [
+    "PEFT_METHODS",
+    "AdapterKind",
+    "AdapterModule",
+    "AdapterSpec",
+    "PeftLayer",
+    "PeftMethod",
+    "PeftOption",
+    "PeftPart",
+    "PeftValue",
+    "adapter_digest",
+]
 
 AdapterKind = Literal["lora", "lora_parameter", "ia3"]
+PeftValue = bool | int | float | str
 
 
 class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,14 +59,190 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """For ``ia3``: scale the module's input instead of its output."""
 
 
-class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PeftOption(msgspec.Struct, frozen=True, kw_only=True):
+    """A field of a config that shapes a layer or its forward."""
+
+    source: str = ""
+    """The layer's attribute that holds the value of each adapter. Empty: the config."""
+    allowed: tuple[PeftValue, ...] = ()
+    """The values that servers take. Empty: numbers."""
+    most: int = 1 << 16
+    """Largest number, also of negative ones."""
+
+
+class PeftMethod(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a PEFT method's config a server needs to build its layer; see `PEFT_METHODS`."""
+
+    options: Mapping[str, PeftOption] = {}
+    """What clients ship."""
+    fixed: Mapping[str, PeftValue | None] = {}
+    """Fields that change the forward in a way that servers do not follow, with the one value that works."""
+    local: tuple[str, ...] = ()
+    """Fields that matter only where the adapter is initialised, trained or saved."""
+    given: Mapping[str, PeftValue] = {}
+    """Those of them that PEFT asks for also where a server builds the layer."""
+    computed: tuple[str, ...] = ()
+    """Ends of the names of tensors that follow from the options and are not shipped."""
+    dropout: str = ""
+    """The layer's attribute with a dropout of its input for each adapter. Empty: none."""
+
+
+_RANK = PeftOption(source="r")
+_NUMBER, _FLAG = PeftOption(), PeftOption(allowed=(False, True))
+_LYCORIS: Mapping[str, PeftValue | None] = {"rank_dropout": 0.0, "module_dropout": 0.0, "use_effective_conv2d": False}
+_PROJECTED = ("projection_prng_key", "save_projection")
+PEFT_METHODS: Mapping[str, PeftMethod] = MappingProxyType({
+    "ADALORA": PeftMethod(
+        options={"init_r": _RANK, "lora_alpha": PeftOption(source="lora_alpha")},
+        local=(
+            *("r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step"),
+            *("init_lora_weights", "lora_dropout"),
+        ),
+        given={"total_step": 10},
+        dropout="lora_dropout",
+    ),
+    "BEFT": PeftMethod(),
+    "C3A": PeftMethod(options={"block_size": PeftOption(source="block_size")}, local=("block_size_pattern",)),
+    "GRALORA": PeftMethod(
+        options={"r": _RANK, "alpha": _NUMBER, "hybrid_r": _NUMBER, "gralora_k": PeftOption(most=64)},
+        local=("gralora_dropout",),
+        dropout="gralora_dropout",
+    ),
+    "HIRA": PeftMethod(options={"r": _RANK}, local=("hira_dropout",), dropout="hira_dropout"),
+    "LILY": PeftMethod(
+        options={"r": _RANK, "stride_A": _NUMBER, "num_B": PeftOption(most=1024), "scaling": _NUMBER},
+    ),
+    "LOHA": PeftMethod(options={"r": _RANK, "alpha": PeftOption(source="alpha")}, fixed=_LYCORIS),
+    "LOKR": PeftMethod(
+        options={
+            "r": _RANK,
+            "alpha": PeftOption(source="alpha"),
+            "decompose_both": _FLAG,
+            "decompose_factor": _NUMBER,
+        },
+        fixed={**_LYCORIS, "rank_dropout_scale": False},
+    ),
+    "MISS": PeftMethod(
+        options={
+            "r": PeftOption(source="miss_r"),
+            "mini_r": PeftOption(source="miss_mini_r"),
+            "init_weights": PeftOption(allowed=(True, False, "bat", "mini")),
+        },
+        fixed={"miss_dropout": 0.0},
+    ),
+    "OFT": PeftMethod(
+        options={
+            "oft_block_size": PeftOption(source="oft_block_size", most=1024),
+            "block_share": _FLAG,
+            "use_cayley_neumann": _FLAG,
+            "num_cayley_neumann_terms": PeftOption(most=32),
+        },
+        fixed={"module_dropout": 0.0, "coft": False},
+        local=("r", "eps"),
+        computed=(".rows", ".cols"),
+    ),
+    "RANDLORA": PeftMethod(
+        options={"r": _RANK, "randlora_alpha": _NUMBER},
+        local=(*_PROJECTED, "sparse", "very_sparse", "randlora_dropout"),
+        dropout="randlora_dropout",
+    ),
+    "ROAD": PeftMethod(
+        options={
+            "variant": PeftOption(allowed=("road_1", "road_2", "road_4")),
+            "group_size": PeftOption(source="group_size"),
+        }
+    ),
+    "VBLORA": PeftMethod(
+        options={"r": _RANK, "num_vectors": _NUMBER, "vector_length": _NUMBER, "topk": PeftOption(most=64)},
+        local=("save_only_topk_weights", "init_vector_bank_bound", "init_logits_std", "vblora_dropout"),
+        dropout="vblora_dropout",
+    ),
+    "VERA": PeftMethod(
+        options={"r": _RANK}, local=(*_PROJECTED, "d_initial", "vera_dropout"), dropout="vera_dropout"
+    ),
+})  # fmt: skip
+"""PEFT's methods whose own layers servers apply, by the names of ``PeftType``."""
+
+
+class PeftLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A layer of one of PEFT's methods on one linear layer of one block."""
+
+    block: int
+    """Index of the block in the whole model."""
+    module: str
+    """Path of the adapted module inside the block."""
+    options: tuple[tuple[str, PeftValue], ...]
+    """Names and values of the method's options."""
+    names: tuple[str, ...]
+    """Names of the layer's tensors, as PEFT has them, without the adapter's."""
+    places: tuple[int, ...]
+    """Index of each tensor among those of the part; layers may share tensors."""
+    scaling: float | None = None
+    """Factor of the update; None where the method knows none."""
+    dropout: float = 0.0
+    """Probability of zeroing an input element while training."""
+
+
+class PeftPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers that servers build of PEFT's own classes; see `PEFT_METHODS`."""
+
+    method: str
+    """A name of ``PeftType``."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the tensors of all layers."""
+    layers: tuple[PeftLayer, ...]
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The structure of a whole adapter, or of its part on a span."""
 
     modules: tuple[AdapterModule, ...]
+    peft: PeftPart | None = None
+    """Layers of other kinds. Left out of messages and digests where there are none, as servers before it expect."""
+
+    @property
+    def layers(self) -> tuple[AdapterModule | PeftLayer, ...]:
+        """All layers, of every kind."""
+        return self.modules if self.peft is None else (*self.modules, *self.peft.layers)
 
     def tensor_shapes(self) -> list[tuple[int, ...]]:
         """Returns the shapes of all tensors, in the order in which they are shipped."""
-        return [shape for module in self.modules for shape in module.shapes]
+        shapes = [shape for module in self.modules for shape in module.shapes]
+        return shapes if self.peft is None else [*shapes, *self.peft.shapes]
+
+    def tensor_blocks(self) -> list[tuple[int, ...]]:
+        """Returns the blocks that use each tensor, in the same order."""
+        blocks: list[tuple[int, ...]] = [(module.block,) for module in self.modules for _ in module.shapes]
+        if self.peft is not None:
+            users: list[set[int]] = [set() for _ in self.peft.shapes]
+            for layer in self.peft.layers:
+                for place in layer.places:
+                    users[place].add(layer.block)
+            blocks.extend(tuple(sorted(one)) for one in users)
+        return blocks
+
+    def on(self, blocks: range) -> tuple[AdapterSpec, list[int]]:
+        """Returns the part of the structure on some blocks, and the positions of its tensors in the whole."""
+        modules: list[AdapterModule] = []
+        indices: list[int] = []
+        position = 0
+        for module in self.modules:
+            if module.block in blocks:
+                modules.append(module)
+                indices.extend(range(position, position + len(module.shapes)))
+            position += len(module.shapes)
+        layers = [] if self.peft is None else [layer for layer in self.peft.layers if layer.block in blocks]
+        if self.peft is None or not layers:
+            return AdapterSpec(modules=tuple(modules)), indices
+        used = sorted({place for layer in layers for place in layer.places})
+        renumbered = {place: index for index, place in enumerate(used)}
+        kept = tuple(
+            msgspec.structs.replace(layer, places=tuple(renumbered[place] for place in layer.places))
+            for layer in layers
+        )
+        shapes = tuple(self.peft.shapes[place] for place in used)
+        part = PeftPart(method=self.peft.method, shapes=shapes, layers=kept)
+        return AdapterSpec(modules=tuple(modules), peft=part), [*indices, *(position + place for place in used)]
 
 
 def adapter_digest(spec: AdapterSpec, tensors: Sequence[torch.Tensor]) -> str:

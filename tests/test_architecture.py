@@ -126,6 +126,7 @@ LATE_IMPORTS = frozenset({
     ("adapter_spec.py", "torch"),  # structure and digest checks must not cost a torch import
     ("noise.py", "transformers"),  # a command is quieted before it imports anything heavy
     ("noise.py", "huggingface_hub"),  # the same
+    ("blocks/peft_layers.py", "peft"),  # start-up time of servers that get no such adapter
     ("blocks/quantize.py", "bitsandbytes"),  # memory and start-up time of servers that do not quantize
     ("offload/formats/bnb.py", "bitsandbytes"),  # the same of models that need none of it
 })  # fmt: skip

@@ -18,10 +18,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
+from swarm_plugins.backbone.peft_parts import layer_state, method_of, read_part
 from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
 from swarm_plugins.backbone.standin import StandIn
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
-from swarm_plugins.checkpoint.hollow import is_hollow
 from swarm_plugins.errors import UnsupportedError
 
 
@@ -52,6 +52,7 @@ class AdapterReader:
         self._seen = -1
         self._state: list[object] | None = None
         self._last = AdapterUse()
+        self._row_names: Sequence[str] | None = None
         self._is_checked = False
 
     def select(self, structure: int, indices: range, batch_size: int) -> AdapterUse:
@@ -70,10 +71,10 @@ class AdapterReader:
         if state != self._state:
             tuned = [item for item in self._tuned if item.block in indices]
             self._last = _selection(tuned, names, batch_size)
-            self._state, self._is_checked = state, False
+            self._state, self._row_names, self._is_checked = state, names, False
         if torch.is_grad_enabled():
             self._refuse_forgotten(indices)
-        if any(module.dropout for adapter in self._last.adapters for module in adapter.spec.modules):
+        if any(layer.dropout for adapter in self._last.adapters for layer in adapter.spec.layers):
             # Drawn from the global generator, so that a seeded run is reproducible.
             return dataclasses.replace(self._last, dropout_seed=int(torch.randint(2**62, (1,)).item()))
         return self._last
@@ -97,12 +98,23 @@ class AdapterReader:
                         raise _forgotten(index, f"{path}.{name}" if path else name)
         if self._is_checked:
             return
-        shipped = {id(tensor) for tensor in self._last.tensors}
+        known = {id(tensor) for tensor in self._last.tensors} | self._inactive()
         for index in indices:
             for name, parameter in self.blocks[index].named_parameters():
-                if parameter.requires_grad and id(parameter) not in shipped and not _is_inactive(name, parameter):
+                if parameter.requires_grad and id(parameter) not in known:
                     raise _forgotten(index, name)
         self._is_checked = True
+
+    def _inactive(self) -> set[int]:
+        """Returns the tensors of adapters that are not in use: PEFT leaves them trainable."""
+        found: set[int] = set()
+        for item in self._tuned:
+            used = _active(item) if self._row_names is None else self._row_names
+            for kind in item.layer.adapter_layer_names:
+                for name, part in getattr(item.layer, kind, {}).items():
+                    if name not in used:
+                        found.update(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))
+        return found
 
 
 def _forgotten(index: int, name: str) -> UnsupportedError:
@@ -112,18 +124,14 @@ def _forgotten(index: int, name: str) -> UnsupportedError:
     )
 
 
-def _is_inactive(name: str, parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter belongs to an inactive LoRA or IA3: PEFT leaves its tensors trainable."""
-    known = (".lora_A.", ".lora_B.", ".ia3_l.")
-    return not is_hollow(parameter) and any(part in f".{name}" for part in known)
-
-
 def _state(layer: Any) -> list[object]:
     """Returns a cheap fingerprint of everything a layer's adapters depend on."""
     if layer._disable_adapters:
         return [None]
     # Bypasses PEFT's properties and torch's attribute hooks: this runs for every layer and generated token.
     modules = layer._modules
+    if method_of(layer):
+        return layer_state(layer)
     if "ia3_l" in modules:
         vectors = modules["ia3_l"]._parameters
         return [str(layer._active_adapter), *map(id, vectors.values())]
@@ -187,12 +195,13 @@ def _collect(tuned: Sequence[_Tuned], name: str) -> LoadedAdapter:
     modules: list[AdapterModule] = []
     tensors: list[Tensor] = []
     for item in tuned:
-        found = _read(item, name)
+        found = None if method_of(item.layer) else _read(item, name)
         if found is not None:
             _check_options(item, name)
             modules.append(found[0])
             tensors.extend(found[1])
-    return LoadedAdapter(spec=AdapterSpec(modules=tuple(modules)), tensors=tuple(tensors))
+    part, others = read_part([item for item in tuned if method_of(item.layer)], name)
+    return LoadedAdapter(spec=AdapterSpec(modules=tuple(modules), peft=part), tensors=(*tensors, *others))
 
 
 def _dropout(item: _Tuned, name: str) -> float:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from peft import PeftType
+from peft import PeftConfig, PeftType
 from peft.tuners.ia3.layer import Linear as IA3Linear
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
@@ -18,14 +18,29 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from swarm_plugins.adapter_spec import PEFT_METHODS
+from swarm_plugins.backbone.peft_parts import method_of
 from swarm_plugins.errors import UnsupportedError
 
 SUPPORTED_LAYERS = (LoraLinear, ParamWrapper, IA3Linear)
 """Layers of PEFT that servers can apply."""
 WHAT_WORKS = (
-    "remote blocks support LoRA (also rslora, target_parameters, dropout), IA3, prompt tuning, p-tuning, prefix tuning"
+    "remote blocks support LoRA (also rslora, target_parameters, dropout), "
+    + ", ".join(PEFT_METHODS)
+    + ", IA3, prompt tuning, p-tuning, prefix tuning"
 )
 _READS_WEIGHTS = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
+_LOCAL_FIELDS = frozenset(field.name for field in dataclasses.fields(PeftConfig)) | frozenset({
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_weights",
+})  # fmt: skip
+"""Fields of configs that say where an adapter is and what it starts from."""
 _OTHER_CHANGES = ("alora_invocation_tokens", "layer_replication", "lora_bias", "megatron_config")
 """Options of LoRA that PEFT does not count as variants, yet do more than a low-rank product."""
 
@@ -37,12 +52,12 @@ def check_inserted(name: str, module: nn.Module) -> None:
             f"{name!r} in a remote block cannot be wrapped by {type(module).__name__} (modules_to_save or "
             f"trainable_token_indices): its weights are on servers and cannot be trained; {WHAT_WORKS}"
         )
-    if type(module) in SUPPORTED_LAYERS and getattr(module, "fan_in_fan_out", False):
+    if getattr(module, "fan_in_fan_out", False):
         raise UnsupportedError(
             f"{name!r} in a remote block stores its weight as [in, out] (fan_in_fan_out, Conv1D): adapters on it are "
             f"not supported; adapt linear layers; {WHAT_WORKS}"
         )
-    if type(module) not in SUPPORTED_LAYERS:
+    if type(module) not in SUPPORTED_LAYERS and not method_of(module):
         kind = f"{type(module).__module__.removeprefix('peft.tuners.')}.{type(module).__name__}"
         raise UnsupportedError(
             f"{name!r} in a remote block cannot be replaced by {kind}: servers could not apply it; {WHAT_WORKS}"
@@ -55,10 +70,26 @@ def check_config(config: Any, remote_modules: Iterable[str]) -> None:
     _check_trained_modules(config, remote_modules)
     if not _targets_any(config, remote_modules):
         return
-    if config.peft_type not in (PeftType.LORA, PeftType.IA3):
-        raise UnsupportedError(f"{config.peft_type.value} cannot work on remote blocks; {WHAT_WORKS}")
     if config.peft_type == PeftType.LORA:
         _check_lora(config)
+    elif config.peft_type.value in PEFT_METHODS:
+        _check_method(config)
+    elif config.peft_type != PeftType.IA3:
+        raise UnsupportedError(f"{config.peft_type.value} cannot work on remote blocks; {WHAT_WORKS}")
+
+
+def _check_method(config: Any) -> None:
+    """Refuses options of a method that servers do not know, as far as they are used: nothing is left out silently."""
+    method = PEFT_METHODS[config.peft_type.value]
+    for field in dataclasses.fields(config):
+        if field.name in method.options or field.name in method.local or field.name in _LOCAL_FIELDS:
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value, works = getattr(config, field.name), method.fixed.get(field.name, default)
+        if value != works:
+            raise UnsupportedError(
+                f"{field.name}={value!r} of {config.peft_type.value} cannot work on remote blocks; use {works!r}"
+            )
 
 
 def _check_lora(config: Any) -> None:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, PeftLayer, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.blocks.peft_layers import check_part
 from swarm_plugins.blocks.quantize import ExpertWeights
 from swarm_plugins.errors import ConfigError
 from swarm_plugins.moe import EXPERT_PARAMETERS, is_fused_experts
@@ -67,6 +68,8 @@ def check_adapter(
             raise ConfigError(f"the adapter names {_where(entry)} twice")
         seen.add(key)
         _check_entry(entry, span, limits)
+    if spec.peft is not None:
+        check_part(spec.peft, lambda layer: _linear(layer, _module(layer, span)), max_rank=limits.max_rank)
     return LoadedAdapter(
         digest=adapter_digest(spec, tensors) if digest is None else digest,
         spec=spec,
@@ -75,12 +78,13 @@ def check_adapter(
 
 
 def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor], limits: AdapterLimits) -> None:
-    if len(spec.modules) > limits.max_modules:
-        raise ConfigError(f"the adapter has {len(spec.modules)} modules; the limit is {limits.max_modules}")
+    if len(spec.layers) > limits.max_modules:
+        raise ConfigError(f"the adapter has {len(spec.layers)} modules; the limit is {limits.max_modules}")
     shapes = spec.tensor_shapes()
     if len(shapes) != len(tensors):
         raise ConfigError(f"the adapter names {len(shapes)} tensors, {len(tensors)} came with it")
     names = [_where(entry) for entry in spec.modules for _ in entry.shapes]
+    names += [] if spec.peft is None else [f"layers of {spec.peft.method[:64]}" for _ in spec.peft.shapes]
     for name, shape, tensor in zip(names, shapes, tensors, strict=True):
         if tuple(shape) != tuple(tensor.shape):
             raise ConfigError(
@@ -95,20 +99,13 @@ def _check_size(spec: AdapterSpec, tensors: Sequence[Tensor], limits: AdapterLim
 
 
 def _check_entry(entry: AdapterModule, span: Span, limits: AdapterLimits) -> None:
-    if entry.block not in span.blocks:
-        raise ConfigError(
-            f"the adapter names {_where(entry)}; this span has blocks {span.blocks.start} to {span.blocks.stop}"
-        )
+    module = _module(entry, span)
     if entry.parameter is not None and entry.kind != "lora_parameter":
         raise ConfigError(f"{_where(entry)} names a parameter, which only the kind lora_parameter has")
     if not math.isfinite(entry.scaling):
         raise ConfigError(f"the scaling of {_where(entry)} is {entry.scaling}; expected a finite number")
     if not 0.0 <= entry.dropout < 1.0:
         raise ConfigError(f"the dropout of {_where(entry)} is {entry.dropout}; expected 0 <= dropout < 1")
-    try:
-        module = span.module(entry.block, entry.module)
-    except AttributeError:
-        raise ConfigError(f"the adapter names {_where(entry)}: the block has no such module") from None
     if entry.kind == "ia3":
         _check_ia3(entry, _linear(entry, module))
     elif entry.kind == "lora":
@@ -116,6 +113,17 @@ def _check_entry(entry: AdapterModule, span: Span, limits: AdapterLimits) -> Non
         _check_factors(entry, linear.in_features, linear.out_features, 1, limits)
     else:
         _check_parameter(entry, module, limits)
+
+
+def _module(entry: AdapterModule | PeftLayer, span: Span) -> nn.Module:
+    if entry.block not in span.blocks:
+        raise ConfigError(
+            f"the adapter names {_where(entry)}; this span has blocks {span.blocks.start} to {span.blocks.stop}"
+        )
+    try:
+        return span.module(entry.block, entry.module)
+    except AttributeError:
+        raise ConfigError(f"the adapter names {_where(entry)}: the block has no such module") from None
 
 
 def _check_ia3(entry: AdapterModule, linear: nn.Linear) -> None:
@@ -172,9 +180,10 @@ def _check_factors(entry: AdapterModule, width_in: int, width_out: int, experts:
         raise ConfigError(f"the rank of {_where(entry)} is {rank}; the limit is {limits.max_rank}")
 
 
-def _linear(entry: AdapterModule, module: nn.Module) -> nn.Linear:
+def _linear(entry: AdapterModule | PeftLayer, module: nn.Module) -> nn.Linear:
     if not isinstance(module, nn.Linear):
-        raise ConfigError(f"{_where(entry)} is a {type(module).__name__}; {entry.kind} needs a linear layer")
+        kind = entry.kind if isinstance(entry, AdapterModule) else "its adapter"
+        raise ConfigError(f"{_where(entry)} is a {type(module).__name__}; {kind} needs a linear layer")
     return module
 
 
@@ -188,7 +197,7 @@ def _shape_of(module: nn.Module, name: str) -> tuple[int, ...] | None:
     return tuple(parameter.shape) if isinstance(parameter, (Tensor, ExpertWeights)) else None
 
 
-def _where(entry: AdapterModule) -> str:
+def _where(entry: AdapterModule | PeftLayer) -> str:
     return f"block {entry.block}, {entry.module}"
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from swarm_plugins.adapter_spec import AdapterModule
+from swarm_plugins.adapter_spec import AdapterModule, PeftLayer
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
+from swarm_plugins.blocks.peft_layers import structure_of
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta
 from swarm_plugins.moe.frozen import run_frozen
@@ -77,13 +78,16 @@ class TokenRows:
 class _Applied:
     """One adapter layer in one call."""
 
-    entry: AdapterModule
+    entry: Any
+    """An `AdapterModule`, or a `PeftLayer` with its ``method``."""
     tensors: tuple[Tensor, ...]
     rows: tuple[int, ...] | None
     """Rows of the call it applies to. None: all."""
     tokens: TokenRows
     dropout: tuple[int, int, int] | None
     """Seed, index of the adapter, and first token of the rows. None: no dropout."""
+    method: str = ""
+    """The method of PEFT whose layer it is. Empty: one of those that are applied here."""
 
     def index(self, num_tokens: int) -> Tensor | None:
         """Returns the indices of the tokens it applies to; None for all."""
@@ -99,13 +103,10 @@ def adapter_patches(
     """Returns the modules that adapters change in a call, with their new forward; ``uses`` names rows per session."""
     applied: dict[nn.Module, list[_Applied]] = {}
     for adapter, rows, dropout in _by_adapter(uses):
-        position = 0
-        for entry in adapter.spec.modules:
-            tensors = adapter.tensors[position : position + len(entry.shapes)]
-            position += len(entry.shapes)
+        for entry, tensors, method in _layers_of(adapter):
             if entry.block in blocks:
                 module = module_of(entry.block, entry.module)
-                applied.setdefault(module, []).append(_Applied(entry, tensors, rows, tokens, dropout))
+                applied.setdefault(module, []).append(_Applied(entry, tensors, rows, tokens, dropout, method))
     return {module: _patched(module, layers) for module, layers in applied.items()}
 
 
@@ -131,9 +132,21 @@ def _by_adapter(
             yield adapter, None if len(rows) == first else tuple(rows), dropout
 
 
+def _layers_of(adapter: LoadedAdapter) -> Iterable[tuple[AdapterModule | PeftLayer, tuple[Tensor, ...], str]]:
+    position, part = 0, adapter.spec.peft
+    for entry in adapter.spec.modules:
+        yield entry, adapter.tensors[position : position + len(entry.shapes)], ""
+        position += len(entry.shapes)
+    for layer in () if part is None else part.layers:
+        yield layer, tuple(adapter.tensors[position + place] for place in layer.places), part.method if part else ""
+
+
 def _patched(module: nn.Module, layers: list[_Applied]) -> Forward:
     if isinstance(module, nn.Linear):
-        return _linear_forward(module, layers)
+        plain = [layer for layer in layers if not layer.method]
+        others = [layer for layer in layers if layer.method]
+        forward = _linear_forward(module, plain)
+        return _peft_forward(module, others, plain, forward) if others else forward
     if layers[0].entry.kind != "lora_parameter":
         raise UnsupportedError(f"adapters of kinds {[layer.entry.kind for layer in layers]} on one module do not mix")
     if layers[0].entry.num_experts > 1:
@@ -158,6 +171,48 @@ def _linear_forward(module: nn.Linear, layers: list[_Applied]) -> Forward:
     return forward
 
 
+def _peft_forward(module: nn.Linear, layers: list[_Applied], others: list[_Applied], plain: Forward) -> Forward:
+    """Returns a forward with layers of PEFT on their rows, and ``plain`` on the others."""
+    groups: dict[tuple[int, ...] | None, list[_Applied]] = {}
+    for layer in layers:
+        groups.setdefault(layer.rows, []).append(layer)
+    for rows in groups:
+        if any(rows is None or other.rows is None or set(rows) & set(other.rows) for other in others):
+            raise UnsupportedError(
+                f"{layers[0].method} and another kind of adapter on the same module, block {layers[0].entry.block}, "
+                f"{layers[0].entry.module}, do not mix: adapt different modules"
+            )
+
+    def forward(hidden: Tensor) -> Tensor:
+        if None in groups:
+            return _chained(module, groups[None], hidden)
+        result: Tensor = plain(hidden)
+        flat, shape = hidden.reshape(-1, hidden.shape[-1]), result.shape
+        result = result.reshape(-1, shape[-1])
+        for rows, chain in groups.items():
+            index = chain[0].tokens.index(rows or (), flat.shape[0])
+            result = result.index_copy(0, index, _chained(module, chain, flat, index).to(result.dtype))
+        return result.reshape(shape)
+
+    return forward
+
+
+def _chained(module: nn.Linear, layers: list[_Applied], hidden: Tensor, index: Tensor | None = None) -> Tensor:
+    """Returns the result of layers of PEFT around one another, the first one outside; on some tokens of flat ones."""
+    run: Callable[[Tensor], Tensor] = functools.partial(type(module).forward, module)
+    for layer in reversed(layers):
+        structure = structure_of(layer.method, layer.entry, module)
+        tensors = dict(zip(layer.entry.names, layer.tensors, strict=True))
+        mask = None
+        if layer.dropout is not None and layer.entry.dropout > 0.0:
+            mask = _dropped(layer, layer.dropout, torch.ones_like(hidden))
+            mask = mask if index is None else mask[index]
+        run = functools.partial(structure.run, tensors, module, run, layer.entry, mask=mask)
+    # Some layers take rows of tokens only.
+    result: Tensor = run(hidden) if index is None else run(hidden[index].unsqueeze(0)).squeeze(0)
+    return result
+
+
 def _add_low_rank(layer: _Applied, hidden: Tensor, result: Tensor) -> Tensor:
     """Adds a low-rank product to a linear layer's result."""
     factor_a, factor_b = layer.tensors
@@ -165,11 +220,12 @@ def _add_low_rank(layer: _Applied, hidden: Tensor, result: Tensor) -> Tensor:
     if layer.dropout is not None and layer.entry.dropout > 0.0:
         hidden = _dropped(layer, layer.dropout, hidden)
     index = layer.index(hidden.numel() // hidden.shape[-1])
+    scaling: float = layer.entry.scaling
     if index is None:
-        delta = functional.linear(functional.linear(hidden, factor_a), factor_b) * layer.entry.scaling
+        delta = functional.linear(functional.linear(hidden, factor_a), factor_b) * scaling
         return (result + delta).to(result.dtype)
     hidden = hidden.reshape(-1, hidden.shape[-1])[index]
-    delta = functional.linear(functional.linear(hidden, factor_a), factor_b) * layer.entry.scaling
+    delta = functional.linear(functional.linear(hidden, factor_a), factor_b) * scaling
     flat = result.reshape(-1, result.shape[-1])
     return flat.index_add(0, index, delta.to(result.dtype)).reshape(result.shape)
 
@@ -212,8 +268,9 @@ def _dropped(layer: _Applied, dropout: tuple[int, int, int], hidden: Tensor) -> 
     seed, adapter_index, first = dropout
     rows = layer.tokens.of_rows(hidden.numel() // hidden.shape[-1], first)
     numbers = adapter_dropout_mask(seed, layer.entry.block, layer.entry.module, adapter_index, hidden.shape, rows)
-    kept = (numbers >= layer.entry.dropout).to(hidden.device, hidden.dtype)
-    return hidden * (kept / (1.0 - layer.entry.dropout))
+    probability: float = layer.entry.dropout
+    kept = (numbers >= probability).to(hidden.device, hidden.dtype)
+    return hidden * (kept / (1.0 - probability))
 
 
 def _scaled(hidden: Tensor, layers: list[_Applied]) -> Tensor:

@@ -84,6 +84,25 @@ class QuantizedExperts:
         return run_frozen(self, (), hidden_states, top_k_index, top_k_weights)
 
 
+def plain_weight(linear: nn.Linear) -> Tensor:
+    """Returns the weight of a linear layer, ``[out, in]``, widened if it is quantized."""
+    weight: Any = linear.weight
+    kind = type(weight).__name__
+    if kind == "Params4bit":
+        import bitsandbytes.functional as bnb_functional
+
+        bnb: Any = bnb_functional
+        wide: Tensor = bnb.dequantize_4bit(weight.data, weight.quant_state)
+        return wide.reshape(linear.out_features, linear.in_features)
+    if kind == "Int8Params":
+        state: Any = linear.state
+        codes, scales = (weight.CB, weight.SCB) if state.CB is None else (state.CB, state.SCB)
+        widened: Tensor = codes.to(torch.float32) * scales.to(torch.float32).unsqueeze(1).mul(1.0 / 127.0)
+        return widened
+    plain: Tensor = weight
+    return plain
+
+
 def _quantize_experts(module: nn.Module, kind: str) -> None:
     if not module._parameters:
         return  # at other peers

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
+from swarm_plugins.adapter_spec import adapter_digest
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
 from swarm_plugins.client.recent import Recent
 from swarm_plugins.errors import UnsupportedError
@@ -81,9 +81,9 @@ class DigestCache:
         key = (id(adapter), blocks)
         cut = self._cuts.get(key)
         if cut is None:
-            modules, indices = _modules_on(adapter.spec, blocks)
+            spec, indices = adapter.spec.on(blocks)
             tensors = tuple(adapter.tensors[index] for index in indices)
-            part = LoadedAdapter(spec=AdapterSpec(modules=modules), tensors=tensors)
+            part = LoadedAdapter(spec=spec, tensors=tensors)
             cut = self._cuts[key] = _Cut(adapter, part, indices)
         self._cuts.move_to_end(key)
         return cut
@@ -139,16 +139,3 @@ def _contents(tensors: Sequence[Tensor]) -> list[int]:
         return []
     sums = [tensor.detach().view(_WHOLE[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack([total.to(sums[0].device) for total in sums]).tolist()
-
-
-def _modules_on(spec: AdapterSpec, blocks: range) -> tuple[tuple[AdapterModule, ...], list[int]]:
-    """Returns the modules on some blocks and the positions of their tensors."""
-    modules = []
-    indices: list[int] = []
-    position = 0
-    for module in spec.modules:
-        if module.block in blocks:
-            modules.append(module)
-            indices.extend(range(position, position + len(module.shapes)))
-        position += len(module.shapes)
-    return tuple(modules), indices

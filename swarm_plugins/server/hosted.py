@@ -101,7 +101,7 @@ class HostedSpans:
 
     def check_adapter(self, digest: str, spec: AdapterSpec, tensors: tuple[Tensor, ...]) -> LoadedAdapter:
         """Checks an uploaded adapter against the span that holds its blocks."""
-        blocks = [module.block for module in spec.modules]
+        blocks = [layer.block for layer in spec.layers]
         fitting = [span for span in self._spans if all(block in span.blocks for block in blocks)]
         if not self._spans:
             raise _gone(range(min(blocks, default=0), max(blocks, default=0) + 1))

@@ -260,8 +260,9 @@ class _OpenedBlock:
         asked, opening, index = self._asked, self._opening, self._index
         on_block = [
             number
-            for number, block in enumerate(_blocks_of(asked.adapters))
-            if block in self._inputs.blocks and response.grad_adapters
+            for number, users in enumerate(_blocks_of(asked.adapters))
+            # What several blocks share has the sum of their gradients, which no single block shows.
+            if len(users) == 1 and users[0] in self._inputs.blocks and response.grad_adapters
         ]
         grad = opening.request.grad if index == self._last else opening.states[self._last + index]
         if grad is None:
@@ -348,9 +349,9 @@ def _as_leaves(inputs: SpanInputs) -> SpanInputs:
     return replace(leaves, adapters=inputs.adapters.map(_leaf))
 
 
-def _blocks_of(adapters: Sequence[LoadedAdapter]) -> list[int]:
-    """Returns the block of each tensor of each adapter, in order."""
-    return [module.block for one in adapters for module in one.spec.modules for _ in module.shapes]
+def _blocks_of(adapters: Sequence[LoadedAdapter]) -> list[tuple[int, ...]]:
+    """Returns the blocks that use each tensor of each adapter, in order."""
+    return [blocks for one in adapters for blocks in one.spec.tensor_blocks()]
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -80,10 +80,10 @@ class Backward:
             return -1
         lowest, index = self._inputs.blocks.stop, 0
         for adapter in self._inputs.adapters.adapters:
-            for module in adapter.spec.modules:
-                if any(self._needs_of_adapters[index : index + len(module.shapes)]):
-                    lowest = min(lowest, module.block)
-                index += len(module.shapes)
+            for blocks in adapter.spec.tensor_blocks():
+                if self._needs_of_adapters[index]:
+                    lowest = min(lowest, *blocks)
+                index += 1
         return lowest
 
     def _tell(self, runs: Sequence[SpanRun]) -> None:
@@ -163,7 +163,9 @@ class Backward:
         peer, answer = await won_answer(servers, run.peer, "rpc_backward", run.inputs, without, ask, accept)
         if sent[peer].needs_adapters:
             for index, value in zip(run.part.indices, answer.grad_adapters, strict=True):
-                self._adapters[index] = value
+                # Tensors that several spans share get the sum of their gradients.
+                known = self._adapters[index]
+                self._adapters[index] = value if known is None else known + value
         if sent[peer].needs_prefix:
             first, last = self._index(blocks.start), self._index(blocks.stop)
             self._prefix[2 * first : 2 * last] = answer.grad_prefix

@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import (
-    AdaLoraConfig,
     AdaptionPromptConfig,
     BOFTConfig,
     FourierFTConfig,
     IA3Config,
     LNTuningConfig,
     LoftQConfig,
-    LoHaConfig,
     LoraConfig,
-    OFTConfig,
     PeftConfig,
     PeftModel,
     TrainableTokensConfig,
@@ -49,11 +46,7 @@ def lora(**options: object) -> LoraConfig:
 
 
 OTHER_KINDS: dict[str, Callable[[], PeftConfig]] = {
-    "ADALORA": lambda: AdaLoraConfig(target_modules=TARGETS, total_step=10),
-    "VERA": lambda: VeraConfig(target_modules=TARGETS),
-    "OFT": lambda: OFTConfig(target_modules=TARGETS, oft_block_size=8, r=0),
     "BOFT": lambda: BOFTConfig(target_modules=TARGETS, boft_block_size=4),
-    "LOHA": lambda: LoHaConfig(target_modules=TARGETS),
     "FOURIERFT": lambda: FourierFTConfig(target_modules=TARGETS, n_frequency=4),
     "LN_TUNING": lambda: LNTuningConfig(target_modules=["input_layernorm"]),
 }

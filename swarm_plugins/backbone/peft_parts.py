@@ -1,0 +1,129 @@
+"""Reads the layers of PEFT's other methods, which servers build anew from their options.
+
+A layer keeps few of its options; so an adapter's config is noted on its layers when PEFT injects them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from peft.tuners.ia3.layer import Linear as IA3Linear
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import Tensor, nn
+
+from swarm_plugins.adapter_spec import PEFT_METHODS, PeftLayer, PeftPart, PeftValue
+from swarm_plugins.errors import UnsupportedError
+
+_CONFIGS = "_swarm_configs"
+
+
+@functools.cache
+def note_configs() -> None:
+    """Makes PEFT's injection note each adapter's config on its layers. Idempotent."""
+    original = BaseTuner.inject_adapter
+
+    @functools.wraps(original)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        original(self, model, adapter_name, *args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer):
+                vars(module).setdefault(_CONFIGS, {})[adapter_name] = self.peft_config[adapter_name]
+
+    BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
+
+
+def method_of(layer: Any) -> str:
+    """Returns the method whose layer servers build anew; empty for one that they apply themselves, and for others."""
+    if type(layer) in (ParamWrapper, IA3Linear) or (type(layer) is LoraLinear and not is_changed_lora(layer)):
+        return ""
+    package, _, path = type(layer).__module__.partition("peft.tuners.")
+    name = path.partition(".")[0].upper()
+    is_linear = isinstance(layer, BaseTunerLayer) and isinstance(layer.get_base_layer(), nn.Linear)
+    return name if not package and name in PEFT_METHODS and is_linear else ""
+
+
+def is_changed_lora(layer: Any) -> bool:
+    """Returns whether a LoRA layer does more than a low-rank product."""
+    return bool(layer.lora_variant) or any(layer.lora_bias.values())
+
+
+def layer_state(layer: Any) -> list[object]:
+    """Returns a cheap fingerprint of everything that the adapters of a layer depend on."""
+    state: list[object] = [str(layer._active_adapter), *getattr(layer, "scaling", {}).values()]
+    for name, child in layer._modules.items():
+        if name != "base_layer":
+            state.extend((id(tensor), tensor.requires_grad) for tensor in (*child.parameters(), *child.buffers()))
+            state.extend((one.training, one.p) for one in child.modules() if isinstance(one, nn.Dropout))
+    return state
+
+
+def read_part(items: Iterable[tuple[int, str, Any]], name: str) -> tuple[PeftPart | None, list[Tensor]]:
+    """Returns an adapter's structure and tensors on some layers (block, path, layer); None if they lack it."""
+    methods: set[str] = set()
+    layers: list[PeftLayer] = []
+    places: dict[int, int] = {}
+    tensors: list[Tensor] = []
+    for block, path, layer in items:
+        found = _layer_tensors(layer, name)
+        if not found:
+            continue
+        method = method_of(layer)
+        methods.add(method)
+        for tensor in found.values():
+            if id(tensor) not in places:
+                places[id(tensor)] = len(tensors)
+                tensors.append(tensor)
+        scaling = getattr(layer, "scaling", {}).get(name)
+        layers.append(
+            PeftLayer(
+                block=block,
+                module=path,
+                options=_options(layer, name, method),
+                names=tuple(found),
+                places=tuple(places[id(tensor)] for tensor in found.values()),
+                scaling=None if scaling is None else float(scaling),
+                dropout=_dropout(layer, name, method),
+            )
+        )
+    if not layers:
+        return None, []
+    if len(methods) > 1:
+        raise UnsupportedError(
+            f"one adapter with layers of {' and '.join(sorted(methods))} cannot work on remote blocks"
+        )
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    return PeftPart(method=methods.pop(), shapes=shapes, layers=tuple(layers)), tensors
+
+
+def _layer_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter in a layer that servers cannot compute, by names without the adapter's."""
+    computed = PEFT_METHODS[method_of(layer)].computed
+    found: dict[str, Tensor] = {}
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        first, *rest = name.split(".")
+        if first != "base_layer" and rest[:1] == [adapter] and not (computed and name.endswith(computed)):
+            found[".".join([first, *rest[1:]])] = tensor
+    return found
+
+
+def _options(layer: Any, name: str, method: str) -> tuple[tuple[str, PeftValue], ...]:
+    configs = vars(layer).get(_CONFIGS, {})
+    if name not in configs:
+        raise UnsupportedError(
+            f"the config of adapter {name!r} is not known: inject it with PEFT after loading the model"
+        )
+    found = []
+    for name_of_option, option in PEFT_METHODS[method].options.items():
+        on_layer = getattr(layer, option.source) if option.source else {}
+        found.append((name_of_option, on_layer.get(name, getattr(configs[name], name_of_option))))
+    return tuple(found)
+
+
+def _dropout(layer: Any, name: str, method: str) -> float:
+    dropouts = getattr(layer, PEFT_METHODS[method].dropout or "", {})
+    dropout = dropouts[name] if name in dropouts else None  # noqa: SIM401 - a ModuleDict has no get()
+    return float(dropout.p) if isinstance(dropout, nn.Dropout) and dropout.training else 0.0

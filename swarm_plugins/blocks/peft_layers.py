@@ -1,0 +1,300 @@
+"""Layers of PEFT's other methods, applied to a span's own modules with a client's tensors.
+
+PEFT itself builds the layer, from checked options and around a linear layer on torch's ``meta`` device: that allocates
+and initialises nothing, and gives the shapes that the client's tensors must have. One such layer serves all modules of
+the same size: a call lends it the tensors and the module.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from swarm_plugins.adapter_spec import PEFT_METHODS, PeftLayer, PeftMethod, PeftPart, PeftValue
+from swarm_plugins.blocks.quantize import plain_weight
+from swarm_plugins.errors import ConfigError
+
+_NAME = "default"
+_MAX_STRUCTURES = 32
+"""Different layers of one adapter: a few sizes of modules, and a few ranks."""
+_MAX_OPTION = 1 << 16
+_RANKS = ("r", "init_r")
+_KEPT_STRUCTURES = 64
+_MAX_COMPUTED = 1 << 24
+"""Elements of a layer that is built with values, as some of its tensors follow from its options."""
+_TRIED_TOKENS = 2
+_OWN = threading.local()
+"""Each thread's structures: a call lends them tensors."""
+
+
+class _Holder(nn.Module):
+    """The smallest model that PEFT injects an adapter into."""
+
+    def __init__(self, width_in: int, width_out: int, has_bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width_in, width_out, bias=has_bias)
+
+
+class BorrowedLinear(nn.Linear):
+    """A linear layer that another one runs for; what a method's layer sees as its base layer."""
+
+    def __init__(self, like: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.__dict__["lent"] = None
+
+    @contextmanager
+    def running(self, module: nn.Linear, run: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Runs ``run`` in its place, on the weights of ``module``."""
+        outer = self.__dict__["lent"]
+        self.__dict__["lent"] = module, run
+        try:
+            yield
+        finally:
+            self.__dict__["lent"] = outer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            return plain_weight(self.__dict__["lent"][0])
+        if name == "bias":
+            return self.__dict__["lent"][0].bias
+        return super().__getattr__(name)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the module's result."""
+        _, run = self.__dict__["lent"]
+        result: Tensor = run(input)
+        return result
+
+
+class _Masked(nn.Module):
+    """A dropout whose mask is known."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the input with some elements zeroed and the others scaled."""
+        return hidden * self.mask.reshape(hidden.shape).to(hidden.dtype)
+
+
+class Structure(NamedTuple):
+    """A layer of PEFT without values; used by one thread."""
+
+    layer: Any
+    base: BorrowedLinear
+    dropout: str
+    """The layer's attribute with its dropouts. Empty: none."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the tensors that are shipped, by name."""
+    computed: Mapping[str, Tensor]
+    """Values of the others."""
+
+    def run(
+        self,
+        tensors: Mapping[str, Tensor],
+        module: nn.Linear,
+        base: Callable[[Tensor], Tensor],
+        entry: PeftLayer,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the layer's result on ``[..., width]``; ``mask`` is what its dropout multiplies with."""
+        values = {_with_adapter(name): tensor for name, tensor in tensors.items()}
+        computed = {_with_adapter(name): tensor.to(hidden.device) for name, tensor in self.computed.items()}
+        if entry.scaling is not None:
+            self.layer.scaling[_NAME] = entry.scaling
+        with self.base.running(module, base), self._dropping(mask):
+            result: Tensor = functional_call(self.layer, {**values, **computed}, (hidden,))
+        return result
+
+    @contextmanager
+    def _dropping(self, mask: Tensor | None) -> Iterator[None]:
+        if mask is None or not self.dropout:
+            yield
+            return
+        dropouts = getattr(self.layer, self.dropout)
+        outer, dropouts[_NAME] = dropouts[_NAME], _Masked(mask)
+        # A layer in evaluation mode knows that its dropout does nothing.
+        self.layer.training = True
+        try:
+            yield
+        finally:
+            dropouts[_NAME] = outer
+            self.layer.training = isinstance(outer, _Masked)
+
+
+def check_part(part: PeftPart, linear_of: Callable[[PeftLayer], nn.Linear], *, max_rank: int) -> None:
+    """Checks layers against the modules they are for; allocates nothing.
+
+    Args:
+        part: The layers.
+        linear_of: Returns the module of a layer, or raises.
+        max_rank: Largest value of the option ``r``.
+
+    Raises:
+        ConfigError: If a layer does not fit its module, or its options or sizes are not allowed.
+    """
+    method = PEFT_METHODS.get(part.method)
+    if method is None:
+        raise ConfigError(f"unknown method {part.method[:64]!r} of an adapter; known: {', '.join(PEFT_METHODS)}")
+    seen: set[tuple[int, str]] = set()
+    checked: set[tuple[object, ...]] = set()
+    for entry in part.layers:
+        where = f"block {entry.block}, {entry.module[:256]}"
+        if (entry.block, entry.module) in seen:
+            raise ConfigError(f"the adapter names {where} twice")
+        seen.add((entry.block, entry.module))
+        _check_numbers(part, entry, where)
+        linear = linear_of(entry)
+        shapes = tuple(part.shapes[place] for place in entry.places)
+        key = (entry.options, entry.names, shapes, linear.in_features, linear.out_features)
+        if key in checked:
+            continue
+        if len(checked) == _MAX_STRUCTURES:
+            raise ConfigError(
+                f"the adapter has more than {_MAX_STRUCTURES} different layers: use fewer different ranks"
+            )
+        _check_options(method, entry, where, max_rank)
+        _check_shapes(structure_of(part.method, entry, linear), entry, shapes, linear, where)
+        checked.add(key)
+
+
+def structure_of(method: str, entry: PeftLayer, linear: nn.Linear) -> Structure:
+    """Returns the layer of PEFT for a module; equal ones are built once.
+
+    Raises:
+        ConfigError: If PEFT refuses the options for such a module.
+    """
+    key = (method, entry.options, linear.in_features, linear.out_features, linear.bias is not None)
+    known: OrderedDict[object, Structure] | None = getattr(_OWN, "structures", None)
+    if known is None:
+        known = _OWN.structures = OrderedDict()
+    try:
+        if key not in known:
+            known[key] = _structure(*key)
+        known.move_to_end(key)
+        while len(known) > _KEPT_STRUCTURES:
+            known.popitem(last=False)
+        return known[key]
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
+        raise ConfigError(
+            f"{method} with {dict(entry.options)} does not fit block {entry.block}, {entry.module}: {error}"
+        ) from error
+
+
+def _structure(
+    method: str, options: tuple[tuple[str, PeftValue], ...], width_in: int, width_out: int, has_bias: bool
+) -> Structure:
+    built = _build(method, dict(options), width_in, width_out, has_bias, "meta")
+    tensors = _tensors(built)
+    ends = PEFT_METHODS[method].computed
+    shapes = {name: tuple(one.shape) for name, one in tensors.items() if not (ends and name.endswith(ends))}
+    computed: dict[str, Tensor] = {}
+    if len(shapes) < len(tensors):
+        size = sum(one.numel() for one in tensors.values())
+        if size > _MAX_COMPUTED:
+            raise ValueError(f"its tensors have {size} elements; the limit is {_MAX_COMPUTED}")
+        real = _tensors(_build(method, dict(options), width_in, width_out, has_bias, "cpu"))
+        computed = {name: real[name] for name in tensors if name not in shapes}
+    base = BorrowedLinear(built.base_layer)
+    built.base_layer = base
+    return Structure(built.eval(), base, PEFT_METHODS[method].dropout, shapes, computed)
+
+
+def _build(
+    method: str, options: Mapping[str, PeftValue], width_in: int, width_out: int, has_bias: bool, device: str
+) -> Any:
+    # Some hundred milliseconds, of a server that may never need it.
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
+
+    kind = PeftType(method)
+    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    known = PEFT_METHODS[method]
+    config = config_class(target_modules=["linear"], **{**known.fixed, **known.given, **options})
+    with torch.device(device):
+        holder = _Holder(width_in, width_out, has_bias)
+        tuner_class: Any = PEFT_TYPE_TO_TUNER_MAPPING[kind]
+        tuner_class(holder, {_NAME: config}, _NAME)
+    return holder.linear
+
+
+def layer_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter in one of PEFT's layers, by their names without the adapter's."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        first, *rest = name.split(".")
+        if first != "base_layer" and rest[:1] == [adapter]:
+            found[".".join([first, *rest[1:]])] = tensor
+    return found
+
+
+def _tensors(layer: nn.Module) -> dict[str, Tensor]:
+    return layer_tensors(layer, _NAME)
+
+
+def _with_adapter(name: str) -> str:
+    first, *rest = name.split(".")
+    return ".".join([first, _NAME, *rest])
+
+
+def _check_numbers(part: PeftPart, entry: PeftLayer, where: str) -> None:
+    if len(entry.names) != len(entry.places) or not all(0 <= place < len(part.shapes) for place in entry.places):
+        raise ConfigError(
+            f"{where} names {len(entry.names)} tensors at {list(entry.places)[:8]}; the adapter has {len(part.shapes)}"
+        )
+    if entry.scaling is not None and not math.isfinite(entry.scaling):
+        raise ConfigError(f"the scaling of {where} is {entry.scaling}; expected a finite number")
+    if not 0.0 <= entry.dropout < 1.0:
+        raise ConfigError(f"the dropout of {where} is {entry.dropout}; expected 0 <= dropout < 1")
+
+
+def _check_options(method: PeftMethod, entry: PeftLayer, where: str, max_rank: int) -> None:
+    given = dict(entry.options)
+    if len(given) != len(entry.options) or given.keys() != method.options.keys():
+        raise ConfigError(
+            f"{where} has the options {sorted(given)}; expected {', '.join(sorted(method.options))}, each once"
+        )
+    for name, value in given.items():
+        option = method.options[name]
+        if option.allowed:
+            if not any(value == one and type(value) is type(one) for one in option.allowed):
+                raise ConfigError(f"{name} of {where} is {value!r}; allowed are {', '.join(map(repr, option.allowed))}")
+            continue
+        most = min(option.most, max_rank) if name in _RANKS else option.most
+        if isinstance(value, (str, bool)) or not abs(value) <= most:
+            raise ConfigError(f"{name} of {where} is {str(value)[:64]}; expected a number up to {most}")
+
+
+def _check_shapes(
+    structure: Structure, entry: PeftLayer, shapes: Sequence[tuple[int, ...]], linear: nn.Linear, where: str
+) -> None:
+    if sorted(entry.names) != sorted(structure.shapes):
+        raise ConfigError(
+            f"{where} has the tensors {', '.join(entry.names)[:256]}; expected {', '.join(structure.shapes)}"
+        )
+    for name, shape in zip(entry.names, shapes, strict=True):
+        expected = structure.shapes[name]
+        # Layers of different sizes may share a tensor that is as large as the largest of them needs.
+        if len(shape) != len(expected) or any(have < need for have, need in zip(shape, expected, strict=True)):
+            raise ConfigError(f"{name} of {where} has shape {list(shape)}; expected {list(expected)}")
+    given = {name: torch.empty(shape, device="meta") for name, shape in zip(entry.names, shapes, strict=True)}
+    hidden = torch.empty(1, _TRIED_TOKENS, linear.in_features, device="meta")
+    plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    try:
+        with torch.no_grad():
+            result = structure.run(given, plain, functools.partial(nn.Linear.forward, plain), entry, hidden)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise ConfigError(f"the tensors of {where} do not fit each other: {error}") from error
+    if result.shape != (1, _TRIED_TOKENS, linear.out_features):
+        raise ConfigError(f"the tensors of {where} give {list(result.shape)} for {_TRIED_TOKENS} tokens")

@@ -1,0 +1,104 @@
+"""Methods whose own layers servers build: the same loss, gradients, text and files as with the local model.
+
+Both sides run the same operations of PEFT; sums of gradients that several spans share are added in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from adapter_cases import IDS, MASK, nothing_kept, step, trained, tuned, worst_error
+from peft import PeftConfig, PeftModel
+
+from swarm_plugins.adapter_spec import PEFT_METHODS
+
+# PEFT warns of layers without bias, and of methods that it cannot merge.
+pytestmark = pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*")
+TOLERANCE = 1e-5
+TARGETS = ["q_proj", "v_proj"]
+
+
+def config(kind: type[PeftConfig], **options: object) -> Callable[[], PeftConfig]:
+    """A config of a method on attention, made anew for each model."""
+    return lambda: kind(**{"target_modules": list(TARGETS), "task_type": "CAUSAL_LM", **options})
+
+
+METHODS: dict[str, Callable[[], PeftConfig]] = {
+    "ADALORA": config(peft.AdaLoraConfig, init_r=4, total_step=10),
+    "BEFT": config(peft.BeftConfig),
+    "C3A": config(peft.C3AConfig, block_size=8),
+    "GRALORA": config(peft.GraloraConfig, r=4),
+    "HIRA": config(peft.HiraConfig, r=4),
+    "LILY": config(peft.LilyConfig, r=4, stride_A=2, num_B=3),
+    "LOHA": config(peft.LoHaConfig, r=4, alpha=6, layers_to_transform=[1, 3]),
+    "LOKR": config(peft.LoKrConfig, r=2, alpha=3, decompose_both=True, decompose_factor=4),
+    "MISS": config(peft.MissConfig, r=4),
+    "OFT": config(peft.OFTConfig, oft_block_size=8, target_modules=["q_proj", "o_proj"]),
+    "RANDLORA": config(peft.RandLoraConfig, r=4),
+    "ROAD": config(peft.RoadConfig, group_size=8),
+    "VBLORA": config(peft.VBLoRAConfig, r=4, num_vectors=8, vector_length=8),
+    "VERA": config(peft.VeraConfig, r=4),
+}
+OTHERS: dict[str, Callable[[], PeftConfig]] = {
+    "GRALORA-hybrid": config(peft.GraloraConfig, r=4, hybrid_r=2),
+    "LOKR-full": config(peft.LoKrConfig, r=16, alpha=3),
+    "LOHA-ranks": config(peft.LoHaConfig, r=4, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3}),
+    "MISS-bat": config(peft.MissConfig, r=4, init_weights="bat"),
+    "MISS-mini": config(peft.MissConfig, r=4, mini_r=2, init_weights="mini"),
+    "OFT-shared": config(peft.OFTConfig, oft_block_size=8, block_share=True),
+    "OFT-solved": config(peft.OFTConfig, oft_block_size=0, r=4, use_cayley_neumann=False),
+    "ROAD-4": config(peft.RoadConfig, variant="road_4", group_size=8),
+    "VERA-all": config(peft.VeraConfig, r=4, target_modules="all-linear"),
+}
+# One of each kind in every run: full updates, rotations of inputs, tensors that blocks share, a result that is scaled.
+QUICK = ("LOKR", "OFT", "VERA", "LILY", "ROAD")
+
+
+def cases() -> list[object]:
+    found: list[object] = []
+    for family in ("llama", "mixtral"):
+        for name, make in (METHODS | OTHERS).items():
+            slow = [] if name in QUICK or (family == "llama" and name in METHODS) else [pytest.mark.slow]
+            found.append(pytest.param(family, make, id=f"{family}-{name}", marks=slow))
+    return found
+
+
+def test_every_method_has_a_case() -> None:
+    assert METHODS.keys() == PEFT_METHODS.keys() - {"LORA"}
+
+
+@pytest.mark.parametrize(("pair", "make"), cases(), indirect=["pair"], scope="session")
+def test_loss_gradients_and_text_are_the_local_ones(pair, make: Callable[[], PeftConfig]) -> None:
+    local, remote = tuned(pair.load_local(), make()), tuned(pair.load_remote(), make())
+    assert trained(local).keys() == trained(remote).keys()
+    loss, gradients = step(local)
+    kept_loss, kept = step(remote)
+    with nothing_kept(pair):
+        again_loss, again = step(remote)
+    assert kept_loss == pytest.approx(loss, rel=TOLERANCE)
+    assert worst_error(kept, gradients) <= TOLERANCE
+    assert again_loss == kept_loss
+    assert worst_error(again, kept) <= TOLERANCE
+    inputs = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 4, "do_sample": False}
+    assert remote.generate(**inputs).tolist() == local.generate(**inputs).tolist()
+
+
+@pytest.mark.parametrize(
+    ("pair", "name"), [("llama", name) for name in METHODS], indirect=["pair"], scope="session", ids=METHODS
+)
+@torch.no_grad()
+def test_saved_here_loads_there_and_back(pair, name: str, tmp_path: Path) -> None:
+    remote = tuned(pair.load_remote(), METHODS[name]())
+    before = remote(input_ids=IDS, attention_mask=MASK).logits
+    untuned = pair.local(IDS, attention_mask=MASK).logits
+    assert float((before - untuned).abs().max()) > 1e-2, "the adapter has no effect"
+    remote.save_pretrained(tmp_path / "remote")
+    local = PeftModel.from_pretrained(pair.load_local(), tmp_path / "remote").eval()
+    torch.testing.assert_close(local(input_ids=IDS, attention_mask=MASK).logits, before, atol=TOLERANCE, rtol=TOLERANCE)
+    local.save_pretrained(tmp_path / "local")
+    again = PeftModel.from_pretrained(pair.load_remote(), tmp_path / "local").eval()
+    torch.testing.assert_close(again(input_ids=IDS, attention_mask=MASK).logits, before, atol=TOLERANCE, rtol=TOLERANCE)

@@ -1,0 +1,211 @@
+"""Layers that a server builds of PEFT's classes: what it refuses before it allocates, and rows and dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from blocks_kit import BLOCKS, WIDTH, Pair, states
+from torch import Tensor, nn
+
+from swarm_plugins.adapter_spec import PEFT_METHODS, AdapterModule, AdapterSpec, PeftLayer, PeftPart, adapter_digest
+from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.blocks import AdapterUse, StepInputs, peft_layers
+from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
+from swarm_plugins.errors import ConfigError, UnsupportedError
+
+LOHA_NAMES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+LOHA_SHAPES = ((32, 4), (4, 32), (32, 4), (4, 32))
+
+
+def loha(**changes: Any) -> PeftLayer:
+    values: dict[str, Any] = {
+        "block": 1,
+        "module": "self_attn.q_proj",
+        "options": (("r", 4), ("alpha", 8)),
+        "names": LOHA_NAMES,
+        "places": (0, 1, 2, 3),
+        "scaling": 2.0,
+    }
+    return PeftLayer(**{**values, **changes})
+
+
+def spec_of(*layers: PeftLayer, method: str = "LOHA", shapes: Any = LOHA_SHAPES) -> AdapterSpec:
+    return AdapterSpec(modules=(), peft=PeftPart(method=method, shapes=shapes, layers=layers))
+
+
+def checked(spec: AdapterSpec, pair: Pair, limits: AdapterLimits | None = None) -> LoadedAdapter:
+    generator = torch.Generator().manual_seed(3)
+    tensors = [0.3 * torch.randn(shape, generator=generator) for shape in spec.tensor_shapes()]
+    return check_adapter(spec, tensors, pair.span, limits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"block": 7}, r"block 7, self_attn.q_proj; this span has blocks 0 to 4", id="block"),
+        pytest.param({"module": "self_attn.w"}, r"self_attn.w: the block has no such module", id="module"),
+        pytest.param({"module": ""}, r"needs a linear layer", id="block-itself"),
+        pytest.param({"module": "mlp.act_fn"}, r"SiLU.*; its adapter needs a linear layer", id="not-linear"),
+        pytest.param({"module": "mlp.up_proj"}, r"has shape \[32, 4\]; expected \[\d+, 4\]", id="other-size"),
+        pytest.param({"places": (0, 1, 2)}, r"names 4 tensors at \[0, 1, 2\]; the adapter has 4", id="places"),
+        pytest.param({"places": (0, 1, 2, 4)}, r"at \[0, 1, 2, 4\]; the adapter has 4", id="no-such-place"),
+        pytest.param({"places": (0, 1, 2, -1)}, r"at \[0, 1, 2, -1\]", id="negative-place"),
+        pytest.param({"places": (1, 0, 2, 3)}, r"hada_w1_a .* shape \[4, 32\]; expected \[32, 4\]", id="swapped"),
+        pytest.param({"names": (*LOHA_NAMES[:3], "base_layer.weight")}, r"has the tensors", id="base-weight"),
+        pytest.param({"names": (*LOHA_NAMES[:3], "hada_w2_a")}, r"has the tensors", id="name-twice"),
+        pytest.param({"options": (("r", 4),)}, r"options \['r'\]; expected alpha, r, each once", id="option-missing"),
+        pytest.param({"options": (("r", 4), ("r", 4), ("alpha", 1))}, r"each once", id="option-twice"),
+        pytest.param({"options": (("r", 4), ("alpha", 8), ("init_weights", True))}, r"each once", id="option-more"),
+        pytest.param({"options": (("r", 65), ("alpha", 8))}, r"r of .* is 65; expected a number up to 64", id="rank"),
+        pytest.param({"options": (("r", 0), ("alpha", 8))}, r"does not fit .* positive integer", id="rank-0"),
+        pytest.param({"options": (("r", "4"), ("alpha", 8))}, r"r of .* is 4; expected a number", id="text"),
+        pytest.param({"options": (("r", 4), ("alpha", 1e300))}, r"alpha of .* is 1e\+300", id="large"),
+        pytest.param({"options": (("r", 4), ("alpha", float("nan")))}, r"alpha of .* is nan", id="nan"),
+        pytest.param({"options": (("r", 3.5), ("alpha", 8))}, r"does not fit|has shape", id="fraction"),
+        pytest.param({"scaling": float("inf")}, r"scaling .* is inf", id="scaling"),
+        pytest.param({"dropout": 1.0}, r"dropout .* is 1.0", id="dropout"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(
+    changes: dict[str, Any], message: str, pair_of: Callable[[str], Pair]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        checked(spec_of(loha(**changes)), pair_of("llama"), AdapterLimits(max_rank=64))
+
+
+def test_unknown_methods_and_layers_named_twice_are_refused(llama: Pair) -> None:
+    with pytest.raises(ConfigError, match=r"unknown method 'PRUNE' .*; known: ADALORA, .*VERA"):
+        checked(spec_of(loha(), method="PRUNE"), llama)
+    with pytest.raises(ConfigError, match=r"names block 1, self_attn\.q_proj twice"):
+        checked(spec_of(loha(), loha()), llama)
+    with pytest.raises(ConfigError, match="has 2 modules; the limit is 1"):
+        checked(spec_of(loha(), loha(block=2)), llama, AdapterLimits(max_modules=1))
+
+
+def test_a_client_cannot_make_a_server_build_without_end(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    original = peft_layers._build
+    monkeypatch.setattr(peft_layers, "_build", lambda *args: built.append(args) or original(*args))
+    monkeypatch.setattr(peft_layers, "_MAX_STRUCTURES", 3)
+    shapes: list[tuple[int, ...]] = []
+    layers = []
+    for block, rank in enumerate(range(21, 25)):
+        shapes += [(32, rank), (rank, 32), (32, rank), (rank, 32)]
+        places = tuple(range(4 * block, 4 * block + 4))
+        layers.append(loha(block=block, options=(("r", rank), ("alpha", 1)), places=places))
+    with pytest.raises(ConfigError, match="more than 3 different layers"):
+        checked(spec_of(*layers, shapes=tuple(shapes)), llama)
+    assert len(built) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("OFT", {"oft_block_size": 1 << 20}, "oft_block_size of .* is 1048576; expected a number up to 1024"),
+        ("OFT", {"num_cayley_neumann_terms": 1 << 16}, "expected a number up to 32"),
+        ("OFT", {"block_share": "yes"}, "block_share of .* is 'yes'; allowed are False, True"),
+        ("OFT", {"block_share": 1}, "block_share of .* is 1; allowed are False, True"),
+        ("ROAD", {"variant": "road_3"}, "variant of .* is 'road_3'; allowed are 'road_1', 'road_2', 'road_4'"),
+        ("ROAD", {"group_size": 0}, "does not fit"),
+        ("C3A", {"block_size": 7}, "does not fit .* factor of the input size"),
+        ("C3A", {"block_size": 0}, "does not fit"),
+        ("LILY", {"num_B": 1 << 16}, "num_B of .* expected a number up to 1024"),
+        ("VBLORA", {"topk": 1 << 16}, "topk of .* expected a number up to 64"),
+        ("VBLORA", {"vector_length": 0}, "does not fit"),
+        ("MISS", {"init_weights": "olora"}, "init_weights of .* is 'olora'; allowed are True, False, 'bat', 'mini'"),
+        ("GRALORA", {"gralora_k": 1 << 16}, "gralora_k of .* expected a number up to 64"),
+    ],
+)
+def test_options_that_would_cost_too_much_are_refused(
+    llama: Pair, method: str, options: dict[str, Any], message: str
+) -> None:
+    usual: dict[str, dict[str, Any]] = {
+        "OFT": {
+            "oft_block_size": 8,
+            "block_share": False,
+            "use_cayley_neumann": True,
+            "num_cayley_neumann_terms": 5,
+        },
+        "ROAD": {"variant": "road_1", "group_size": 8},
+        "C3A": {"block_size": 8},
+        "LILY": {"r": 4, "stride_A": 1, "num_B": 2, "scaling": 1.0},
+        "VBLORA": {"r": 4, "num_vectors": 8, "vector_length": 8, "topk": 2},
+        "MISS": {"r": 4, "mini_r": 1, "init_weights": True},
+        "GRALORA": {"r": 4, "alpha": 8, "hybrid_r": 0, "gralora_k": 2},
+    }
+    given = tuple({**usual[method], **options}.items())
+    assert dict(given).keys() == PEFT_METHODS[method].options.keys()
+    layer = loha(options=given, names=(), places=(), scaling=None)
+    with pytest.raises(ConfigError, match=message):
+        checked(spec_of(layer, method=method, shapes=()), llama)
+
+
+def test_shared_tensors_may_be_larger_but_must_fit_each_other(llama: Pair) -> None:
+    names = ("vera_lambda_b", "vera_lambda_d", "vera_A", "vera_B")
+    layer = loha(options=(("r", 4),), names=names, scaling=None)
+    assert checked(spec_of(layer, method="VERA", shapes=((32,), (4,), (4, 64), (64, 4))), llama).num_bytes
+    with pytest.raises(ConfigError, match=r"vera_A of .* has shape \[4, 16\]; expected \[4, 32\]"):
+        checked(spec_of(layer, method="VERA", shapes=((32,), (4,), (4, 16), (64, 4))), llama)
+    with pytest.raises(ConfigError, match="do not fit each other"):
+        checked(spec_of(layer, method="VERA", shapes=((32,), (4,), (5, 64), (64, 4))), llama)
+
+
+def test_structures_hold_no_memory(llama: Pair) -> None:
+    module = llama.span.module(1, "self_attn.q_proj")
+    assert isinstance(module, nn.Linear)
+    structure = peft_layers.structure_of("LOHA", loha(), module)
+    assert {tensor.device.type for tensor in structure.layer.parameters()} == {"meta"}
+
+
+def test_plain_adapters_are_encoded_as_before() -> None:
+    module = AdapterModule(block=0, module="m", kind="lora", shapes=((1, 2), (2, 1)))
+    plain = AdapterSpec(modules=(module,))
+    assert msgspec.json.decode(msgspec.json.encode(plain)).keys() == {"modules"}
+    assert adapter_digest(plain, []) != adapter_digest(spec_of(loha()), [])
+
+
+def test_rows_of_a_packed_step_have_their_own_kinds(llama: Pair) -> None:
+    """Three sessions in one step: one with LoHa, one with LoRA on the same module, one with none."""
+    lora = AdapterModule(block=1, module="self_attn.q_proj", kind="lora", shapes=((4, 32), (32, 4)))
+    adapters = [checked(spec_of(loha()), llama), checked(AdapterSpec(modules=(lora,)), llama)]
+    uses = [AdapterUse(adapters=(adapters[0],)), AdapterUse(adapters=(adapters[1],)), AdapterUse()]
+    hidden = states(2, 5, WIDTH)
+    expected = [llama.forward(hidden, adapters=use) for use in uses]
+    assert all(float((one - expected[2]).abs().max()) > 1e-3 for one in expected[:2])
+    caches = [llama.span.new_cache(2, BLOCKS) for _ in uses]
+    for start, end in ((0, 4), (4, 5)):
+        part = hidden[:, start:end]
+        steps = [
+            StepInputs(cache=cache, blocks=BLOCKS, hidden=part, adapters=use)
+            for cache, use in zip(caches, uses, strict=True)
+        ]
+        for output, whole in zip(llama.span.step(steps), expected, strict=True):
+            torch.testing.assert_close(output.hidden, whole[:, start:end], rtol=1e-4, atol=5e-5)
+    rows = AdapterUse(adapters=(adapters[0],), rows=(-1, 0))
+    mixed = llama.forward(hidden, adapters=rows)
+    torch.testing.assert_close(mixed[0], expected[2][0], rtol=1e-4, atol=5e-5)
+    torch.testing.assert_close(mixed[1], expected[0][1], rtol=1e-4, atol=5e-5)
+    for cache in caches:
+        cache.close()
+    with pytest.raises(UnsupportedError, match="LOHA and another kind of adapter on the same module"):
+        llama.forward(hidden, adapters=AdapterUse(adapters=tuple(adapters)))
+
+
+def test_dropout_is_drawn_again_the_same(llama: Pair) -> None:
+    names = ("vera_lambda_b", "vera_lambda_d", "vera_A", "vera_B")
+    layer = loha(options=(("r", 4),), names=names, scaling=None, dropout=0.5)
+    adapter = checked(spec_of(layer, method="VERA", shapes=((32,), (4,), (4, 32), (32, 4))), llama)
+    hidden = states(2, 5, WIDTH)
+
+    def run(seed: int | None, first: int = 0) -> Tensor:
+        use = AdapterUse(adapters=(adapter,), dropout_seed=seed)
+        return llama.forward(hidden[first:], adapters=use)
+
+    assert torch.equal(run(7), run(7))
+    assert not torch.equal(run(7), run(8))
+    assert not torch.equal(run(7), run(None))
+    torch.testing.assert_close(run(8, first=1), run(7)[1:])
