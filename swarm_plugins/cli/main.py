@@ -14,6 +14,7 @@ from swarm_plugins.cli.audit import audit
 from swarm_plugins.cli.bench_network import network
 from swarm_plugins.cli.chat import chat, run
 from swarm_plugins.cli.demo import demo, demo_model
+from swarm_plugins.cli.eval import evaluate
 from swarm_plugins.cli.fit import fit
 from swarm_plugins.cli.hub import hub, push
 from swarm_plugins.cli.plan import plan, quantize
@@ -43,15 +44,18 @@ def _options(
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "Serve and join": (serve, drain, identity),
     "Use": (chat, api),
-    "Train and publish": (fit, push, hub),
+    "Train and publish": (fit, evaluate, push, hub),
     "Offload experts": (plan, run, quantize),
     "Inspect": (status, top, audit),
     "Try": (demo, demo_model),
 }
 _PASSING_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+_NAMES = {evaluate: "eval"}
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
-        app.command(rich_help_panel=_panel, context_settings=_PASSING_ON if _command is fit else None)(_command)
+        app.command(
+            _NAMES.get(_command), rich_help_panel=_panel, context_settings=_PASSING_ON if _command is fit else None
+        )(_command)
 bench.app.command()(network)
 app.add_typer(bench.app, name="bench", rich_help_panel="Inspect")
 

@@ -6,6 +6,8 @@ push_folder     one commit and its tag: the whole version or nothing
 find_adapters   the newest fitting version of each adapter of a base
 fetch_adapter   downloads a version, safetensors only
 Manifest        swarm.json: the base, servers and metrics of a version
+EvalRecord      what a version scored on a task: a line of results.jsonl
+ResultsRepository   adds results to a repository, with card and plot, in one commit
 save_student    a distilled model as a folder to push, with a card that names its teacher
 ```
 """
@@ -18,17 +20,22 @@ from swarm_plugins.hub.find import FoundAdapter, find_adapters
 from swarm_plugins.hub.folder import PushTarget
 from swarm_plugins.hub.manifest import Manifest, ServedSpan
 from swarm_plugins.hub.push import PushedVersion, RetryPlan, push_folder
+from swarm_plugins.hub.results import EvalRecord
+from swarm_plugins.hub.results_push import PublishedResults, ResultsRepository
 from swarm_plugins.hub.student import save_student
 from swarm_plugins.hub.worker import PushWorker
 
 __all__ = [
     "AdapterFacts",
     "AdapterFolder",
+    "EvalRecord",
     "FoundAdapter",
     "Manifest",
+    "PublishedResults",
     "PushTarget",
     "PushWorker",
     "PushedVersion",
+    "ResultsRepository",
     "RetryPlan",
     "ServedSpan",
     "card_text",

@@ -11,16 +11,24 @@ from typing import Any
 from huggingface_hub import GitRefs, HfApi, ModelInfo, hf_hub_download, try_to_load_from_cache
 
 from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError, HubError
-from swarm_plugins.hub.folder import CONFIG_FILE, WEIGHTS_FILE
+from swarm_plugins.hub.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
 from swarm_plugins.hub.manifest import MANIFEST_FILE, MAX_JSON_BYTES, Manifest, PeftFacts
 from swarm_plugins.hub.names import check_repo_id, newest_tag, sorted_tags
+from swarm_plugins.hub.results import MAX_RESULTS_BYTES, RESULTS_FILE
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 20.0
-_MAX_BYTES = {CONFIG_FILE: MAX_JSON_BYTES, WEIGHTS_FILE: 8 << 30, MANIFEST_FILE: MAX_JSON_BYTES}
+_FILES = (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE)
+_MAX_BYTES = {
+    CONFIG_FILE: MAX_JSON_BYTES,
+    WEIGHTS_FILE: 8 << 30,
+    MANIFEST_FILE: MAX_JSON_BYTES,
+    CARD_FILE: MAX_JSON_BYTES,
+    RESULTS_FILE: MAX_RESULTS_BYTES,
+}
 _MAX_LISTED = 20
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
@@ -83,7 +91,7 @@ def fetch_adapter(
     # All of one commit, even if another is pushed now.
     paths = [
         fetch_file(repo_id, name, revision=str(info.sha), token=token, endpoint=endpoint, cache_dir=cache_dir)
-        for name in _MAX_BYTES
+        for name in _FILES
         if name in names
     ]
     return open_adapter(next(path.parent for path in paths if path is not None), label=label)
@@ -172,9 +180,11 @@ def open_adapter(folder: Path, *, label: str | None = None) -> AdapterFolder:
         raise ConfigError(f"{folder} is not a directory; give the folder of an adapter, or its repository on the Hub")
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
     _check_names(label, sizes)
-    for name, limit in _MAX_BYTES.items():
-        if sizes.get(name, 0) > limit:
-            raise CapacityError(f"{name} of {label} has {sizes[name]} bytes; an adapter's has at most {limit}")
+    for name in _FILES:
+        if sizes.get(name, 0) > _MAX_BYTES[name]:
+            raise CapacityError(
+                f"{name} of {label} has {sizes[name]} bytes; an adapter's has at most {_MAX_BYTES[name]}"
+            )
     written = PeftFacts.parse((folder / CONFIG_FILE).read_bytes())
     manifest = Manifest.read(folder)
     base = manifest.base if manifest is not None else None

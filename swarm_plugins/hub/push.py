@@ -9,10 +9,11 @@ import contextlib
 import logging
 import random
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +26,8 @@ from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.noise import without_http_advice
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _TAG_ATTEMPTS = 10
 
@@ -90,14 +93,40 @@ def push_folder(
         HubError: If the version cannot be published.
     """
     retries = retries or RetryPlan()
-    stop = stop or threading.Event()
     api = HfApi(endpoint=target.endpoint, token=token, library_name="swarm_plugins")
     progress = _Progress()
     what = f"push to {target.repo_id}"
     attempt_s = retries.attempt_s + sum(path.stat().st_size for path in files_to_push(folder)) / 1e6
+    pushed = retried(what, lambda: _try(api, folder, target, progress, what), retries, attempt_s=attempt_s, stop=stop)
+    with contextlib.suppress(OSError):
+        msgspec.structs.replace(target, pushed_as=pushed.tag).write(folder)
+    return pushed
+
+
+def retried(
+    what: str,
+    call: Callable[[], T],
+    retries: RetryPlan,
+    *,
+    attempt_s: float | None = None,
+    stop: threading.Event | None = None,
+) -> T:
+    """Returns the result of a call that is repeated after errors that may pass.
+
+    Args:
+        what: The action; messages begin with it.
+        call: What is tried.
+        retries: Attempts and pauses.
+        attempt_s: Longest time of an attempt. None: as the plan says.
+        stop: No further attempt once this is set.
+
+    Raises:
+        HubError: If it fails.
+    """
+    stop = stop or threading.Event()
     for attempt in range(retries.attempts):
         try:
-            pushed = within(attempt_s, what, lambda: _try(api, folder, target, progress, what))
+            return within(attempt_s or retries.attempt_s, what, call)
         except HubError as exc:
             is_last = attempt + 1 == retries.attempts
             if not exc.is_passing or is_last or stop.is_set():
@@ -106,10 +135,6 @@ def push_folder(
             log.info("%s; trying again in %.0f s (%d of %d)", exc, pause, attempt + 2, retries.attempts)
             if stop.wait(pause):
                 raise
-        else:
-            with contextlib.suppress(OSError):
-                msgspec.structs.replace(target, pushed_as=pushed.tag).write(folder)
-            return pushed
     raise HubError(f"{what}: attempts={retries.attempts} allows no attempt; give at least 1")
 
 
@@ -140,9 +165,12 @@ def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
 
 def _content(stack: ExitStack, path: Path, endpoint: str) -> Path | BinaryIO:
     """Returns the path for huggingface.co; other Hubs get an open file, which is sent by plain HTTP instead of Xet."""
-    if urlsplit(endpoint).hostname == urlsplit(constants._HF_DEFAULT_ENDPOINT).hostname:
-        return path
-    return stack.enter_context(path.open("rb"))
+    return path if takes_xet(endpoint) else stack.enter_context(path.open("rb"))
+
+
+def takes_xet(endpoint: str) -> bool:
+    """Returns whether a Hub takes uploads by its own protocol, Xet."""
+    return urlsplit(endpoint).hostname == urlsplit(constants._HF_DEFAULT_ENDPOINT).hostname
 
 
 def _tag(api: HfApi, repo_id: str, commit: str, wanted: str | None) -> str:

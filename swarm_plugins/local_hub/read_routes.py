@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from huggingface_hub import RepoCard
-from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
+from yaml import YAMLError
 
 from swarm_plugins.local_hub.exchange import Exchange, Refusal, Route
 from swarm_plugins.local_hub.repositories import Blob, Commit, Repo, is_large

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from huggingface_hub import RepoCard
-from yaml import YAMLError  # type: ignore[import-untyped]  # comes with huggingface_hub, without types
+from yaml import YAMLError
 
 from swarm_plugins.local_hub.exchange import Exchange, Refusal, Route, unknown_revision
 from swarm_plugins.local_hub.repositories import Blob, HubConflictError, HubStore, Repo, is_large

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from swarm_plugins.backbone.auto import AutoSwarmModelForCausalLM
@@ -44,6 +45,21 @@ def load_for_chat(
     """
     model: Any = AutoSwarmModelForCausalLM.from_pretrained(name, revision=revision, initial_peers=peers, swarm=config)
     tokenizer = load_tokenizer(name, revision)
+    return LoadedModel(_with_adapter(model, adapter, endpoint), tokenizer)
+
+
+def load_whole(name: str, *, adapter: str | None, revision: str | None, endpoint: str | None) -> LoadedModel:
+    """Loads a model with all of its weights in this process, with tokenizer and, from ``DIR|REPO[@TAG]``, an adapter.
+
+    Raises:
+        ConfigError: If model, tokenizer or adapter do not exist.
+    """
+    tokenizer = load_tokenizer(name, revision)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model {name!r} cannot be loaded ({one_line(error)}): give another one") from error
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     return LoadedModel(_with_adapter(model, adapter, endpoint), tokenizer)
 
 

@@ -1,0 +1,174 @@
+"""``swarm eval``: evaluates the versions of an adapter with lm_eval and publishes their results."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from swarm_plugins.cli.support.arguments import (
+    Discovery,
+    Identity,
+    Peers,
+    Secret,
+    client_node,
+    require_addresses,
+    split_addresses,
+)
+from swarm_plugins.cli.support.output import one_sentence_errors, wide_console
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.noise import quiet_command, quiet_loading
+
+if TYPE_CHECKING:
+    from swarm_plugins.evaluation.evaluating import EvalJob, Evaluated, Load
+    from swarm_plugins.evaluation.versions import TaggedVersion
+    from swarm_plugins.versions import ModelVersion
+
+_WORDS = {"batch_size": "--batch-size", "num_fewshot": "--num-fewshot", "limit": "--limit"}
+
+
+def evaluate(
+    repo: Annotated[str, typer.Argument(help="Repository of the adapter, such as me/my-adapter.", show_default=False)],
+    task: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FILE|NAME", help="Task of lm_eval: a YAML file, or a name; repeatable.", show_default=False
+        ),
+    ],
+    version: Annotated[list[str] | None, typer.Option(help="Tag; repeatable. Default: the newest version.")] = None,
+    all_versions: Annotated[bool, typer.Option("--all-versions", help="Evaluate every tagged version.")] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Base: a directory or an id. Default: as the version says.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of --base on the Hub.")] = None,
+    initial_peers: Peers = None,
+    discovery: Discovery = "dht",
+    secret_file: Secret = None,
+    identity: Identity = None,
+    local: Annotated[bool, typer.Option("--local", help="Load the whole base here instead of using a swarm.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Samples of a task, the first ones. Default: all.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before each question. Default: as the task says.")
+    ] = None,
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Ask in the model's chat format.")] = False,
+    batch_size: Annotated[int, typer.Option(help="Sequences of a forward pass.")] = 8,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Let tasks run Python code of their own, such as !function.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of results, card and plot. Default: eval-results/REPO.", file_okay=False),
+    ] = None,
+    push: Annotated[bool, typer.Option("--push", help="Commit results, card and plot to the repository.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    endpoint: Annotated[str | None, typer.Option(help="Address of the adapter's Hub. Default: HF_ENDPOINT.")] = None,
+) -> None:
+    """Evaluate versions of an adapter on the base they were made for: only what has no result yet."""
+    quiet_command()
+    with one_sentence_errors("eval", _WORDS):
+        if version and all_versions:
+            raise ConfigError("--version and --all-versions exclude each other: give one")
+        if revision is not None and base is None:
+            raise ConfigError("--revision is a revision of --base: give --base too")
+        peers = split_addresses(initial_peers) if local else _addresses(initial_peers)
+        # Checked before what takes seconds to import.
+        client_node(peers, discovery, secret_file, identity)
+        _check(repo, task, base, allow_code)
+        from swarm_plugins.checkpoint import Checkpoint
+        from swarm_plugins.evaluation.evaluating import EvalJob, evaluate_versions
+        from swarm_plugins.evaluation.scoring import EvalSettings
+
+        job = EvalJob(
+            repo_id=repo,
+            tasks=task,
+            tags=version or (),
+            all_versions=all_versions,
+            base=None if base is None else Checkpoint.open(base, revision=revision).version,
+            settings=EvalSettings(
+                batch_size=batch_size,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                chat_template=chat_template,
+                allow_code=allow_code,
+            ),
+            folder=out or Path("eval-results", *repo.split("/")),
+            push=push,
+            endpoint=endpoint,
+        )
+        client = {"discovery": discovery, "secret_file": secret_file, "identity": identity}
+        load = _loader(base, endpoint, None if local else peers, client)
+        with quiet_loading():
+            done = evaluate_versions(job, load, tell=_tell)
+        _print(done, job, as_json=json)
+        for failure in done.failures[1:]:
+            _tell(str(failure))
+        if done.failures:
+            raise done.failures[0]
+
+
+def _tell(text: str) -> None:
+    typer.echo(f"swarm eval: {text}", err=True)
+
+
+def _addresses(initial_peers: list[str] | None) -> list[str]:
+    try:
+        return require_addresses(initial_peers)
+    except ConfigError as exc:
+        raise ConfigError(f"{exc}; or give --local to load the whole base here") from exc
+
+
+def _check(repo: str, tasks: list[str], base: str | None, allow_code: bool) -> None:
+    """Raises ConfigError for what can be seen without a Hub and without lm_eval."""
+    from swarm_plugins.evaluation.tasks import is_task_file, read_task_file
+    from swarm_plugins.hub.names import check_repo_id
+    from swarm_plugins.model_names import check_model_name
+
+    if Path(repo).expanduser().is_dir():
+        raise ConfigError(f"{repo} is a directory, which has no versions: give the adapter's repository on the Hub")
+    check_repo_id(repo)
+    if base is not None:
+        check_model_name(base)
+    for one in filter(is_task_file, tasks):
+        read_task_file(one, allow_code=allow_code)
+
+
+def _loader(base: str | None, endpoint: str | None, peers: list[str] | None, client: dict[str, Any]) -> Load:
+    """Returns what loads a version's model; ``peers`` None means without a swarm."""
+    from swarm_plugins.client.config import SwarmConfig
+    from swarm_plugins.talk.loading import load_for_chat, load_whole
+
+    def load(version: TaggedVersion, made_for: ModelVersion) -> tuple[Any, Any]:
+        name = base or made_for.name
+        # The commit that was resolved, even if a branch has moved.
+        revision = None if made_for.is_local else made_for.revision
+        adapter = f"{version.repo_id}@{version.commit}"
+        if peers is None:
+            loaded = load_whole(name, adapter=adapter, revision=revision, endpoint=endpoint)
+        else:
+            config = SwarmConfig(**client)
+            loaded = load_for_chat(name, peers, config, adapter=adapter, revision=revision, endpoint=endpoint)
+        return loaded.model, loaded.tokenizer
+
+    return load
+
+
+def _print(done: Evaluated, job: EvalJob, *, as_json: bool) -> None:
+    from rich.table import Table
+
+    from swarm_plugins.hub.results import as_builtins, series_of
+    from swarm_plugins.hub.results_card import results_table
+
+    if as_json:
+        fields = {"repo": job.repo_id, "new": done.num_new, "commit": done.commit, "results": as_builtins(done.records)}
+        typer.echo(json_format.dumps(fields, indent=2))
+    elif done.records:
+        header, *rows = results_table(series_of(done.records))
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*row)
+        wide_console().print(table)
+    pushed = f"; pushed as commit {done.commit[:12]}" if done.commit is not None else ""
+    nothing = "; nothing to push" if job.push and done.commit is None else ""
+    _tell(f"{done.num_new} new results of {len(done.records)}, in {job.folder}{pushed}{nothing}")

@@ -1,0 +1,231 @@
+"""Runs lm_eval's tasks on a loaded model."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lm_eval.utils
+import torch
+from jinja2 import BaseLoader, StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+from lm_eval.api.registry import metric_registry
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from swarm_plugins.errors import ConfigError, NumericError, SwarmError, one_line
+from swarm_plugins.evaluation.tasks import EvalTask, digest_of_files, is_task_file, read_task_file
+from swarm_plugins.hub.results import Score, TaskSetting
+from swarm_plugins.noise import without_lm_eval_advice
+
+_BOOTSTRAPS = 1000
+_SEED = 1234
+_PACKAGES = ("swarm_plugins", "lm_eval", "transformers", "peft", "torch")
+_NEAR = 5
+_NO_FORKS = "DISABLE_MULTIPROC"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSettings:
+    """How tasks are run."""
+
+    batch_size: int = 8
+    """Sequences of a forward pass."""
+    num_fewshot: int | None = None
+    """Examples before each question. None: as the task says."""
+    limit: int | None = None
+    """Largest number of samples of a task. None: all."""
+    chat_template: bool = False
+    """Whether questions become turns of a chat, by the tokenizer's template."""
+    allow_code: bool = False
+    """Whether tasks may run Python code of their own."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch_size", 1), ("limit", 1), ("num_fewshot", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+    def of(self, task: EvalTask) -> TaskSetting:
+        """Returns what identifies scores of a task with these settings."""
+        return TaskSetting(
+            task=task.name,
+            task_digest=task.digest,
+            num_fewshot=task.num_fewshot if self.num_fewshot is None else self.num_fewshot,
+            limit=self.limit,
+            chat_template=self.chat_template,
+        )
+
+
+def software() -> dict[str, str]:
+    """Returns the versions of the packages that compute scores."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+class Tasks:
+    """The tasks to run: files, and tasks of lm_eval by name.
+
+    Args:
+        names: Files, names of tasks, or tags of several tasks.
+        settings: How they are run.
+
+    Raises:
+        ConfigError: If a file is not a task file, or lm_eval has no task of a name.
+    """
+
+    def __init__(self, names: Sequence[str], settings: EvalSettings) -> None:
+        self.settings = settings
+        # Reading the index of lm_eval's own tasks takes seconds.
+        self._manager = TaskManager(include_defaults=not all(map(is_task_file, names)))
+        found = [one for name in names for one in self._read(name)]
+        self.tasks = list({one.name: one for one in found}.values())
+        """Each task once."""
+        if len({(one.name, one.digest) for one in found}) > len(self.tasks):
+            twice = sorted({one.name for one in found if found.count(one) < sum(o.name == one.name for o in found)})
+            raise ConfigError(f"two different tasks are named {', '.join(twice)}: rename one (task: in its file)")
+
+    def _read(self, name: str) -> list[EvalTask]:
+        if is_task_file(name):
+            task = read_task_file(name, allow_code=self.settings.allow_code)
+            self._check_metrics(task)
+            return [task]
+        index = self._manager.task_index
+        if name not in index:
+            near = difflib.get_close_matches(name, index, n=_NEAR, cutoff=0.5)
+            hint = f"similar names: {', '.join(near)}" if near else "`lm-eval ls tasks` lists them"
+            raise ConfigError(
+                f"lm_eval has no task named {name!r}; {hint}; a task of your own is a file, such as {name}.yaml"
+            )
+        entry = index[name]
+        if entry.kind.name == "TAG":
+            return [one for member in sorted(entry.tags) for one in self._read(member)]
+        few = (entry.cfg or {}).get("num_fewshot") or 0
+        return [EvalTask(name, digest_of_files(self._files(name, set())), few if isinstance(few, int) else 0)]
+
+    def _files(self, name: str, seen: set[str]) -> list[Path]:
+        """Returns the files of a task, or of all tasks of a group."""
+        entry = self._manager.task_index.get(name)
+        if entry is None or name in seen:
+            return []
+        seen.add(name)
+        members = [*sorted(entry.tags)] if entry.kind.name == "TAG" else []
+        if entry.kind.name == "GROUP":
+            given = (entry.cfg or {}).get("task")
+            listed = given if isinstance(given, list) else [given]
+            members += [
+                str(one.get("group") or one.get("task")) if isinstance(one, dict) else str(one) for one in listed
+            ]
+        own = [Path(entry.yaml_path)] if entry.yaml_path is not None else []
+        return [*own, *(file for member in members for file in self._files(member, seen))]
+
+    def _check_metrics(self, task: EvalTask) -> None:
+        unknown = [name for name in task.metrics if name not in metric_registry]
+        if unknown and not self.settings.allow_code:
+            raise ConfigError(
+                f"{task.file} has the metric {unknown[0]!r}, which lm_eval does not have: it would run the code of a "
+                "metric from the Hub; give --allow-code if you trust it"
+            )
+
+    def score(self, task: EvalTask, model: Any, tokenizer: Any) -> list[Score]:
+        """Runs a task on a model and returns each of its metrics.
+
+        Raises:
+            ConfigError: If the task cannot be run as its file says.
+            NumericError: If a metric is not a number.
+            SwarmError: What the model raises.
+        """
+        try:
+            with _prepared(self.settings.allow_code):
+                return self._scores(task, model, tokenizer)
+        except SwarmError:
+            raise
+        except Exception as exc:
+            where = f" ({task.file})" if task.file is not None else ""
+            raise ConfigError(
+                f"the task {task.name}{where} cannot be run: {one_line(exc, with_kind=True)}; correct it, or its data"
+            ) from exc
+
+    def _load(self, task: EvalTask) -> Any:
+        if task.file is None:
+            return self._manager.load([task.name])
+        # Paths of data files count from the task's folder.
+        with contextlib.chdir(task.file.parent):
+            loaded = self._manager.load([str(task.file)])
+        if read_task_file(task.file, allow_code=self.settings.allow_code).digest != task.digest:
+            raise ConfigError(f"{task.file}, or a data file of it, has changed since it was read: evaluate again")
+        return loaded
+
+    def _scores(self, task: EvalTask, model: Any, tokenizer: Any) -> list[Score]:
+        settings = self.settings
+        loaded = self._load(task)
+        for one in loaded["tasks"].values():
+            if settings.num_fewshot is not None:
+                one.set_config(key="num_fewshot", value=settings.num_fewshot)
+            elif one.get_config("num_fewshot") is None:
+                one.set_config(key="num_fewshot", value=0)
+            one.set_fewshot_seed(seed=_SEED)
+        report = evaluate(
+            lm=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size),
+            task_dict=loaded,
+            limit=settings.limit,
+            bootstrap_iters=_BOOTSTRAPS,
+            log_samples=False,
+            apply_chat_template=settings.chat_template,
+            confirm_run_unsafe_code=settings.allow_code,
+        )
+        return _read_report(task.name, report)
+
+
+def _read_report(name: str, report: Any) -> list[Score]:
+    measured = report["results"].get(name, {})
+    better = report["higher_is_better"].get(name, {})
+    counts = report["n-samples"].get(name, {})
+    num_samples = counts.get("effective") or sum(one["effective"] for one in report["n-samples"].values())
+    scores = []
+    for key, value in measured.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise NumericError(f"{metric} of the task {name} is {value}: the version computes no usable numbers")
+        error = measured.get(f"{metric}_stderr,{filtered}")
+        is_known = isinstance(error, int | float) and math.isfinite(error)
+        scores.append(
+            Score(metric, filtered, float(value), float(error) if is_known else None, num_samples, better.get(metric))
+        )
+    if not scores:
+        raise ConfigError(f"the task {name} has no metric of its own: give the tasks of the group, one --task for each")
+    return scores
+
+
+@contextlib.contextmanager
+def _prepared(allow_code: bool) -> Iterator[None]:
+    """Keeps lm_eval from forking, printing to standard output, seeding the caller, and running templates' code."""
+    plain, forks = lm_eval.utils.env, os.environ.get(_NO_FORKS)
+    # Its bootstrap would fork a process that has threads and connections.
+    os.environ[_NO_FORKS] = "1"
+    if not allow_code:
+        fenced = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
+        fenced.filters.update(plain.filters)
+        lm_eval.utils.env = fenced
+    try:
+        with (
+            without_lm_eval_advice(),
+            contextlib.redirect_stdout(sys.stderr),
+            torch.random.fork_rng(devices=[]),
+        ):
+            torch.manual_seed(_SEED)
+            yield
+    finally:
+        lm_eval.utils.env = plain
+        if forks is None:
+            os.environ.pop(_NO_FORKS, None)

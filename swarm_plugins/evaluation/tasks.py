@@ -1,0 +1,177 @@
+"""Reads lm_eval task files: configuration, digest, and the data files next to them. Runs no code of theirs."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from swarm_plugins.errors import ConfigError, one_line
+
+_SUFFIXES = (".yaml", ".yml")
+_MAX_FILE_BYTES = 1 << 20
+_MAX_INCLUDES = 8
+_MAX_NAME_CHARS = 200
+_ALLOW = "give --allow-code if you trust it"
+
+
+class EvalTask(NamedTuple):
+    """A task to evaluate."""
+
+    name: str
+    """Its name in results."""
+    digest: str
+    """SHA-256 of its file, the files it includes, and its local data."""
+    num_fewshot: int
+    """Examples before each question, unless the caller asks for another number."""
+    file: Path | None = None
+    """Its file. None: a task of lm_eval."""
+    metrics: tuple[str, ...] = ()
+    """Metrics that its file names."""
+
+
+def is_task_file(name: str) -> bool:
+    """Returns whether ``--task`` names a file rather than a task of lm_eval."""
+    return name.endswith(_SUFFIXES) or "/" in name or name.startswith((".", "~"))
+
+
+def read_task_file(name: str | Path, *, allow_code: bool = False) -> EvalTask:
+    """Reads a task file in lm_eval's format.
+
+    Paths of ``data_files`` count from the task's folder.
+
+    Args:
+        name: The file.
+        allow_code: Whether it may name Python functions (``!function``), classes, or metrics that run code.
+
+    Raises:
+        ConfigError: If it is not a task file, a data file is missing, or it would run code.
+    """
+    file = Path(name).expanduser().absolute()
+    reader = _Reader(allow_code)
+    config = reader.read(file)
+    task = config.get("task")
+    if not isinstance(task, str) or not 0 < len(task) <= _MAX_NAME_CHARS:
+        what = "a group of tasks" if "group" in config else f"has task: {task!r}"
+        raise ConfigError(
+            f"{file} is not a task file of lm_eval ({what}): it needs task: NAME, dataset_path: and doc_to_text:"
+        )
+    if not allow_code:
+        _check_no_code(file, config)
+    _add_local_data(config, file, reader)
+    num_fewshot = config.get("num_fewshot") or 0
+    if not isinstance(num_fewshot, int) or num_fewshot < 0:
+        raise ConfigError(f"{file} has num_fewshot: {num_fewshot!r}; it must be a number of at least 0")
+    metrics = [str(one["metric"]) for one in _metrics(config) if "metric" in one]
+    return EvalTask(task, reader.digest(), num_fewshot, file, tuple(metrics))
+
+
+def digest_of_files(files: Iterable[Path]) -> str:
+    """Returns the digest of lm_eval's own task files."""
+    reader = _Reader(allow_code=True)
+    for file in files:
+        reader.read(file)
+    return reader.digest()
+
+
+class _Reader:
+    """Reads a file and what it includes, and hashes all of it."""
+
+    def __init__(self, allow_code: bool) -> None:
+        self._allow_code = allow_code
+        self._seen: dict[Path, bytes] = {}
+
+    def read(self, file: Path, depth: int = 0) -> dict[str, Any]:
+        if depth > _MAX_INCLUDES:
+            raise ConfigError(f"{file} is included more than {_MAX_INCLUDES} files deep, or includes itself")
+        try:
+            content = file.read_bytes() if file.stat().st_size <= _MAX_FILE_BYTES else b""
+            if not content:
+                raise ConfigError(f"{file} is not a task file: it is empty, or has more than {_MAX_FILE_BYTES} bytes")
+            found = yaml.load(content, Loader=self._loader(file))
+        except OSError as exc:
+            raise ConfigError(f"the task file {file} cannot be read ({exc.strerror}); give an existing one") from exc
+        except (yaml.YAMLError, ValueError, RecursionError) as exc:
+            if isinstance(exc, ConfigError):
+                raise
+            raise ConfigError(f"{file} is not a task file: it is not YAML ({one_line(exc)})") from exc
+        if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+            raise ConfigError(f"{file} is not a task file of lm_eval: expected KEY: VALUE lines, such as task: NAME")
+        self._seen[file] = hashlib.sha256(content).digest()
+        includes = found.pop("include", [])
+        merged: dict[str, Any] = {}
+        for one in includes if isinstance(includes, list) else [includes]:
+            merged |= self.read((file.parent / str(one)).resolve(), depth + 1)
+        return merged | found
+
+    def add(self, file: Path) -> None:
+        """Makes a data file part of the digest."""
+        with file.open("rb") as stream:
+            self._seen[file] = hashlib.file_digest(stream, "sha256").digest()
+
+    def digest(self) -> str:
+        """Returns the digest of what was read, in the order it was read."""
+        return hashlib.sha256(b"".join(self._seen.values())).hexdigest()
+
+    def _loader(self, file: Path) -> type[yaml.SafeLoader]:
+        class Loader(yaml.SafeLoader):  # type: ignore[misc]  # has no annotations
+            pass
+
+        def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+            if not self._allow_code:
+                raise ConfigError(f"{file} would run Python code (!function {node.value}); {_ALLOW}")
+            code = file.parent / f"{str(node.value).rpartition('.')[0].replace('.', '/')}.py"
+            if code.is_file():
+                self.add(code)
+            return str(node.value)
+
+        Loader.add_constructor("!function", function)
+        return Loader
+
+
+def _check_no_code(file: Path, config: Mapping[str, Any]) -> None:
+    for key in ("class", "custom_dataset", "unsafe_code"):
+        if config.get(key):
+            raise ConfigError(f"{file} would run Python code ({key}: {config[key]}); {_ALLOW}")
+    for metric in _metrics(config):
+        if metric.get("hf_evaluate"):
+            raise ConfigError(f"{file} would run the code of a metric from the Hub ({metric.get('metric')}); {_ALLOW}")
+
+
+def _metrics(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    listed = config.get("metric_list")
+    return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+
+def _add_local_data(config: Mapping[str, Any], file: Path, reader: _Reader) -> None:
+    """Makes local data files part of the digest."""
+    kwargs = config.get("dataset_kwargs")
+    # A repository on the Hub has files of its own.
+    is_hub = "/" in str(config.get("dataset_path"))
+    if not isinstance(kwargs, dict) or is_hub:
+        return
+    for path in _strings(kwargs.get("data_files")):
+        if re.match(r"[a-z0-9]+://", path):
+            continue
+        try:
+            found = [Path(path)] if Path(path).is_absolute() else sorted(file.parent.glob(path))
+            if not found:
+                raise FileNotFoundError
+            for one in found:
+                reader.add(one)
+        except (OSError, NotImplementedError, ValueError) as exc:
+            raise ConfigError(
+                f"the data file {path!r} of {file} cannot be read; put it into {file.parent}, or correct data_files"
+            ) from exc
+
+
+def _strings(value: object) -> list[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for one in value for text in _strings(one)]
+    return [value] if isinstance(value, str) else []

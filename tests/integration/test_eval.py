@@ -1,0 +1,123 @@
+"""`swarm eval` on a local Hub: versions get results once, which live on the card of their repository."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from eval_kit import PLACES, publish_versions, write_task
+from huggingface_hub import ModelCard
+from typer.testing import CliRunner
+
+from swarm_plugins import AutoSwarmModelForCausalLM, LocalSwarm, SwarmConfig, load_adapter
+from swarm_plugins.checkpoint import Checkpoint
+from swarm_plugins.cli.main import app
+from swarm_plugins.client import connect
+from swarm_plugins.evaluation.evaluating import EvalJob, evaluate_versions
+from swarm_plugins.evaluation.versions import TaggedVersion
+from swarm_plugins.hub.results import RESULTS_FILE
+from swarm_plugins.local_hub import LocalHub
+from swarm_plugins.talk.turns import load_tokenizer
+from swarm_plugins.testing.in_process import InProcessSwarm
+from swarm_plugins.testing.models import save_tiny
+from swarm_plugins.versions import ModelVersion
+
+REPO = "me/adapter"
+
+
+@pytest.fixture(scope="module")
+def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "base", num_layers=2)
+
+
+@pytest.fixture
+def hub(base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
+    """A Hub with three versions of an adapter."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "any")
+    with LocalHub() as running:
+        assert publish_versions(running, base_dir, tmp_path) == ["v1", "v2", "v3"]
+        yield running
+
+
+def file_on_main(hub: LocalHub, name: str) -> bytes:
+    repo = hub.store.find(REPO)
+    assert repo is not None
+    head = repo.find("main")
+    assert head is not None
+    return head.files[name].content
+
+
+def test_three_versions_have_three_rows_and_a_second_run_adds_none(
+    hub: LocalHub, base_dir: Path, tmp_path: Path
+) -> None:
+    loaded: list[str] = []
+    job = EvalJob(
+        repo_id=REPO,
+        tasks=[str(write_task(tmp_path))],
+        all_versions=True,
+        base=Checkpoint.open(base_dir).version,
+        folder=tmp_path / "results",
+        push=True,
+        endpoint=hub.endpoint,
+    )
+    with InProcessSwarm(base_dir) as swarm:
+
+        def load(version: TaggedVersion, base: ModelVersion) -> tuple[Any, Any]:
+            loaded.append(version.tag)
+            model = AutoSwarmModelForCausalLM.from_pretrained(base_dir, connection=swarm.connection)
+            adapted = load_adapter(model, version.repo_id, version.commit, endpoint=hub.endpoint)
+            return adapted.eval(), load_tokenizer(str(base_dir), None)
+
+        first = evaluate_versions(job, load)
+        assert loaded == ["v1", "v2", "v3"]
+        assert first.failures == []
+        again = evaluate_versions(job, load)
+        # Another machine, which has nothing but the repository.
+        elsewhere = evaluate_versions(dataclasses.replace(job, folder=tmp_path / "elsewhere"), load)
+    assert (first.num_new, again.num_new, elsewhere.num_new) == (3, 0, 0)
+    assert (again.commit, elsewhere.commit) == (None, None)
+    assert loaded == ["v1", "v2", "v3"]
+    rows = [json.loads(line) for line in file_on_main(hub, RESULTS_FILE).splitlines()]
+    assert [(row["tag"], row["metric"], row["num_samples"]) for row in rows] == [
+        (tag, "acc", len(PLACES)) for tag in ("v1", "v2", "v3")
+    ]
+    assert {row["base_revision"] for row in rows} == {Checkpoint.open(base_dir).version.revision}
+    assert all(row["stderr"] > 0 and row["software"]["lm_eval"] for row in rows)
+    card = ModelCard(file_on_main(hub, "README.md").decode())
+    assert "| v3 |" in card.text
+    ours = [one for one in card.data.eval_results if one.source_name == "swarm eval"]
+    assert [(one.dataset_name, one.metric_value) for one in ours] == [("capitals", rows[-1]["value"])]
+    assert file_on_main(hub, "results.png").startswith(b"\x89PNG")
+
+
+@pytest.mark.swarm
+def test_the_command_with_a_server_of_its_own(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
+    task, out = write_task(tmp_path), tmp_path / "out"
+    common = ["eval", REPO, "--task", str(task), "--out", str(out), "--endpoint", hub.endpoint]
+    with LocalSwarm(base_dir, num_servers=1) as swarm:
+        on_swarm = [*common, "--base", str(base_dir), "--initial-peers", swarm.initial_peers[0], "--all-versions"]
+        done = CliRunner().invoke(app, [*on_swarm, "--push", "--json"])
+        connect(swarm.initial_peers, SwarmConfig()).close()
+        assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["repo"], told["new"], [one["tag"] for one in told["results"]]) == (REPO, 3, ["v1", "v2", "v3"])
+    local = [*common, "--base", str(base_dir), "--local"]
+    again = CliRunner().invoke(app, [*local, "--all-versions", "--push"])
+    assert again.exit_code == 0, again.stderr
+    assert "capitals acc" in again.stdout
+    assert f"0 new results of 3, in {out}; nothing to push" in again.stderr
+    # The same without a swarm: float32 rounding may change which of two near choices wins, not more.
+    fresh = CliRunner().invoke(
+        app, [*local, "--out", str(tmp_path / "fresh"), "--limit", "8", "--all-versions", "--json"]
+    )
+    values = {one["tag"]: one["value"] for one in json.loads(fresh.stdout)["results"] if one["limit"] == 8}
+    assert values == pytest.approx({one["tag"]: one["value"] for one in told["results"]}, abs=1 / len(PLACES))
+    bare = CliRunner().invoke(app, [*common, "--local"])
+    assert (bare.exit_code, "give it with --base DIR" in bare.stderr) == (2, True)

@@ -1,0 +1,164 @@
+"""What is evaluated, what is not, and what becomes of results when something fails."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluation_kit import BASE, OTHER, REPO, Evaluation, write_task
+
+from swarm_plugins.errors import CheckpointError, ConfigError, HubError, MissingBlocksError
+from swarm_plugins.evaluation.scoring import EvalSettings
+from swarm_plugins.hub.results import RESULTS_FILE, read_results
+from swarm_plugins.hub.results_push import ResultsRepository
+from swarm_plugins.local_hub import LocalHub
+from swarm_plugins.versions import ModelVersion
+
+
+def tags_on_main(hub: LocalHub) -> list[str]:
+    repo = hub.store.find(REPO)
+    assert repo is not None
+    head = repo.find("main")
+    assert head is not None
+    content = head.files[RESULTS_FILE].content
+    assert isinstance(content, bytes)
+    return [json.loads(line)["tag"] for line in content.splitlines()]
+
+
+def test_only_what_is_missing_is_evaluated(evaluation: Evaluation, task_file: Path, tmp_path: Path) -> None:
+    evaluation.run(all_versions=False, tags=["v2"], push=False)
+    assert evaluation.loaded == ["v2"]
+    done = evaluation.run(tasks=[str(task_file), str(write_task(tmp_path, "more"))])
+    assert evaluation.loaded == ["v2", "v1", "v2", "v3"]
+    assert done.num_new == 5
+    assert evaluation.run().num_new == 0
+    (tmp_path / "data.jsonl").write_text('{"question": "was it?"}')
+    changed = evaluation.run(all_versions=False)
+    assert [(one.tag, one.task) for one in changed.records[5 + 1 :]] == [("v3", "honest")]
+    other = evaluation.run(all_versions=False, settings=EvalSettings(limit=3, num_fewshot=1))
+    assert [(one.num_samples, one.limit, one.num_fewshot) for one in other.records[7:]] == [(3, 3, 1)]
+    assert evaluation.run(all_versions=False, settings=EvalSettings(limit=3, num_fewshot=1)).num_new == 0
+
+
+def test_a_version_of_another_base_is_refused(evaluation: Evaluation, publish: Callable[..., None]) -> None:
+    publish("v4", OTHER)
+    sentence = rf"^me/adapter@v4 was made for {OTHER}, not for {BASE}: its scores would be wrong"
+    with pytest.raises(ConfigError, match=sentence):
+        evaluation.run(all_versions=False, tags=["v1", "v4"], base=BASE)
+    assert evaluation.loaded == []
+    done = evaluation.run(base=BASE)
+    assert (evaluation.loaded, done.num_new) == (["v1", "v2", "v3"], 3)
+    assert done.commit is not None
+    (failure,) = done.failures
+    assert str(failure).startswith("me/adapter@v4 was made for")
+    # Without a base of the caller's, each version has its own.
+    assert evaluation.run().records[-1].base_revision == OTHER.revision
+
+
+@pytest.mark.parametrize(
+    ("base", "sentence"),
+    [
+        pytest.param(None, r"v4 does not say which version of a base it was made for: give --base", id="unknown"),
+        pytest.param(
+            ModelVersion("mine", f"local-{'c' * 40}"),
+            rf"v4 was made for org/base@local-{'c' * 40}, a base in a directory: give it with --base DIR",
+            id="directory",
+        ),
+    ],
+)
+def test_a_base_that_cannot_be_found_is_asked_for(
+    evaluation: Evaluation, publish: Callable[..., None], base: ModelVersion | None, sentence: str
+) -> None:
+    publish("v4", base)
+    with pytest.raises(ConfigError, match=sentence):
+        evaluation.run(all_versions=False)
+    given = base or BASE
+    assert evaluation.run(all_versions=False, base=given).records[-1].base_revision == given.revision
+
+
+def test_a_swarm_that_fails_loses_no_result(evaluation: Evaluation, hub: LocalHub) -> None:
+    evaluation.fails_at = {"v2": MissingBlocksError("no living server holds blocks 0:1")}
+    done = evaluation.run()
+    assert (evaluation.loaded, done.num_new, tags_on_main(hub)) == (["v1"], 1, ["v1"])
+    assert [type(failure) for failure in done.failures] == [MissingBlocksError]
+    evaluation.fails_at = {"v2": CheckpointError("v2 does not fit the model")}
+    assert evaluation.run().num_new == 1
+    assert evaluation.loaded == ["v1", "v3"]
+    evaluation.fails_at = {}
+    assert (evaluation.run().num_new, tags_on_main(hub)) == (1, ["v1", "v3", "v2"])
+
+
+def test_a_hub_that_refuses_the_push_leaves_everything_in_the_folder(
+    evaluation: Evaluation, hub: LocalHub, tmp_path: Path
+) -> None:
+    hub.faults.routes["commit"] = [503]
+    with pytest.raises(HubError, match=r"^push results to me/adapter: the Hub answered 503"):
+        evaluation.run()
+    assert len(read_results(tmp_path / "results")) == 3
+    assert {"README.md", "results.png"} <= {path.name for path in (tmp_path / "results").iterdir()}
+    hub.faults.routes.clear()
+    assert evaluation.run().commit is not None
+    assert evaluation.loaded == ["v1", "v2", "v3"]
+    assert tags_on_main(hub) == ["v1", "v2", "v3"]
+
+
+def test_a_push_in_between_is_kept(evaluation: Evaluation, hub: LocalHub, tmp_path: Path) -> None:
+    evaluation.run(all_versions=False, tags=["v2"], push=False)
+    evaluation.run(all_versions=False, tags=["v1"], folder=tmp_path / "another")
+    mine = read_results(tmp_path / "results")
+    hub.faults.routes["commit"] = [412]
+    results = ResultsRepository(REPO, endpoint=hub.endpoint)
+    assert results.push(mine, lambda records: b"png") is not None
+    assert tags_on_main(hub) == ["v1", "v2"]
+    assert results.push(mine, lambda records: b"png") is None
+
+
+def test_a_repository_without_versions_or_without_that_one(evaluation: Evaluation, hub: LocalHub) -> None:
+    hub.add("me/empty", {"README.md": b"# empty\n"})
+    with pytest.raises(HubError, match=r"^me/empty has no versions: each is a git tag"):
+        evaluation.run(repo_id="me/empty")
+    with pytest.raises(HubError, match=r"^me/adapter has no version 'v9'; it has v1, v2, v3$"):
+        evaluation.run(tags=["v9"], all_versions=False)
+    with pytest.raises(HubError, match=r"^list the versions of me/none: no such repository"):
+        evaluation.run(repo_id="me/none")
+    hub.faults.routes["refs"] = [503]
+    with pytest.raises(HubError, match=r"^list the versions of me/adapter: the Hub answered 503"):
+        evaluation.run()
+
+
+def test_strange_results_on_the_hub_are_refused_before_the_work(evaluation: Evaluation, hub: LocalHub) -> None:
+    evaluation.run()
+    hub.add(REPO, {RESULTS_FILE: b'{"tag": "v1"}\n'})
+    with pytest.raises(CheckpointError, match=r"^line 1 of results.jsonl of me/adapter is not a result .*commit"):
+        evaluation.run()
+
+
+def test_a_full_disk_leaves_what_was_there(
+    evaluation: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluation.run(all_versions=False, tags=["v1"], push=False)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()}
+
+    def full(descriptor: int, mode: str) -> Any:
+        os.close(descriptor)
+        return FullDisk()
+
+    with monkeypatch.context() as changes:
+        changes.setattr("swarm_plugins.kept_files.os.fdopen", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            evaluation.run()
+    assert evaluation.loaded == ["v1"]  # seen before the work
+    assert {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()} == before
+
+
+class FullDisk(io.RawIOBase):
+    """A file on a disk without space."""
+
+    def write(self, content: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,0 +1,170 @@
+"""Task files: what they are, what they are not, and what their digest covers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lm_eval.utils
+import pytest
+from evaluation_kit import write_task
+from jinja2.exceptions import SecurityError
+from lm_eval.tasks import TaskManager
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.evaluation import scoring
+from swarm_plugins.evaluation.scoring import EvalSettings, Tasks
+from swarm_plugins.evaluation.tasks import is_task_file, read_task_file
+
+GOOD = "task: mine\ndataset_path: json\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        pytest.param("", r"it is empty, or has more than 1048576 bytes", id="empty"),
+        pytest.param(" " * ((1 << 20) + 1), r"it is empty, or has more than 1048576 bytes", id="huge"),
+        pytest.param("just text", r"expected KEY: VALUE lines, such as task: NAME", id="text"),
+        pytest.param("{a: [", r"is not a task file: it is not YAML", id="no YAML"),
+        pytest.param("\x00\x01", r"is not a task file: it is not YAML", id="binary"),
+        pytest.param("dataset_path: json", r"has task: None\): it needs task: NAME", id="without a name"),
+        pytest.param("task: yes", r"has task: True\): it needs task: NAME", id="a name that is none"),
+        pytest.param("group: all\ntask: [a, b]", r"a group of tasks\): it needs task: NAME", id="group"),
+        pytest.param(f"{GOOD}num_fewshot: many", r"num_fewshot: 'many'; it must be a number", id="few-shot"),
+        pytest.param(f"{GOOD}include: task.yaml", r"included more than 8 files deep, or includes itself", id="loop"),
+        pytest.param(f"{GOOD}include: none.yaml", r"none.yaml cannot be read \(No such file", id="include"),
+        pytest.param(
+            f"{GOOD}dataset_kwargs: {{data_files: {{test: none.jsonl}}}}",
+            r"data file 'none.jsonl' of .* cannot",
+            id="data",
+        ),
+        pytest.param(
+            f"{GOOD}doc_to_text: !function os.system",
+            r"would run Python code \(!function os.system\); give --allow-code",
+            id="code",
+        ),
+        pytest.param(f"{GOOD}class: !function mine.Task", r"would run Python code", id="class"),
+        pytest.param(f"{GOOD}doc_to_text: !!python/name:os.system ''", r"is not YAML", id="tag"),
+        pytest.param(f"{GOOD}unsafe_code: true", r"would run Python code \(unsafe_code: True\)", id="unsafe"),
+        pytest.param(
+            f"{GOOD}metric_list: [{{metric: mine, hf_evaluate: true}}]",
+            r"code of a metric from the Hub \(mine\)",
+            id="metric",
+        ),
+    ],
+)
+def test_what_is_no_task_file_is_one_sentence(tmp_path: Path, content: str, sentence: str) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=sentence):
+        read_task_file(file)
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.yaml cannot be read \(No such file or directory\)"):
+        read_task_file(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+        read_task_file(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.yml", "./a", "~/a", "b/a"])
+def test_files_are_told_from_names(name: str) -> None:
+    assert is_task_file(name)
+    assert not is_task_file("arc_easy")
+
+
+def test_the_digest_covers_file_includes_data_and_code_but_not_the_place(tmp_path: Path) -> None:
+    def digests(folder: Path) -> str:
+        return read_task_file(folder / "task.yaml", allow_code=True).digest
+
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "task.yaml").write_text(f"{GOOD}include: more.yaml\ndataset_kwargs: {{data_files: [one.jsonl]}}\n")
+        (folder / "more.yaml").write_text("doc_to_text: !function mine.text\nnum_fewshot: 2\n")
+        (folder / "one.jsonl").write_text("{}")
+        (folder / "mine.py").write_text("text = str")
+
+    write(tmp_path / "one")
+    write(tmp_path / "two")
+    before = digests(tmp_path / "one")
+    assert digests(tmp_path / "two") == before
+    assert read_task_file(tmp_path / "one" / "task.yaml", allow_code=True).num_fewshot == 2
+    for name in ("task.yaml", "more.yaml", "one.jsonl", "mine.py"):
+        file = tmp_path / "two" / name
+        kept = file.read_text()
+        file.write_text(f"{kept}\n")
+        assert digests(tmp_path / "two") != before, name
+        file.write_text(kept)
+    with pytest.raises(ConfigError, match=r"more.yaml would run Python code \(!function mine.text\)"):
+        read_task_file(tmp_path / "one" / "task.yaml")
+
+
+@pytest.fixture
+def few_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm_eval with two tasks of its own, which have a tag."""
+    own = tmp_path / "lm_eval"
+    own.mkdir()
+    for name in ("arc_easy", "arc_challenge"):
+        (own / f"{name}.yaml").write_text(f"task: {name}\ntag: arc\ndataset_path: org/arc\nnum_fewshot: 5\n")
+    monkeypatch.setattr(
+        scoring, "TaskManager", lambda include_defaults: TaskManager(include_path=str(own), include_defaults=False)
+    )
+
+
+@pytest.mark.usefixtures("few_known")
+def test_tasks_of_lm_eval_are_found_by_name_or_tag() -> None:
+    found = Tasks(["arc", "arc_easy"], EvalSettings()).tasks
+    assert [(one.name, one.num_fewshot) for one in found] == [("arc_challenge", 5), ("arc_easy", 5)]
+    assert found[0].digest != found[1].digest
+    with pytest.raises(
+        ConfigError, match=r"no task named 'arc_esy'; similar names: arc_easy.*; a task of your own is a file"
+    ):
+        Tasks(["arc_esy"], EvalSettings())
+    with pytest.raises(ConfigError, match=r"no task named '' *|lists them"):
+        Tasks(["zzzzzzzz"], EvalSettings())
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    one, two = write_task(tmp_path), tmp_path / "two.yaml"
+    two.write_text(f"{one.read_text()}num_fewshot: 1\n")
+    with pytest.raises(ConfigError, match=r"^two different tasks are named honest: rename one"):
+        Tasks([str(one), str(two)], EvalSettings())
+    assert len(Tasks([str(one), str(one)], EvalSettings()).tasks) == 1
+
+
+def test_a_metric_that_lm_eval_does_not_have_would_be_code(tmp_path: Path) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text(f"{GOOD}metric_list: [{{metric: stranger/metric}}]")
+    with pytest.raises(ConfigError, match=r"metric 'stranger/metric', which lm_eval does not have"):
+        Tasks([str(file)], EvalSettings())
+
+
+def test_templates_reach_no_internals() -> None:
+    template = "{{ question.__class__.__mro__ }}"
+    with scoring._prepared(allow_code=False):
+        assert lm_eval.utils.apply_template("{{ question|regex_replace('a', 'b') }}", {"question": "a"}) == "b"
+        with pytest.raises(SecurityError):
+            lm_eval.utils.apply_template(template, {"question": "a"})
+    with scoring._prepared(allow_code=True):
+        assert "str" in lm_eval.utils.apply_template(template, {"question": "a"})
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ("output_type: nothing\n", r"the task honest \(.*\) cannot be run: ValueError: Got invalid output_type"),
+        ("colour: blue\n", r"cannot be run: TypeError: .*'colour'"),
+    ],
+)
+def test_a_task_that_cannot_be_run_is_one_sentence(tmp_path: Path, more: str, sentence: str) -> None:
+    file = write_task(tmp_path)
+    file.write_text(file.read_text() + more)
+    tasks = Tasks([str(file)], EvalSettings())
+    with pytest.raises(ConfigError, match=sentence):
+        tasks.score(tasks.tasks[0], None, None)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"limit must be at least 1, got 0"):
+        EvalSettings(limit=0)
+    with pytest.raises(ConfigError, match=r"num_fewshot must be at least 0, got -1"):
+        EvalSettings(num_fewshot=-1)
