@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from swarm_plugins.backbone.attention import PADDING
 from swarm_plugins.errors import UnsupportedError
-
-ATTENTION_NAME = "swarm"
-"""Attention that hands blocks the plain padding mask; servers build the mask their family needs."""
-_PADDING = "swarm_padding"
-"""Attribute of a mask made for local blocks: the plain padding mask, for the remote ones."""
 
 _KNOWN = frozenset({"attention_mask", "position_ids", "position_embeddings", "cache_position"}) | frozenset({
     # Meant for the loss; models pass all keyword arguments to their layers, which ignore these.
@@ -61,7 +54,7 @@ def read_arguments(hidden: Tensor, kwargs: Mapping[str, Any]) -> LayerArguments:
 
 def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache | None) -> Tensor | None:
     """Returns the padding mask as bool, or None when nothing is padded."""
-    mask = getattr(mask, _PADDING, mask)
+    mask = getattr(mask, PADDING, mask)
     if mask is None:
         # Without mask and cache, transformers takes positions that start again for packed sequences. Servers see
         # neither an empty cache nor an all-true mask, so they get an explicit mask.
@@ -80,36 +73,3 @@ def _padding(mask: Any, hidden: Tensor, positions: Tensor | None, cache: Cache |
 def _restart(positions: Tensor | None) -> bool:
     """Returns whether positions start again within a row."""
     return positions is not None and bool((positions[..., 1:] - positions[..., :-1] != 1).any())
-
-
-def _padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-    """Returns the two-dimensional mask ``[B, cached + new]`` unchanged."""
-    return attention_mask
-
-
-def register_attention(local: str | None = None) -> str:
-    """Registers an attention implementation with transformers for a model with remote blocks; returns its name.
-
-    Both registries need it: without a mask function, transformers silently drops the padding mask. The attention
-    function itself never runs on a remote block.
-
-    Args:
-        local: The implementation that the model's local blocks run; their masks are made, and carry the plain padding
-            mask along. None: all blocks are remote.
-    """
-    name = ATTENTION_NAME if local is None else f"{ATTENTION_NAME}_local_{local}"
-    AttentionInterface.register(name, sdpa_attention_forward)
-    AttentionMaskInterface.register(name, _padding_mask if local is None else functools.partial(_both_masks, local))
-    return name
-
-
-def _both_masks(local: str, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Returns the mask of local blocks, with the two-dimensional mask of remote ones as an attribute."""
-    make: Callable[..., Any] = AttentionMaskInterface()[local]
-    if int(kwargs["q_offset"]) + int(kwargs["q_length"]) != int(kwargs["kv_offset"]) + int(kwargs["kv_length"]):
-        # A static cache with empty places; transformers knows it by `is_compileable`, which remote layers are not.
-        kwargs["allow_is_causal_skip"] = False
-    mask = make(attention_mask=attention_mask, **kwargs)
-    if isinstance(mask, Tensor):
-        setattr(mask, _PADDING, attention_mask)
-    return mask

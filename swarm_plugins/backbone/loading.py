@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from swarm_plugins.backbone.arguments import register_attention
+from swarm_plugins.backbone.attention import refuse_continuous_batching, register_attention
 from swarm_plugins.backbone.decoder_layer import make_remote
 from swarm_plugins.backbone.local_blocks import keep_attention, local_tensors
 from swarm_plugins.backbone.probe import probe_layer_loop
@@ -61,6 +61,7 @@ def load_remote(
     model.to(torch.device(device))  # type: ignore[arg-type]  # its wrapper lacks the signature
     attention = keep_attention(model, find_layers(model), stack.blocks) if local else None
     model.set_attn_implementation(register_attention(attention))
+    model.init_continuous_batching = refuse_continuous_batching  # type: ignore[assignment]
     probe_layer_loop(model.base_model, stack, device)
     take_generation_config(model, checkpoint)
     return model

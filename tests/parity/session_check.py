@@ -11,9 +11,14 @@ from swarm_plugins.testing.in_process import InProcessSwarm
 CLOSE_S = 30.0
 
 
-def sessions_left(swarm: InProcessSwarm) -> int:
-    """Waits a bounded time until no session is open, and returns how many are."""
-    return _last(lambda: swarm.num_sessions)
+def sessions_left(swarm: InProcessSwarm, *, collect: bool = True) -> int:
+    """Waits a bounded time until no session is open, and returns how many are.
+
+    Args:
+        swarm: The swarm.
+        collect: Whether caches in reference cycles are collected first.
+    """
+    return _last(lambda: swarm.num_sessions, collect=collect)
 
 
 def bytes_left(swarm: InProcessSwarm) -> int:
@@ -24,8 +29,9 @@ def bytes_left(swarm: InProcessSwarm) -> int:
     return _last(lambda: sum(service.ledger.used for service in swarm.services.values()))
 
 
-def _last(count: Callable[[], int]) -> int:
-    gc.collect()
+def _last(count: Callable[[], int], *, collect: bool = True) -> int:
+    if collect:
+        gc.collect()
     deadline = time.monotonic() + CLOSE_S
     while count() and time.monotonic() < deadline:
         time.sleep(0.01)

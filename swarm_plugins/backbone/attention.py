@@ -1,0 +1,98 @@
+"""The attention of models with remote blocks: it hands blocks the plain padding mask, and computes nothing.
+
+A model without remote blocks must not get it: trl, for one, loads a reference model "like" the one it trains.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from swarm_plugins.errors import UnsupportedError
+
+ATTENTION_NAME = "swarm"
+"""Servers build the mask their family needs."""
+PADDING = "swarm_padding"
+"""Attribute of a mask made for local blocks: the plain padding mask, for the remote ones."""
+
+
+def register_attention(local: str | None = None) -> str:
+    """Registers an attention implementation with transformers for a model with remote blocks; returns its name.
+
+    Both registries need it: without a mask function, transformers silently drops the padding mask. The attention
+    function itself never runs on a decoder layer.
+
+    Args:
+        local: The implementation that the model's local blocks run; their masks are made, and carry the plain padding
+            mask along. None: all blocks are remote.
+    """
+    _refuse_whole_models()
+    name = ATTENTION_NAME if local is None else f"{ATTENTION_NAME}_local_{local}"
+    AttentionInterface.register(name, _attend)
+    AttentionMaskInterface.register(name, _padding_mask if local is None else functools.partial(_both_masks, local))
+    return name
+
+
+def refuse_continuous_batching(*_: Any, **__: Any) -> NoReturn:
+    """Stands in for a model's ``init_continuous_batching``, which would replace the attention.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        "continuous batching (generate_batch) needs paged attention in this process, but the blocks run on servers; "
+        "call generate() with a padded batch; in trl, leave use_transformers_continuous_batching=False"
+    )
+
+
+@functools.cache
+def _refuse_whole_models() -> None:
+    """Makes transformers refuse to load a whole model with this attention, before it downloads any weights."""
+    original: Any = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]  # a class method
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type[PreTrainedModel], name: Any = None, *args: Any, **kwargs: Any) -> Any:
+        attention = kwargs.get("attn_implementation") or getattr(kwargs.get("config"), "_attn_implementation", None)
+        if isinstance(attention, str) and attention.split("_local_")[0] == ATTENTION_NAME:
+            raise UnsupportedError(_whole_model(str(name)))
+        return original(cls, name, *args, **kwargs)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment,method-assign]
+
+
+def _whole_model(name: str) -> str:
+    return (
+        f"{name} would be loaded here as a whole, with the attention {ATTENTION_NAME!r} of a model whose blocks run on "
+        "servers; if this is trl's reference model, give the trainer peft_config= (the reference is then the model "
+        "without its adapter), or DPOTrainer a ref_model= from AutoSwarmModelForCausalLM.from_pretrained(); else leave "
+        "out attn_implementation"
+    )
+
+
+def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Serves encoders next to the decoder, such as one of images; a decoder layer lacks its mask here."""
+    if getattr(module, "is_causal", True):
+        raise UnsupportedError(_whole_model("a model"))
+    return sdpa_attention_forward(module, *args, **kwargs)
+
+
+def _padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+    """Returns the two-dimensional mask ``[B, cached + new]`` unchanged."""
+    return attention_mask
+
+
+def _both_masks(local: str, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Returns the mask of local blocks, with the two-dimensional mask of remote ones as an attribute."""
+    make: Callable[..., Any] = AttentionMaskInterface()[local]
+    if int(kwargs["q_offset"]) + int(kwargs["q_length"]) != int(kwargs["kv_offset"]) + int(kwargs["kv_length"]):
+        # A static cache with empty places; transformers knows it by `is_compileable`, which remote layers are not.
+        kwargs["allow_is_causal_skip"] = False
+    mask = make(attention_mask=attention_mask, **kwargs)
+    if isinstance(mask, Tensor):
+        setattr(mask, PADDING, attention_mask)
+    return mask
