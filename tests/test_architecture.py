@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "survey": frozenset({"transport", "routing", "client", "checkpoint"}),
     "hub": frozenset(),
     "evaluation": frozenset({"hub"}),
-    "callbacks": frozenset({"hub", "backbone", "distill"}),
+    "callbacks": frozenset({"hub", "backbone", "distill", "evaluation"}),
     "local_swarm": frozenset({"transport", "links"}),
     "metrics": frozenset({"client", "server", "transport"}),
     "speculation": frozenset(),

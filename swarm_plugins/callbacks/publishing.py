@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +13,10 @@ from typing import Any, Literal
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from swarm_plugins.callbacks.evaluating import EvalWorker, check_tasks, eval_options
 from swarm_plugins.callbacks.saving import AdapterSource, find_adapter, manifest_of, write_version
 from swarm_plugins.errors import ConfigError, SwarmError, one_line
+from swarm_plugins.evaluation.tasks import is_task_file
 from swarm_plugins.hub import AdapterFacts, PushedVersion, PushTarget, PushWorker, RetryPlan
 from swarm_plugins.hub.folder import push_command
 from swarm_plugins.hub.names import check_repo_id
@@ -45,7 +48,10 @@ class Publishing:
         base_model: Id of the base on the Hub, if it was loaded from a directory.
         tags: More tags for the card.
         dataset: Id of the dataset behind the metrics, for the card.
-        finish_s: Longest wait for pending uploads after training.
+        eval_tasks: Tasks of lm_eval, files or names, that each published version is evaluated on: by `swarm eval` in a
+            process of its own, one at a time with low priority, on the same swarm; without a swarm, it loads the base
+            once more. The results are published too.
+        finish_s: Longest wait for pending uploads and evaluations after training.
         retries: Attempts and pauses of each upload.
 
     Raises:
@@ -66,6 +72,7 @@ class Publishing:
         base_model: str | None = None,
         tags: Sequence[str] = (),
         dataset: str | None = None,
+        eval_tasks: Sequence[str | Path] = (),
         finish_s: float = 300.0,
         retries: RetryPlan | None = None,
     ) -> None:
@@ -85,6 +92,9 @@ class Publishing:
         self.private = private
         self.tags = tuple(tags)
         self.dataset = dataset
+        if isinstance(eval_tasks, str):
+            raise ConfigError(f"eval_tasks={eval_tasks!r} must be a list of files and names of tasks")
+        self.eval_tasks = tuple(str(one) for one in eval_tasks)
         self.endpoint = endpoint
         self.finish_s = finish_s
         self.best: float | None = None
@@ -93,11 +103,14 @@ class Publishing:
         """Published versions."""
         self.unpushed: list[Path] = []
         """Folders of versions that were not published."""
+        self.unevaluated: list[str] = []
+        """Tags of published versions without results of ``eval_tasks``."""
         self._token = token
         self._retries = retries
         self._source: AdapterSource | None = None
         self._root = Path()
         self._worker: PushWorker | None = None
+        self._evaluator: EvalWorker | None = None
         self._digest: str | None = None
         self._step: int | None = None
 
@@ -105,11 +118,14 @@ class Publishing:
         """Finds the adapter and starts the worker, before the first step.
 
         Raises:
-            ConfigError: If there is no adapter to train.
+            ConfigError: If there is no adapter to train, or it cannot be evaluated on ``eval_tasks``.
+            MissingExtraError: If there are ``eval_tasks`` and lm_eval is not installed.
         """
         self._source = find_adapter(module)
         self._root = (self.folder or default_folder / "hub_adapters").absolute()
-        self._worker = PushWorker(token=self._token, retries=self._retries, on_pushed=self._tidy)
+        if self.eval_tasks:
+            self._evaluator = self._make_evaluator(self._source)
+        self._worker = PushWorker(token=self._token, retries=self._retries, on_pushed=self._on_pushed)
         self._digest = self._step = None
         if self._source.base is None and self.base_model is None:
             log.warning(
@@ -136,7 +152,7 @@ class Publishing:
             self.publish("best", step, metrics)
 
     def finish(self) -> None:
-        """Waits up to ``finish_s`` for pending uploads."""
+        """Waits up to ``finish_s`` for pending uploads and evaluations."""
         self._close(self.finish_s)
 
     def interrupt(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -153,12 +169,16 @@ class Publishing:
         self._close(min(_INTERRUPTED_S, self.finish_s))
 
     def _close(self, timeout_s: float) -> None:
-        worker = self._worker
+        worker, evaluator = self._worker, self._evaluator
+        deadline = time.monotonic() + timeout_s
         self._source = None
         if worker is not None:
             self.unpushed += worker.close(timeout_s)
             self.pushed += worker.pushed
             self._worker = None
+        if evaluator is not None:
+            self.unevaluated += evaluator.close(max(0.0, deadline - time.monotonic()))
+            self._evaluator = None
 
     def _write(self, event: str, step: int, metrics: Mapping[str, Any]) -> tuple[Path, PushTarget] | None:
         if self._source is None:
@@ -197,12 +217,34 @@ class Publishing:
         self._digest = digest
         return folder, target
 
+    def _make_evaluator(self, source: AdapterSource) -> EvalWorker:
+        check_tasks(self.eval_tasks)
+        options = [part for task in self.eval_tasks for part in ("--task", _absolute(task))] + eval_options(source)
+        options += ["--endpoint", self.endpoint] if self.endpoint is not None else []
+        log.info(
+            "each version published to %s is evaluated on %s by a process of its own, which uses %s",
+            self.repo_id,
+            ", ".join(self.eval_tasks),
+            "memory for another copy of the base" if "--local" in options else "the same servers",
+        )
+        return EvalWorker(self.repo_id, options, self._root / "evaluation", token=self._token)
+
+    def _on_pushed(self, pushed: PushedVersion) -> None:
+        """Queues a published version's evaluation. Called in the worker's thread."""
+        if self._evaluator is not None:
+            self._evaluator.submit(pushed.tag)
+        self._tidy(pushed)
+
     def _tidy(self, pushed: PushedVersion) -> None:
-        """Deletes older published versions from disk. Called in the worker's thread."""
+        """Deletes older published versions from disk."""
         worker = self._worker
         for version in worker.pushed if worker is not None else []:
             if version.folder != pushed.folder:
                 shutil.rmtree(version.folder, ignore_errors=True)
+
+
+def _absolute(task: str) -> str:
+    return str(Path(task).expanduser().absolute()) if is_task_file(task) else task
 
 
 def _hub_name(source: AdapterSource) -> str | None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from huggingface_hub import HfApi, ModelInfo
 
-from swarm_plugins.errors import CapacityError, CheckpointError
+from swarm_plugins.errors import CapacityError, CheckpointError, ConfigError
 from swarm_plugins.hub.card import base_tag
 from swarm_plugins.hub.download import fetch_file
 from swarm_plugins.hub.folder import CONFIG_FILE
 from swarm_plugins.hub.manifest import MANIFEST_FILE, Manifest, PeftFacts
 from swarm_plugins.hub.names import check_repo_id, sorted_tags
+from swarm_plugins.hub.results import RESULTS_FILE, EvalRecord, parse_results
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
 log = logging.getLogger(__name__)
 
 _MAX_TAGS = 20
+_MAX_LISTED = 20
 _ANSWER_S = 20.0
 _COMMIT = re.compile(r"[0-9a-f]{40}|local-[0-9a-f]{40}")
 
@@ -39,13 +42,28 @@ class FoundAdapter:
     peft_type: str = ""
     """PEFT's name of the method."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Its published metrics."""
+    """Metrics of its training run."""
+    results: tuple[EvalRecord, ...] = ()
+    """What `swarm eval` measured of this version."""
+
+    def metric(self, name: str) -> tuple[float, bool | None] | None:
+        """Returns the value of a metric, and whether higher is better (None: not known); None if it has none.
+
+        Args:
+            name: A metric of its results (``acc``, or ``capitals/acc`` for that of a task), or of its training run.
+        """
+        for record in reversed(self.results):
+            if name in _names(record):
+                return record.value, record.higher_is_better
+        return (self.metrics[name], None) if name in self.metrics else None
 
 
 def find_adapters(
     base: str | ModelVersion,
     revision: str | None = None,
     *,
+    sort_by: str | None = None,
+    mode: Literal["min", "max"] | None = None,
     limit: int = 50,
     token: str | bool | None = None,
     endpoint: str | None = None,
@@ -55,14 +73,20 @@ def find_adapters(
     Args:
         base: Id of the base on the Hub, or its version.
         revision: Branch, tag or commit of the base. None: any.
+        sort_by: Metric to sort by, best first: of the results of `swarm eval` (``acc``, or ``capitals/acc`` for that of
+            a task), or of the training run. Adapters without it come last. None: the Hub's order.
+        mode: Whether the best value is the smallest (``min``) or the largest (``max``). None: as the results say;
+            ``min`` for metrics of a training run.
         limit: Largest number of repositories to look at.
         token: Access token of the Hub. None: the stored one.
         endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
 
     Raises:
-        ConfigError: If the id is malformed.
+        ConfigError: If the id is malformed, or adapters are found but none of them has the metric.
         HubError: If the Hub cannot be reached, or does not know the revision.
     """
+    if mode not in (None, "min", "max"):
+        raise ConfigError(f"mode={mode!r} must be 'min' or 'max'")
     api = HfApi(endpoint=endpoint, token=token)
     if isinstance(base, ModelVersion):
         wanted: str | None = base.revision if revision is None else revision
@@ -74,8 +98,27 @@ def find_adapters(
     what = f"list adapters of {base}"
     with translated_hub_errors(what):
         models = within(_ANSWER_S, what, lambda: list(api.list_models(filter=tag, limit=limit)))
-    found = (_newest(api, model, wanted) for model in models)
-    return [one for one in found if one is not None]
+    found = [one for model in models if (one := _newest(api, model, wanted)) is not None]
+    return found if sort_by is None else _sorted(found, sort_by, mode)
+
+
+def _sorted(found: list[FoundAdapter], sort_by: str, mode: str | None) -> list[FoundAdapter]:
+    measured = [(one, known) for one in found if (known := one.metric(sort_by)) is not None]
+    if found and not measured:
+        names = {name for one in found for record in one.results for name in _names(record)[1:2]}
+        names |= {name for one in found for name in one.metrics}
+        known_names = ", ".join(sorted(names)[:_MAX_LISTED]) or "no metric at all"
+        raise ConfigError(f"sort_by={sort_by!r}: none of the {len(found)} adapters has it; they have {known_names}")
+    better = {higher for _, (_, higher) in measured if higher is not None}
+    is_max = mode == "max" if mode is not None else True in better
+    ordered = sorted(measured, key=lambda pair: pair[1][0], reverse=is_max)
+    return [*(one for one, _ in ordered), *(one for one in found if one.metric(sort_by) is None)]
+
+
+def _names(record: EvalRecord) -> tuple[str, ...]:
+    """Returns the names by which a result can be asked for."""
+    whole = f"{record.setting.label()}/{record.metric_label}"
+    return record.metric, f"{record.task}/{record.metric}", whole
 
 
 def _resolved(api: HfApi, base: str, revision: str) -> str:
@@ -96,8 +139,19 @@ def _newest(api: HfApi, model: ModelInfo, wanted: str | None) -> FoundAdapter | 
         commit = main if tag is None else commits[tag]
         one = None if commit is None else describe(api, model.id, tag, commit)
         if one is not None and (wanted is None or (one.base is not None and one.base.revision == wanted)):
-            return one
+            return one if main is None else replace(one, results=_results(api, one, main))
     return None
+
+
+def _results(api: HfApi, one: FoundAdapter, main: str) -> tuple[EvalRecord, ...]:
+    """Returns the results of a version, which the main branch has; none if they cannot be understood."""
+    label = f"{RESULTS_FILE} of {one.repo_id}"
+    try:
+        records = parse_results(_read(api, one.repo_id, main, RESULTS_FILE) or b"", label)
+    except (CapacityError, CheckpointError) as exc:
+        log.warning("%s is left out: %s", label, exc)
+        return ()
+    return tuple(record for record in records if record.commit == one.commit)
 
 
 def describe(api: HfApi, repo_id: str, tag: str | None, commit: str) -> FoundAdapter | None:

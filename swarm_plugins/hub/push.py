@@ -6,6 +6,7 @@ Every step can be repeated: a commit whose answer was lost is recognised by its 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import random
 import threading
@@ -19,9 +20,12 @@ from urllib.parse import urlsplit
 import msgspec
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-from swarm_plugins.errors import HubError
-from swarm_plugins.hub.folder import PushTarget, files_to_push
+from swarm_plugins.errors import CapacityError, CheckpointError, HubError
+from swarm_plugins.hub.download import fetch_file
+from swarm_plugins.hub.folder import CARD_FILE, PushTarget, files_to_push
 from swarm_plugins.hub.names import next_tag
+from swarm_plugins.hub.results import RESULTS_FILE, parse_results
+from swarm_plugins.hub.results_card import with_results
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.noise import without_http_advice
 
@@ -151,16 +155,36 @@ def _try(api: HfApi, folder: Path, target: PushTarget, progress: _Progress, what
 
 def _commit(api: HfApi, folder: Path, repo_id: str) -> str:
     branches = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).branches}
+    card = _card_with_results(api, folder, repo_id, branches.get("main"))
     with ExitStack() as stack, without_http_advice():
         # The operations can be used once only, so they are made for each try.
         additions = [
-            CommitOperationAdd(path.name, _content(stack, path, api.endpoint)) for path in files_to_push(folder)
+            CommitOperationAdd(path.name, _content(stack, path, api.endpoint))
+            for path in files_to_push(folder)
+            if card is None or path.name != CARD_FILE
         ]
+        if card is not None:
+            additions.append(CommitOperationAdd(CARD_FILE, io.BytesIO(card.encode())))
         # With the parent given, the Hub refuses if another commit came in between.
         info = api.create_commit(
             repo_id, additions, commit_message=f"Publish {folder.name}", parent_commit=branches.get("main")
         )
     return str(info.oid)
+
+
+def _card_with_results(api: HfApi, folder: Path, repo_id: str, main: str | None) -> str | None:
+    """Returns the new version's card with the results of the versions before; None if there are no results."""
+    path = folder / CARD_FILE
+    if main is None or not path.is_file():
+        return None
+    try:
+        file = fetch_file(repo_id, RESULTS_FILE, revision=main, token=api.token, endpoint=api.endpoint)
+        records = [] if file is None else parse_results(file.read_bytes(), f"{RESULTS_FILE} of {repo_id}")
+        card = path.read_text(encoding="utf-8")
+        return with_results(card, records, repo_id=repo_id, url=api.endpoint) if records else None
+    except (CheckpointError, CapacityError, UnicodeDecodeError) as exc:
+        log.warning("the card of %s is published without results: %s", repo_id, exc)
+        return None
 
 
 def _content(stack: ExitStack, path: Path, endpoint: str) -> Path | BinaryIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -39,12 +40,12 @@ def write_task(folder: Path, name: str = "capitals") -> Path:
 
 
 def publish_versions(
-    hub: LocalHub, base_dir: Path, folder: Path, number: int = 3, repo_id: str = "me/adapter"
-) -> list[str]:
-    """Publishes versions whose tensors differ, and returns their tags."""
+    hub: LocalHub, base_dir: Path, folder: Path, number: int = 3, *, repo_id: str = "me/adapter", **options: Any
+) -> Publishing:
+    """Publishes versions whose tensors differ."""
     base = AutoModelForCausalLM.from_pretrained(base_dir)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    publisher = Publishing(repo_id, endpoint=hub.endpoint, token="any")
+    publisher = Publishing(repo_id, endpoint=hub.endpoint, token="any", **options)
     publisher.begin(model, folder)
     for step in range(1, number + 1):
         with torch.no_grad():
@@ -53,4 +54,4 @@ def publish_versions(
                     torch.nn.init.normal_(tensor, std=0.3 * step)
         publisher.publish("save", step, {"loss": 1.0 / step})
     publisher.finish()
-    return [version.tag for version in publisher.pushed]
+    return publisher

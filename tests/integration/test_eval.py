@@ -42,12 +42,13 @@ def hub(base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_TOKEN", "any")
     with LocalHub() as running:
-        assert publish_versions(running, base_dir, tmp_path) == ["v1", "v2", "v3"]
+        pushed = publish_versions(running, base_dir, tmp_path).pushed
+        assert [version.tag for version in pushed] == ["v1", "v2", "v3"]
         yield running
 
 
-def file_on_main(hub: LocalHub, name: str) -> bytes:
-    repo = hub.store.find(REPO)
+def file_on_main(hub: LocalHub, name: str, repo_id: str = REPO) -> bytes:
+    repo = hub.store.find(repo_id)
     assert repo is not None
     head = repo.find("main")
     assert head is not None
@@ -121,3 +122,16 @@ def test_the_command_with_a_server_of_its_own(hub: LocalHub, base_dir: Path, tmp
     assert values == pytest.approx({one["tag"]: one["value"] for one in told["results"]}, abs=1 / len(PLACES))
     bare = CliRunner().invoke(app, [*common, "--local"])
     assert (bare.exit_code, "give it with --base DIR" in bare.stderr) == (2, True)
+
+
+def test_a_callback_evaluates_each_version_that_it_publishes(
+    hub: LocalHub, base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    publisher = publish_versions(
+        hub, base_dir, tmp_path / "run", 2, repo_id="me/measured", eval_tasks=[write_task(tmp_path)]
+    )
+    assert publisher.unevaluated == [], (tmp_path / "run/hub_adapters/evaluation/log.txt").read_text()
+    rows = [json.loads(line) for line in file_on_main(hub, RESULTS_FILE, "me/measured").splitlines()]
+    assert [row["tag"] for row in rows] == ["v1", "v2"]
+    assert "| v2 |" in file_on_main(hub, "README.md", "me/measured").decode()

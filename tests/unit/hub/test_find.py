@@ -6,11 +6,13 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarm_plugins.errors import ConfigError, HubError
-from swarm_plugins.hub import PushTarget, find_adapters, push_folder
+from swarm_plugins.hub import EvalRecord, PushTarget, find_adapters, push_folder
+from swarm_plugins.hub.results import RESULTS_FILE, format_results
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.versions import ModelVersion
 
@@ -96,3 +98,89 @@ def test_an_impossible_base_and_a_hub_that_refuses_are_named(hub: LocalHub) -> N
     hub.faults.routes["list_models"] = [403]
     with pytest.raises(HubError, match=r"list adapters of org/base: not allowed"):
         find_adapters("org/base", endpoint=hub.endpoint)
+
+
+def record(hub: LocalHub, repo_id: str, tag: str, value: float, **changes: Any) -> EvalRecord:
+    repo = hub.store.find(repo_id)
+    assert repo is not None
+    known = {
+        "tag": tag,
+        "commit": repo.tags[tag],
+        "base": "org/base",
+        "base_revision": OLD,
+        "task": "capitals",
+        "task_digest": "d" * 64,
+        "metric": "acc",
+        "value": value,
+        "num_samples": 8,
+        "higher_is_better": True,
+    }
+    return EvalRecord(**(known | changes))
+
+
+def add_results(hub: LocalHub, repo_id: str, *records: EvalRecord) -> None:
+    hub.add(repo_id, {RESULTS_FILE: format_results(records)})
+
+
+def test_adapters_are_sorted_by_what_was_measured(hub: LocalHub, make_folder: MakeFolder) -> None:
+    for number, name in enumerate(("low", "high", "none", "middle")):
+        push(hub, make_folder(number, revision=OLD), f"alice/{name}")
+    push(hub, make_folder(4, revision=OLD), "alice/low")
+    for name, tag, value in (("low", "v2", 0.2), ("high", "v1", 0.9), ("middle", "v1", 0.5)):
+        repo_id = f"alice/{name}"
+        loss = record(hub, repo_id, tag, 1 - value, metric="loss", higher_is_better=False)
+        # The version before does not count.
+        before = [record(hub, repo_id, "v1", 1.0)] if tag == "v2" else []
+        add_results(hub, repo_id, *before, record(hub, repo_id, tag, value), loss)
+
+    def names(sort_by: str, **mode: Any) -> list[str]:
+        found = find_adapters("org/base", OLD, sort_by=sort_by, endpoint=hub.endpoint, **mode)
+        return [one.repo_id.removeprefix("alice/") for one in found]
+
+    assert names("acc") == names("capitals/acc") == names("loss") == ["high", "middle", "low", "none"]
+    assert names("acc", mode="min") == ["low", "middle", "high", "none"]
+    # The training run's: 2.0 less the number of the folder.
+    assert names("val_loss") == ["low", "middle", "none", "high"]
+    with pytest.raises(
+        ConfigError,
+        match=r"^sort_by='f1': none of the 4 adapters has it; they have capitals/acc, capitals/loss, val_loss$",
+    ):
+        names("f1")
+    with pytest.raises(ConfigError, match=r"mode='best' must be 'min' or 'max'"):
+        names("acc", mode="best")
+    assert find_adapters("org/nothing", sort_by="acc", endpoint=hub.endpoint) == []
+
+
+def test_results_that_cannot_be_understood_are_left_out(
+    hub: LocalHub, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    push(hub, make_folder(1, revision=OLD))
+    hub.add("alice/adapter", {RESULTS_FILE: b"{"})
+    with caplog.at_level(logging.WARNING):
+        (one,) = find_adapters("org/base", OLD, endpoint=hub.endpoint)
+    assert one.results == ()
+    assert "results.jsonl of alice/adapter is left out: line 1" in caplog.text
+
+
+def test_a_new_version_keeps_the_results_on_the_card(
+    hub: LocalHub, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    push(hub, make_folder(1, revision=OLD))
+    add_results(hub, "alice/adapter", record(hub, "alice/adapter", "v1", 0.625))
+    push(hub, make_folder(2, revision=OLD))
+
+    def card() -> str:
+        repo = hub.store.find("alice/adapter")
+        assert repo is not None
+        head = repo.find("main")
+        assert head is not None
+        content = head.files["README.md"].content
+        assert isinstance(content, bytes)
+        return content.decode()
+
+    assert "| v1 | 0.625 |" in card()
+    hub.add("alice/adapter", {RESULTS_FILE: b"{"})
+    with caplog.at_level(logging.WARNING):
+        push(hub, make_folder(3, revision=OLD))
+    assert "| v1 |" not in card()
+    assert "the card of alice/adapter is published without results: line 1" in caplog.text

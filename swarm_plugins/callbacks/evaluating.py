@@ -1,0 +1,210 @@
+"""Evaluates published versions while training goes on: `swarm eval` in a process of its own.
+
+A separate process, because an evaluation must be of the version's weights, which the training has changed meanwhile;
+because lm_eval seeds random numbers and keeps a core busy; and because its failure must not be the training's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarm_plugins.backbone.served import stack_of, swarm_connection
+from swarm_plugins.callbacks.saving import AdapterSource
+from swarm_plugins.errors import ConfigError, naming_extras, one_line
+from swarm_plugins.evaluation.tasks import is_task_file, read_task_file
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_LEAVE_S = 5.0
+_LOG_TAIL_BYTES = 4096
+
+
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Checks, before a training, what an evaluation needs.
+
+    Raises:
+        ConfigError: If a file is not a task file.
+        MissingExtraError: If lm_eval is not installed.
+    """
+    with naming_extras():
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
+    for task in filter(is_task_file, tasks):
+        read_task_file(task)
+
+
+def eval_options(source: AdapterSource) -> list[str]:
+    """Returns the options of ``swarm eval`` for the base of an adapter in training: the base, and its swarm.
+
+    Raises:
+        ConfigError: If another process cannot have that base.
+    """
+    base: Any = source.model.get_base_model()
+    if source.base is None:
+        raise ConfigError(
+            "eval_tasks needs a base that was loaded from the Hub or a directory: the model's is not known"
+        )
+    stack = stack_of(base)
+    options: list[str] = []
+    if source.base.is_local:
+        name = stack.model if stack is not None else base.config.name_or_path
+        options = ["--base", str(Path(str(name)).absolute())]
+    if stack is None:
+        if hasattr(base, "offload_stats"):
+            raise ConfigError(
+                "eval_tasks would load the whole base, which is offloaded here: run `swarm eval` elsewhere"
+            )
+        return [*options, "--local"]
+    connection = swarm_connection(base)
+    if not connection.initial_peers:
+        raise ConfigError(
+            "eval_tasks needs addresses of the swarm: load the model with initial_peers=, not connection="
+        )
+    for address in connection.initial_peers:
+        options += ["--initial-peers", address]
+    config = connection.config
+    options += ["--discovery", config.discovery] if config.discovery != "dht" else []
+    return [*options, "--secret-file", str(config.secret_file)] if config.secret_file is not None else options
+
+
+class EvalWorker:
+    """Runs ``swarm eval`` for published versions, one process at a time; versions that wait share the next one.
+
+    Args:
+        repo_id: Repository of the adapter.
+        options: Options of the command, such as tasks and the base.
+        folder: Where results and the process's output are written.
+        token: Access token of the Hub. None: the stored one.
+    """
+
+    def __init__(self, repo_id: str, options: Sequence[str], folder: Path, *, token: str | bool | None = None) -> None:
+        self.evaluated: list[str] = []
+        """Tags of evaluated versions."""
+        self.failed: list[str] = []
+        """Tags of versions whose evaluation failed."""
+        self._command = ["eval", repo_id, *options, "--out", str(folder), "--push"]
+        self._folder = folder
+        self._token = token
+        self._waiting: list[str] = []
+        self._current: list[str] = []
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._deadline: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, tag: str) -> None:
+        """Queues a version and starts the thread if it is not running."""
+        with self._changed:
+            self._waiting.append(tag)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="swarm-eval", daemon=True)
+                self._thread.start()
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Waits up to ``timeout_s`` for the queue, ends the process, and returns the versions without results."""
+        with self._changed:
+            self._is_closing = True
+            self._deadline = time.monotonic() + timeout_s
+            self._changed.notify_all()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout_s + 2 * _LEAVE_S)
+        late = [*self._current, *self._waiting]
+        if late:
+            log.warning("no time for the evaluation of %s; evaluate with: %s", ", ".join(late), self._for_user(late))
+        return [*self.failed, *late]
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_closing:
+                    self._changed.wait()
+                if not self._waiting or self._is_late():
+                    return
+                self._current, self._waiting = self._waiting, []
+            if not self._evaluate(self._current):
+                return  # time is up
+            self._current = []
+
+    def _is_late(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def _evaluate(self, tags: list[str]) -> bool:
+        """Evaluates versions, or notes that they failed; returns whether there was time for it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / "log.txt").open("wb") as output:
+                code = self._waited(self._start(tags, output))
+            reason = "" if code == 0 else self._last_line()
+        except OSError as exc:
+            code, reason = -1, one_line(exc)
+        names = ", ".join(tags)
+        if code is None:
+            return False
+        if code == 0:
+            log.info("%s evaluated; results are in %s", names, self._folder)
+            self.evaluated += tags
+        else:
+            again = self._for_user(tags)
+            log.warning("evaluation of %s failed (%s); training goes on; evaluate with: %s", names, reason, again)
+            self.failed += tags
+        return True
+
+    def _start(self, tags: list[str], output: Any) -> subprocess.Popen[bytes]:
+        environment: Mapping[str, str] = {"OMP_NUM_THREADS": "1", **os.environ, "TQDM_DISABLE": "1"}
+        if isinstance(self._token, str):
+            # Other users can read command lines.
+            environment = {**environment, "HF_TOKEN": self._token}
+        nice = ["nice"] if shutil.which("nice") else []
+        return subprocess.Popen(
+            [*nice, sys.executable, "-m", "swarm_plugins", *self._command, *_versions(tags)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            # A terminal's Ctrl-C is the training's to answer.
+            start_new_session=True,
+        )
+
+    def _waited(self, process: subprocess.Popen[bytes]) -> int | None:
+        """Returns the exit code; None if the process was ended because time was up."""
+        while process.poll() is None and not self._is_late():
+            with self._changed:
+                self._changed.wait(_POLL_S)
+        if process.poll() is not None:
+            return process.returncode
+        process.terminate()
+        try:
+            process.wait(_LEAVE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return None
+
+    def _last_line(self) -> str:
+        try:
+            content = (self._folder / "log.txt").read_bytes()[-_LOG_TAIL_BYTES:]
+        except OSError as exc:
+            return one_line(exc)
+        lines = content.decode(errors="replace").strip().splitlines()
+        return one_line(ValueError(lines[-1])) if lines else "it said nothing"
+
+    def _for_user(self, tags: list[str]) -> str:
+        return shlex.join(["swarm", *self._command, *_versions(tags)])
+
+
+def _versions(tags: list[str]) -> list[str]:
+    return [part for tag in tags for part in ("--version", tag)]
