@@ -24,6 +24,7 @@ RPC_NAMES = (
     "rpc_experts",
     "rpc_push",
     "rpc_drain",
+    "rpc_run",
 )
 # "  * [ADDRESS] dial tcp4 HOST:PORT: connect: connection refused"
 _DIAL = re.compile(r"^\s*\* \[(\S+)\] (?:dial \w+ \S+: )?(?:connect: )?")

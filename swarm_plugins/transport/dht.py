@@ -32,6 +32,7 @@ from swarm_plugins.transport.records import (
     ModelInfo,
     ModelRecord,
     Record,
+    RunRecord,
     ServerRecord,
     check_server_info,
     key_id,
@@ -40,6 +41,7 @@ from swarm_plugins.transport.records import (
     open_record,
     own_model_key,
     own_server_key,
+    run_key,
     server_keys,
     sign_record,
 )
@@ -205,6 +207,18 @@ class SwarmDHT:
         if len(found) > _CROWD:
             found = await self._find_near(model_keys()) or found
         return majority(record for _, record in found if isinstance(record, ModelRecord))
+
+    async def announce_run(self, run: str, ttl_s: float) -> None:
+        """Announces that this node takes part in a run; see `SwarmNode.announce_run`."""
+        await self._call_lost()
+        await self._store({run_key(run): RunRecord(run=run)}, ttl_s)
+
+    async def run_peers(self, run: str) -> list[str]:
+        """Returns the peers that have announced that they take part in a run."""
+        found = await self._find([run_key(run)])
+        if len(found) > _CROWD:
+            found = await self._find_near([run_key(run)]) or found
+        return [peer for peer, record in found if isinstance(record, RunRecord)]
 
     def _gone(self) -> dict[str, Record]:
         version = self._version or ""

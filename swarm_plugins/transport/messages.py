@@ -15,6 +15,7 @@ import msgspec
 from torch import Tensor
 
 from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanOutputs
+from swarm_plugins.transport.run_messages import BlobPart, BlobRequest, RunStatus
 from swarm_plugins.transport.server_info import BaseMessage, InfoRequest, ServerInfo
 
 Codec = Literal["none", "float16", "bfloat16", "rotated8"]
@@ -42,6 +43,7 @@ FailureKind = Literal[
     "out_of_memory",  # a budget is full: try another server, or later
     "not_finite",  # NaN or infinity in the inputs: another server would refuse them too
     "not_finite_output",  # NaN or infinity in the outputs: a server with another dtype, or a healthy one, may do better
+    "wrong_run",  # this peer trains something else under the name of the run
     "refused",  # this server talks only with peers of a list, or with those that know a secret
     "overloaded",  # too many streams or requests of this peer
     "internal",  # the server's own fault
@@ -370,4 +372,7 @@ Message = (
     | AdapterStored
     | DrainRequest
     | DrainAccepted
+    | RunStatus
+    | BlobRequest
+    | BlobPart
 )

@@ -293,6 +293,19 @@ class SwarmNode:
         """
         await self._member.announce(info, ttl_s)
 
+    async def announce_run(self, run: bytes, ttl_s: float) -> None:
+        """Announces in the DHT for ``ttl_s`` seconds that this node takes part in a run; repeat it in time.
+
+        Raises:
+            ConfigError: If the swarm has no DHT.
+            TransportError: If no node of the DHT accepts it.
+        """
+        await self._member.announce_run(run.hex(), ttl_s)
+
+    async def run_peers(self, run: bytes) -> list[str]:
+        """Returns the ids of the peers that take part in a run, as they have announced."""
+        return await self._member.run_peers(run.hex())
+
     async def retract(self) -> None:
         """Withdraws the announcement. Idempotent."""
         await self._member.retract()

@@ -4,6 +4,7 @@
 |---|---|---|
 | ``swarm_plugins/1/servers/<model version>/<shard>`` | peer id | ``ServerRecord``: what the peer serves |
 | ``swarm_plugins/1/models/<shard>`` | peer id | ``ModelRecord``: which model version the peer serves |
+| ``swarm_plugins/1/runs/<hash of the run's id>`` | peer id | ``RunRecord``: the peer takes part in a run |
 
 A peer's id determines its shard; shards keep each value small. Keys per version need a handful of look-ups, where keys
 per block would store and fetch a server's record once for each of its blocks.
@@ -79,7 +80,14 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, tag="model", forbid
     num_blocks: int
 
 
-Record = ServerRecord | GoneRecord | ModelRecord
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, tag="run", forbid_unknown_fields=True):
+    """A peer takes part in a run that is trained together."""
+
+    run: str
+    """Hash of the run's id, in hexadecimal digits."""
+
+
+Record = ServerRecord | GoneRecord | ModelRecord | RunRecord
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -128,6 +136,11 @@ def server_keys(version: str) -> list[str]:
 def model_keys() -> list[str]:
     """Returns the keys of all model versions."""
     return [f"swarm_plugins/1/models/{shard}" for shard in range(_NUM_SHARDS)]
+
+
+def run_key(run: str) -> str:
+    """Returns the key of all peers of a run; they are few."""
+    return f"swarm_plugins/1/runs/{run}"
 
 
 def own_server_key(version: str, peer_id: str) -> str:
@@ -261,6 +274,8 @@ def _key_of(record: Record, peer_id: str) -> str:
         return own_server_key(record.info.version, peer_id)
     if isinstance(record, GoneRecord):
         return own_server_key(record.version, peer_id)
+    if isinstance(record, RunRecord):
+        return run_key(record.run)
     if max(len(record.version), len(record.model)) > _MAX_NAME_CHARS or not 0 <= record.num_blocks <= _MAX_BLOCKS:
         raise ProtocolError("model record with impossible names or numbers")
     if not (record.version.isprintable() and record.model.isprintable()):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swarm_plugins.backbone.context import SwarmSettings, active_swarm, find_settings
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.together.config import RunConfig
+
+if TYPE_CHECKING:
+    from swarm_plugins.together.shared_run import SharedRun
 
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
@@ -23,11 +28,22 @@ class SwarmMember:
     settings: SwarmSettings | None = None
     _devices: list[torch.device] | None = None
     _connection: Any = None
+    shared_run: SharedRun | None = None
+    """The run that is trained together, while it is under way."""
 
-    def __init__(self, initial_peers: Sequence[str] | str | None = None, *, swarm: SwarmConfig | None = None) -> None:
+    def __init__(
+        self,
+        initial_peers: Sequence[str] | str | None = None,
+        *,
+        swarm: SwarmConfig | None = None,
+        run_id: str | None = None,
+        run: RunConfig | None = None,
+    ) -> None:
         super().__init__()
         self.initial_peers = initial_peers
         self.swarm = swarm
+        self.run_id = run_id or os.environ.get("SWARM_RUN_ID") or None
+        self.run = run
 
     def setup_environment(self) -> None:
         """Joins the swarm: before the model is built, and not yet when the strategy is constructed."""

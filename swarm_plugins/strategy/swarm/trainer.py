@@ -11,6 +11,7 @@ from torch import nn
 from swarm_plugins.strategy.reading import ReadsWeightsOnly
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable
 from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
+from swarm_plugins.strategy.swarm.running import RunCallback
 from swarm_plugins.strategy.swarm.state import (
     KEY,
     check_base,
@@ -37,6 +38,14 @@ class TrainerStrategy(SwarmMember, ReadsWeightsOnly, _Base):
     def precision_plugin(self, plugin: Any) -> None:
         check_precision(plugin)
         self._precision_plugin = plugin
+
+    def setup_environment(self) -> None:
+        """Joins the swarm; a run that is trained together is joined when training starts."""
+        super().setup_environment()
+        if self.run_id is not None:
+            callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[assignment, union-attr]
+            if not any(isinstance(one, RunCallback) for one in callbacks):
+                callbacks.insert(0, RunCallback(self))
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

@@ -20,6 +20,9 @@ class SwarmStrategy(TrainerStrategy, _TrainerDevice):
         initial_peers: Addresses of peers to join the swarm through. None: from ``SWARM_INITIAL_PEERS``, or else from
             the call that loads the model.
         swarm: Deadlines, retries and codec of the client.
+        run_id: Name of a run: all Trainers that name it improve one adapter together. None: from ``SWARM_RUN_ID``, or
+            else this Trainer trains alone.
+        run: Settings of the run.
     """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarm_plugins.errors import ProtocolError, RemoteError, TransportError, printable
+from swarm_plugins.errors import ConfigError, ProtocolError, RemoteError, TransportError, printable
 from swarm_plugins.transport.channel import Opener
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon.process import Daemon
@@ -95,6 +95,17 @@ class StaticPeers:
             ModelRecord(version=info.version, model=info.model, num_blocks=info.num_blocks)
             for info in (await self._infos()).values()
         )
+
+    async def announce_run(self, run: str, ttl_s: float) -> None:
+        """Raises ConfigError: peers of a run find each other in the DHT."""
+        raise ConfigError(
+            "peers that train together find each other in the swarm's DHT, but this swarm has none "
+            "(discovery 'static'): join a swarm with discovery 'dht'"
+        )
+
+    async def run_peers(self, run: str) -> list[str]:
+        """Returns none."""
+        return []
 
     async def _infos(self) -> dict[str, ServerInfo]:
         peers = list(self._places)

@@ -20,6 +20,7 @@ from swarm_plugins.transport.messages import (
     SessionOpen,
     SessionStep,
 )
+from swarm_plugins.transport.run_messages import BlobRequest, RunStatus
 from swarm_plugins.transport.server_info import InfoRequest
 
 _PADDING_BYTES = 1 << 20
@@ -79,8 +80,10 @@ def _tensor_bytes(message: Message) -> int | None:
     """Returns the most bytes of the tensors in an answer; None: not known."""
     found: int | None = None
     match message:
-        case InfoRequest() | SessionOpen() | AdapterUpload() | CommitRequest() | DrainRequest():
+        case InfoRequest() | SessionOpen() | AdapterUpload() | CommitRequest() | DrainRequest() | RunStatus():
             found = 0
+        case BlobRequest():
+            found = message.num_bytes
         case EchoRequest():
             found = message.payload.nbytes
         case ForwardRequest(collect_router=False):

@@ -1,0 +1,131 @@
+"""Trains a Trainer's adapter together with other peers: joins the run, counts steps, and finishes it before callbacks end.
+
+``lightning.pytorch`` and ``pytorch_lightning`` have two classes named Callback; this one is both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback as UnifiedCallback
+from lightning.pytorch.utilities.data import extract_batch_size
+from pytorch_lightning.callbacks import Callback as StandaloneCallback
+from torch import nn
+
+from swarm_plugins.backbone.context import SwarmSettings
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.strategy.swarm.inspection import base_versions
+from swarm_plugins.together.config import RunConfig
+from swarm_plugins.together.shared_run import SharedRun
+
+_SHOWN = ("r", "lora_alpha", "target_modules", "target_parameters", "num_virtual_tokens", "use_rslora")
+"""What is said of an adapter."""
+
+
+class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  # two Trainer types
+    """Added by the strategy, before all other callbacks: those that publish at the end see what all have trained.
+
+    Args:
+        strategy: Names the run, and holds it while it is under way.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._resumed: dict[str, Any] | None = None
+        self._samples = self._steps = 0
+
+    @property
+    def _run(self) -> SharedRun:
+        run: SharedRun = self._strategy.shared_run
+        return run
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Joins the run.
+
+        Raises:
+            ConfigError: If the run's peers train something else, or do not admit this one.
+            TransportError: If the swarm cannot be joined.
+        """
+        strategy = self._strategy
+        strategy.shared_run = make_run(pl_module, strategy.run_id, strategy.run or RunConfig(), strategy.settings)
+        self._run.start(self._resumed)
+        self._resumed = None
+        self._samples, self._steps = 0, trainer.global_step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Counts samples."""
+        self._samples += extract_batch_size(batch)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Leaves tensors that rest in this round as they are."""
+        self._run.before_step()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Counts steps of the optimizer; waits at the end of a round."""
+        if trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
+        self._run.after_step(self._samples)
+        self._samples = 0
+        progress = self._run.progress
+        values = {"round": progress.round, "peers": progress.peers}
+        pl_module.log_dict({f"run/{name}": float(value) for name, value in values.items()}, prog_bar=True)
+        pl_module.log_dict({"run/samples": float(progress.samples), "run/late": float(len(progress.late))})
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends the round, takes over its result, and leaves the run."""
+        self._run.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leaves the run."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leaves the run if it is still under way."""
+        if self._strategy.shared_run is not None:
+            self._strategy.shared_run.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the shared state of the round, for a resumed run."""
+        run = self._strategy.shared_run
+        return {} if run is None else run.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the state until the run is joined."""
+        self._resumed = state_dict or None
+
+
+def make_run(module: nn.Module, run_id: str, config: RunConfig, settings: SwarmSettings | None) -> SharedRun:
+    """Returns the run in which a module's trainable parameters are trained together.
+
+    Raises:
+        ConfigError: If no swarm is known, or it has no DHT.
+    """
+    if settings is None:
+        raise ConfigError(
+            f"run {run_id!r} needs a swarm, in which its peers find each other: pass SwarmStrategy(initial_peers=[...]) or "
+            "set SWARM_INITIAL_PEERS"
+        )
+    return SharedRun(
+        run_id,
+        {name: one for name, one in module.named_parameters() if one.requires_grad},
+        base=", ".join(str(version) for version in base_versions(module)),
+        adapter=_described(module),
+        config=config,
+        node=config.node(settings.initial_peers, settings.config.secret_file),
+    )
+
+
+def _described(module: nn.Module) -> str:
+    """Returns method, rank and target modules of a module's adapters, for people."""
+    texts = []
+    for part in module.modules():
+        for config in (getattr(part, "peft_config", None) or {}).values():
+            fields = {name: getattr(config, name, None) for name in _SHOWN}
+            shown = [f"{name}={_text(value)}" for name, value in fields.items() if value not in (None, False)]
+            texts.append(" ".join([str(getattr(config.peft_type, "value", config.peft_type)), *shown]))
+    return "; ".join(dict.fromkeys(texts)) or "none of PEFT's"
+
+
+def _text(value: Any) -> str:
+    return ",".join(sorted(value)) if isinstance(value, (set, list, tuple)) else str(value)

@@ -1,0 +1,119 @@
+"""Updates and states by their content: served in parts to others, fetched in parts from whoever has them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable
+
+import torch
+
+from swarm_plugins.errors import ProtocolError, TransportError, printable
+from swarm_plugins.together.outer import blob_digest
+from swarm_plugins.transport.channel import Channel, Opener
+from swarm_plugins.transport.messages import Failure
+from swarm_plugins.transport.run_messages import MAX_PART_BYTES, BlobPart, BlobRequest
+
+log = logging.getLogger(__name__)
+
+RPC = "rpc_run"
+_OPEN_S = 10.0
+_PART_S = 60.0
+"""Longest wait for one part: at 16 KiB a second it comes in time."""
+
+
+class Blobs:
+    """What this peer keeps of a run, and fetches of it.
+
+    Args:
+        run: The run's hash.
+        network: Reaches the other peers.
+        transfer_s: Longest time in which a blob may arrive.
+    """
+
+    def __init__(self, run: bytes, network: Opener, *, transfer_s: float) -> None:
+        self._run = run
+        self._network = network
+        self._transfer_s = transfer_s
+        self._kept: dict[bytes, bytes] = {}
+        self._fetching: dict[bytes, asyncio.Task[None]] = {}
+        self.failed: dict[bytes, int] = {}
+        """How often all peers have been asked for a blob in vain."""
+
+    def keep(self, blob: bytes) -> bytes:
+        """Keeps a blob, and returns its digest."""
+        digest = blob_digest(blob)
+        self._kept[digest] = blob
+        return digest
+
+    def get(self, digest: bytes) -> bytes | None:
+        """Returns a blob if it is here."""
+        return self._kept.get(digest)
+
+    def keep_only(self, digests: Iterable[bytes]) -> None:
+        """Drops all blobs, and stops fetching them, but some."""
+        wanted = set(digests)
+        self._kept = {digest: blob for digest, blob in self._kept.items() if digest in wanted}
+        self.failed = {digest: count for digest, count in self.failed.items() if digest in wanted}
+        for digest in set(self._fetching) - wanted:
+            self._fetching.pop(digest).cancel()
+
+    def part(self, request: BlobRequest) -> BlobPart:
+        """Answers a request for a part."""
+        blob = self._kept.get(request.digest, b"")
+        data = bytearray(blob[request.offset : request.offset + request.num_bytes])
+        return BlobPart(data=torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+
+    def want(self, digest: bytes, num_bytes: int, peers: Collection[str]) -> bool:
+        """Returns whether a blob is here; starts to fetch it otherwise, from the first of ``peers`` that has it."""
+        if digest in self._kept:
+            return True
+        if digest not in self._fetching and peers:
+            self._fetching[digest] = asyncio.create_task(
+                self._fetched(digest, num_bytes, list(peers)), name="fetch a blob of a run"
+            )
+        return False
+
+    async def close(self) -> None:
+        """Stops fetching."""
+        tasks = list(self._fetching.values())
+        self.keep_only(())
+        if tasks:
+            await asyncio.wait(tasks, timeout=_OPEN_S)
+
+    async def _fetched(self, digest: bytes, num_bytes: int, peers: list[str]) -> None:
+        try:
+            async with asyncio.timeout(self._transfer_s):
+                for peer in peers:
+                    try:
+                        self._kept[digest] = await self._fetch(digest, num_bytes, peer)
+                    except TransportError as error:
+                        log.debug("%s: %s", peer, error)
+                    else:
+                        return
+            self.failed[digest] = self.failed.get(digest, 0) + 1
+        except TimeoutError:
+            self.failed[digest] = self.failed.get(digest, 0) + 1
+        finally:
+            if self._fetching.get(digest) is asyncio.current_task():
+                del self._fetching[digest]
+
+    async def _fetch(self, digest: bytes, num_bytes: int, peer: str) -> bytes:
+        channel = await self._network.open(peer, RPC, timeout_s=_OPEN_S)
+        try:
+            blob = bytearray()
+            while len(blob) < num_bytes:
+                blob += await self._fetch_part(channel, digest, len(blob), min(MAX_PART_BYTES, num_bytes - len(blob)))
+        finally:
+            await channel.close()
+        if blob_digest(bytes(blob)) != digest:
+            raise ProtocolError(f"peer {peer} has sent other bytes than it was asked for")
+        return bytes(blob)
+
+    async def _fetch_part(self, channel: Channel, digest: bytes, offset: int, num_bytes: int) -> bytes:
+        await channel.send(BlobRequest(run=self._run, digest=digest, offset=offset, num_bytes=num_bytes))
+        answer = await channel.receive(timeout_s=_PART_S)
+        if isinstance(answer, BlobPart) and answer.data.dtype == torch.uint8 and 0 < answer.data.numel() <= num_bytes:
+            return answer.data.numpy().tobytes()
+        why = printable(answer.message) if isinstance(answer, Failure) else "it does not have it"
+        raise TransportError(f"a part of a run's blob did not come: {why}")

@@ -1,0 +1,129 @@
+"""Settings of a run that is trained together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from swarm_plugins.errors import ConfigError
+from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.run_messages import MAX_RUN_PEERS
+
+__all__ = ["RunConfig"]
+
+_AGGREGATIONS = ("mean", "trimmed_mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Settings of a run in which several Trainers improve one adapter (DiLoCo, arXiv 2311.08105).
+
+    All peers of a run must agree on ``outer_lr``, ``outer_momentum``, ``alternate_lora``, ``aggregation`` and
+    ``max_norm_ratio``.
+    """
+
+    steps_per_round: int = 50
+    """Local optimizer steps after which a peer closes a round (``H`` in DiLoCo). Slower peers then contribute what they
+    have, once they have made a quarter of their own steps."""
+
+    outer_lr: float = 0.7
+    """Learning rate of the outer step, with the mean of all updates as its gradient."""
+
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer step."""
+
+    alternate_lora: bool = True
+    """Whether LoRA's A and B are trained in alternating rounds (RoLoRA, arXiv 2502.01755). The mean of products B A is
+    not the product of the means; with one of the two fixed for all peers it is."""
+
+    aggregation: Literal["mean", "trimmed_mean"] = "mean"
+    """``mean``: by samples. ``trimmed_mean``: without the largest and smallest fifth of each weight's updates, at least
+    one at each end if there are three; every peer counts the same."""
+
+    max_norm_ratio: float = 2.0
+    """Updates are scaled down to this many times the median norm of the round."""
+
+    straggler_s: float = 60.0
+    """How long the round waits for other peers' updates after the first one."""
+
+    poll_s: float = 1.0
+    """How often peers tell each other where they are."""
+
+    dead_s: float = 10.0
+    """Peers that have not answered for so long are not waited for."""
+
+    transfer_s: float = 600.0
+    """Longest time in which an update or the shared state may arrive."""
+
+    max_peers: int = 32
+    """Most peers; further ones are refused. Each keeps the updates of all peers in memory."""
+
+    allowed_peers: tuple[str, ...] | None = None
+    """Ids of the only peers that may take part. None: everyone who knows the run and its secret."""
+
+    secret_file: Path | None = None
+    """File with a secret that all peers of the run share. None: everyone who knows the ``run_id`` may take part."""
+
+    identity: Path | None = None
+    """Key file of this peer's id in the run, created if it is missing. None: a new id each time."""
+
+    host_maddrs: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    """Addresses on which other peers reach this one: ``/ip4/0.0.0.0/tcp/PORT`` for other machines."""
+
+    announce_maddrs: tuple[str, ...] = ()
+    """Addresses to announce instead, such as a router's."""
+
+    relays: tuple[str, ...] = ()
+    """Addresses of relays, for a machine that cannot be reached."""
+
+    def __post_init__(self) -> None:
+        for name in ("straggler_s", "poll_s", "dead_s", "transfer_s", "max_norm_ratio", "outer_lr"):
+            _check_number(name, getattr(self, name), 0.0, math.inf)
+        if not (isinstance(self.outer_momentum, int | float) and 0 <= self.outer_momentum < 1):
+            raise ConfigError(f"outer_momentum must be at least 0 and below 1, got {self.outer_momentum!r}")
+        if type(self.steps_per_round) is not int or self.steps_per_round < 1:
+            raise ConfigError(f"steps_per_round must be a whole number, 1 or more; got {self.steps_per_round!r}")
+        if type(self.max_peers) is not int or not 1 <= self.max_peers <= MAX_RUN_PEERS:
+            raise ConfigError(f"max_peers must be a whole number from 1 to {MAX_RUN_PEERS}, got {self.max_peers!r}")
+        if self.aggregation not in _AGGREGATIONS:
+            raise ConfigError(f"unknown aggregation {self.aggregation!r}; known: {', '.join(_AGGREGATIONS)}")
+        for name in ("allowed_peers", "host_maddrs", "announce_maddrs", "relays"):
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        for name in ("secret_file", "identity"):
+            path = getattr(self, name)
+            object.__setattr__(self, name, None if path is None else Path(path))
+        self.node(()).check_files()
+
+    @property
+    def rules(self) -> str:
+        """What peers must agree on, for people."""
+        shared = ("outer_lr", "outer_momentum", "alternate_lora", "aggregation", "max_norm_ratio")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in shared)
+
+    def node(self, initial_peers: tuple[str, ...], swarm_secret: Path | None = None) -> NodeConfig:
+        """Returns the settings of the node by which other peers reach this one."""
+        return NodeConfig(
+            initial_peers=initial_peers,
+            host_maddrs=self.host_maddrs,
+            announce_maddrs=self.announce_maddrs,
+            relays=self.relays,
+            identity_path=self.identity,
+            secret_file=swarm_secret,
+        )
+
+
+def _check_number(name: str, value: object, above: float, below: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < below:
+        raise ConfigError(f"{name} must be a number above {above:g}, got {value!r}")
+
+
+def _texts(name: str, given: object) -> tuple[str, ...] | None:
+    """Returns strings; a YAML file gives them in a list."""
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Collection) or not all(isinstance(one, str) for one in given):
+        raise ConfigError(f"{name} must be a list of strings, got {given!r}")
+    return tuple(given)

@@ -1,0 +1,161 @@
+"""Finds the other peers of a run, and tells each the others' news: every peer asks every other one, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from swarm_plugins.errors import ProtocolError, RefusedError, SwarmError, TransportError, printable
+from swarm_plugins.together.blobs import RPC
+from swarm_plugins.transport.channel import Channel, Opener
+from swarm_plugins.transport.messages import Failure
+from swarm_plugins.transport.run_messages import MAX_RUN_PEERS, RunStatus
+
+log = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
+_SLOW_S = 0.5
+_AGAIN_S = 5.0
+"""A peer that cannot be reached is called again after so long."""
+_LOOK_UP_S = 15.0
+_ANNOUNCED_S = 120.0
+
+
+class RunDirectory(Protocol):
+    """Lists the peers of a run."""
+
+    async def announce_run(self, run: bytes, ttl_s: float) -> None:
+        """Announces that this peer takes part."""
+        ...
+
+    async def run_peers(self, run: bytes) -> list[str]:
+        """Returns the ids of peers that have announced that they take part."""
+        ...
+
+
+class Greetings:
+    """Exchanges statuses with all known peers of a run.
+
+    Args:
+        run: The run's hash.
+        me: Id of this peer.
+        network: Reaches the others.
+        directory: Lists them.
+        status_for: Returns what to tell a peer.
+        heard: Takes what a peer has answered; raises ProtocolError if that cannot be.
+    """
+
+    def __init__(
+        self,
+        run: bytes,
+        me: str,
+        network: Opener,
+        directory: RunDirectory,
+        *,
+        status_for: Callable[[str], RunStatus],
+        heard: Callable[[str, RunStatus], None],
+    ) -> None:
+        self._run = run
+        self._me = me
+        self._network = network
+        self._directory = directory
+        self._status_for = status_for
+        self._heard = heard
+        self._channels: dict[str, Channel] = {}
+        self._known: dict[str, float] = {}
+        """Peers, and when each may be called again."""
+        self._greeting: dict[str, asyncio.Task[None]] = {}
+        self._look_up_at = float("-inf")
+        self._looking: asyncio.Task[None] | None = None
+        self.refusals: dict[str, str] = {}
+        """Why peers do not let this one take part."""
+
+    def learn(self, peers: Iterable[str]) -> None:
+        """Notes the ids of peers that may take part."""
+        for peer in peers:
+            if peer != self._me and len(self._known) < 2 * MAX_RUN_PEERS:
+                self._known.setdefault(peer, float("-inf"))
+
+    async def look_up(self) -> None:
+        """Announces this peer, and learns of the others.
+
+        Raises:
+            TransportError: If the directory cannot be asked.
+        """
+        self._look_up_at = time.monotonic() + _LOOK_UP_S
+        await self._directory.announce_run(self._run, _ANNOUNCED_S)
+        self.learn(await self._directory.run_peers(self._run))
+
+    async def greet(self, *, patience_s: float = _SLOW_S) -> None:
+        """Exchanges statuses with all peers, and looks for new ones from time to time.
+
+        Peers that have not answered within ``patience_s`` may still do so later.
+        """
+        now = time.monotonic()
+        if now >= self._look_up_at and self._looking is None:
+            self._looking = asyncio.create_task(self._looked_up(), name="look for peers of a run")
+        for peer, at in list(self._known.items()):
+            if now >= at and peer not in self._greeting:
+                self._greeting[peer] = asyncio.create_task(self._greet(peer), name="greet a peer of a run")
+        if self._greeting:
+            # One that hangs does not hold up the others.
+            await asyncio.wait(list(self._greeting.values()), timeout=patience_s)
+
+    async def leave(self) -> None:
+        """Tells all reachable peers the last status, and closes the streams."""
+        tasks = [*self._greeting.values(), *([] if self._looking is None else [self._looking])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._greet(peer) for peer in list(self._channels)))
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    async def _looked_up(self) -> None:
+        try:
+            await self.look_up()
+        except SwarmError as error:
+            log.debug("could not look for peers of the run: %s", error)
+        finally:
+            self._looking = None
+
+    async def _greet(self, peer: str) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                status = await self._exchange(peer)
+            self._heard(peer, status)
+        except RefusedError as error:
+            self.refusals[peer] = str(error)
+            await self._give_up(peer)
+        except (TransportError, TimeoutError) as error:
+            log.debug("peer %s of the run does not answer: %s", peer, error)
+            await self._give_up(peer)
+        else:
+            self.refusals.pop(peer, None)
+            self.learn(status.peers)
+        finally:
+            self._greeting.pop(peer, None)
+
+    async def _exchange(self, peer: str) -> RunStatus:
+        if peer not in self._channels:
+            self._channels[peer] = await self._network.open(peer, RPC, timeout_s=_ANSWER_S)
+        channel = self._channels[peer]
+        await channel.send(self._status_for(peer))
+        answer = await channel.receive(timeout_s=_ANSWER_S)
+        if isinstance(answer, RunStatus):
+            return answer
+        if isinstance(answer, Failure) and answer.kind in ("wrong_run", "refused"):
+            raise RefusedError(printable(answer.message))
+        if answer is None:
+            raise TransportError("it has closed the stream")
+        raise ProtocolError(f"it answered with {type(answer).__name__}")
+
+    async def _give_up(self, peer: str) -> None:
+        self._known[peer] = time.monotonic() + _AGAIN_S
+        channel = self._channels.pop(peer, None)
+        if channel is not None:
+            await channel.close()

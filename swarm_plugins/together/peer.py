@@ -1,0 +1,327 @@
+"""One peer of a run: tells others where it is, coordinates a round when its turn comes, and keeps the shared state.
+
+A round goes like this at every peer:
+
+1. It trains. Its statuses show the round, the digest of the shared state, and its steps.
+2. It contributes: keeps its update for others to fetch, and shows a signed contribution. Others that still train see
+   that the round is closing, and contribute as well.
+3. Everybody fetches the updates of all. The coordinator, one of the contributors by a hash of the round, lists those
+   that are here, once all have contributed or ``straggler_s`` is over, and signs the list: the round's record.
+4. Everybody who has the record and its updates computes the next state, and passes the record on.
+
+If the coordinator is lost, the next one by the hash lists anew; by then a record that any living peer has is known to
+all. Peers that find themselves with different states take the one that most have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+
+from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError, TransportError
+from swarm_plugins.together.blobs import Blobs
+from swarm_plugins.together.config import RunConfig
+from swarm_plugins.together.greetings import Greetings, RunDirectory
+from swarm_plugins.together.outer import SharedState, read_state, state_bytes, update_bytes
+from swarm_plugins.together.refusals import NotAdmittedError, difference, refused
+from swarm_plugins.together.roster import Place, Roster
+from swarm_plugins.together.rounds import Round, Tensors
+from swarm_plugins.together.signing import Seal
+from swarm_plugins.transport.channel import Channel, Opener
+from swarm_plugins.transport.messages import Failure, Message
+from swarm_plugins.transport.run_messages import BlobRequest, RoundRecord, RunSpec, RunStatus
+
+log = logging.getLogger(__name__)
+
+_IDLE_S = 60.0
+_HURRY = 5
+"""While a round closes, peers are asked so many times as often."""
+_MOST_TRIES = 3
+"""An update that no peer has had so many times is given up."""
+_PAST_ROUNDS = 16
+_FIRST_S = 10.0
+"""Longest wait for the first answers of peers; a run must not be founded beside one that there is."""
+_LONG_BYTES = 4 << 20
+"""Larger states are computed outside of the event loop."""
+
+
+class RunPeer:
+    """Takes part in a run; all methods are called on one event loop.
+
+    Args:
+        run_id: Name of the run, for messages.
+        seal: Signs as this peer.
+        network: Reaches the others.
+        directory: Lists them.
+        spec: What they must have in common with this one.
+        tensors: What is trained.
+        config: Settings.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        seal: Seal,
+        network: Opener,
+        directory: RunDirectory,
+        *,
+        spec: RunSpec,
+        tensors: Tensors,
+        config: RunConfig,
+    ) -> None:
+        self.run_id = run_id
+        self.me = seal.peer_id
+        self._seal = seal
+        self._spec = spec
+        self._tensors = tensors
+        self._config = config
+        self.progress: tuple[int, int, int] = (0, 0, 0)
+        """Round, local steps in it, and samples; written by the trainer."""
+        self._roster = Roster(seal.run, self.me, dead_s=config.dead_s, max_peers=config.max_peers)
+        self._blobs = Blobs(seal.run, network, transfer_s=config.transfer_s)
+        self._greetings = Greetings(
+            seal.run, self.me, network, directory, status_for=self._status_for, heard=self._heard
+        )
+        self._round: Round | None = None
+        self._past: deque[bytes] = deque(maxlen=_PAST_ROUNDS)
+        self._last_record: RoundRecord | None = None
+        """Of the round before; None if this peer has taken over its state."""
+        self._moved = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._is_leaving = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def round(self) -> Round:
+        """The round that this peer is in.
+
+        Raises:
+            TransportError: If it has not joined.
+        """
+        if self._round is None:
+            raise TransportError(f"run {self.run_id!r} has not been joined: call join() first")
+        return self._round
+
+    def active_in(self, state: SharedState) -> list[int]:
+        """Returns the indices of the tensors that are trained in the round that begins with a state."""
+        return Round(state, self.me, self._tensors, self._config).active
+
+    @property
+    def living(self) -> dict[str, RunStatus]:
+        """The other peers, as they were heard last."""
+        return self._roster.living(time.monotonic())
+
+    @property
+    def is_publisher(self) -> bool:
+        """Whether this peer publishes for all."""
+        return self._roster.publisher(time.monotonic()) == self.me
+
+    def begin(self, own: SharedState) -> None:
+        """Begins with a state of its own, so that other peers can be answered."""
+        self._enter(own)
+
+    async def join(self) -> None:
+        """Takes over the state of the run's peers; founds the run with its own state if there are none.
+
+        Raises:
+            ConfigError: If the peers train something else, or do not admit this one.
+            TransportError: If the directory cannot be asked, or the state does not come.
+        """
+        await self._greetings.look_up()
+        await self._greetings.greet(patience_s=_FIRST_S)
+        if self._greetings.refusals and not self.living:
+            raise refused(self.run_id, self._greetings.refusals)
+        # A fresh start gives way to any peer, a resumed one only to those that have come further.
+        place = self._place() if self.round.state.round else None
+        try:
+            async with asyncio.timeout(self._config.transfer_s):
+                while not await self._catch_up(place):
+                    await asyncio.sleep(self._config.poll_s / _HURRY)
+                    await self._greetings.greet()
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"the state of run {self.run_id!r} did not come within {self._config.transfer_s:g} s from "
+                f"{len(self.living)} peer(s): check this machine's network, or raise transfer_s"
+            ) from error
+        self._task = asyncio.create_task(self._run(), name=f"run {self.run_id}")
+
+    async def contribute(self, blob: bytes, *, base: bytes, samples: int) -> bool | None:
+        """Adds an update to this round, and waits until the next one has begun.
+
+        Returns:
+            Whether the round has it in; None if that is not known.
+
+        Raises:
+            RequestTimeoutError: If no round could be closed in time.
+        """
+        state, moved = self.round.state, self._moved
+        if state.digest != base:
+            return False
+        digest = self._blobs.keep(blob)
+        self.round.add(self.me, self._seal.contribution(round_=state.round, base=base, blob=digest, samples=samples))
+        self._wake.set()
+        config = self._config
+        limit_s = 2 * (config.straggler_s + config.transfer_s) + 8 * config.dead_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await moved.wait()
+        except TimeoutError as error:
+            raise RequestTimeoutError(
+                f"round {state.round} of run {self.run_id!r} was not closed within {limit_s:g} s: check this machine's "
+                "network; training can be resumed from a checkpoint"
+            ) from error
+        record = self._last_record
+        if record is None or (record.round, record.base) != (state.round, base):
+            return None
+        return any(one.blob == digest for one in record.contributions)
+
+    async def leave(self) -> None:
+        """Tells the others, and ends. Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+            self._is_leaving = True
+            await self._greetings.leave()
+        await self._blobs.close()
+
+    async def answer(self, channel: Channel) -> None:
+        """Answers the requests of one stream."""
+        with contextlib.suppress(TransportError):
+            while (request := await channel.receive(timeout_s=_IDLE_S)) is not None:
+                try:
+                    answer = self._answer(channel.remote_peer, request)
+                except NotAdmittedError as error:
+                    answer = Failure(kind=error.kind, message=str(error))
+                except ProtocolError as error:
+                    answer = Failure(kind="bad_request", message=str(error))
+                await channel.send(answer)
+
+    def _answer(self, peer: str, request: Message) -> Message:
+        if isinstance(request, RunStatus):
+            self._heard(peer, request)
+            return self._status_for(peer)
+        if isinstance(request, BlobRequest) and peer in self.living:
+            return self._blobs.part(request)
+        raise ProtocolError(f"expected a status of run {self.run_id!r} first, got a {type(request).__name__}")
+
+    def _status_for(self, peer: str) -> RunStatus:
+        now, state, living = self.round, self.round.state, self.living
+        round_, steps, samples = self.progress
+        is_current = round_ == state.round
+        # Most peers know the last round; its record is long.
+        is_news = peer not in living or living[peer].state != state.digest or now.record is not None
+        return RunStatus(
+            run=self._seal.run,
+            proof=self._seal.proof_for(peer),
+            spec=self._spec,
+            round=state.round,
+            state=state.digest,
+            steps=steps if is_current else 0,
+            samples=samples if is_current else 0,
+            contribution=now.contributions.get(self.me),
+            record=(now.record or self._last_record) if is_news else None,
+            peers=tuple(living),
+            is_leaving=self._is_leaving,
+        )
+
+    def _heard(self, peer: str, status: RunStatus) -> None:
+        """Takes a peer's status; raises ProtocolError if it cannot take part."""
+        self._check(peer, status)
+        if not self._roster.heard(peer, status, time.monotonic()):
+            raise NotAdmittedError("refused", f"run {self.run_id!r} is full: {self._config.max_peers} peers take part")
+        self._greetings.learn((peer,))
+        if status.contribution is not None:
+            if self._seal.contributor(status.contribution) != peer:
+                raise ProtocolError("a contribution signed by another peer")
+            if self.round.add(peer, status.contribution):
+                self._wake.set()
+        record = status.record
+        if record is not None and Place(record.round, record.base) == self._place() and record != self.round.record:
+            self._seal.check_record(record)
+            if self.round.consider(record):
+                self._wake.set()
+
+    def _check(self, peer: str, status: RunStatus) -> None:
+        if status.run != self._seal.run:
+            raise NotAdmittedError("wrong_run", f"this peer takes part in another run, named {self.run_id!r}")
+        if not self._seal.allows(peer):
+            raise NotAdmittedError("refused", f"peer {peer} is not among the allowed peers of run {self.run_id!r}")
+        if not self._seal.is_proved(peer, status.proof):
+            raise NotAdmittedError("refused", f"the secret of run {self.run_id!r} is another one, or is missing")
+        if status.spec != self._spec:
+            why = difference(self._spec, status.spec)
+            raise NotAdmittedError("wrong_run", f"run {self.run_id!r} trains something else: {why}")
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                await self._turn()
+            except SwarmError as error:
+                log.warning("run %s: %s", self.run_id, error)
+            pause_s = self._config.poll_s / (_HURRY if self.round.closing_s else 1)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+
+    async def _turn(self) -> None:
+        await self._greetings.greet()
+        now, living = self.round, self.living
+        for digest in now.missing:
+            self._fetch(digest)
+        if now.record is None and self._roster.coordinator(now.state.round, now.contributors(living)) == self.me:
+            due = tuple(now.due(living).values())
+            if due:
+                now.record = self._seal.record(round_=now.state.round, base=now.state.digest, contributions=due)
+        if (record := now.ready()) is not None:
+            is_long = len(now.state.blob) > _LONG_BYTES
+            state = await asyncio.to_thread(now.after, record) if is_long else now.after(record)
+            self._last_record = record
+            self._enter(state)
+            log.info("run %s: round %d begins, %d peers in the last", self.run_id, state.round, len(now.contributions))
+        elif now.record is None:
+            await self._catch_up(self._place())
+
+    def _fetch(self, digest: bytes) -> None:
+        now = self.round
+        owners = [peer for peer, one in now.contributions.items() if one.blob == digest]
+        if self._blobs.want(digest, update_bytes(now.shapes), list(dict.fromkeys((*owners, *self.living)))):
+            now.add_update(digest, self._blobs.get(digest) or b"")
+        elif self._blobs.failed.get(digest, 0) >= _MOST_TRIES:
+            log.warning("run %s: an update to round %d is lost", self.run_id, now.state.round)
+            now.give_up(digest)
+
+    async def _catch_up(self, own: Place | None) -> bool:
+        """Takes over the state that most peers have; returns whether this peer has it."""
+        best = self._roster.most_agreed(own, self._past, time.monotonic())
+        if best is None or best == self._place():
+            return True
+        holders = [peer for peer, status in self.living.items() if status.state == best.digest]
+        if not self._blobs.want(best.digest, state_bytes(self._tensors.shapes), holders):
+            return False
+        state = read_state(self._blobs.get(best.digest) or b"", self._tensors.shapes)
+        if state.round != best.round:
+            raise ProtocolError(f"a shared state of round {state.round}, announced as one of round {best.round}")
+        log.info("run %s: took over the state of round %d from %d peer(s)", self.run_id, state.round, len(holders))
+        self._last_record = None
+        self._enter(state)
+        return True
+
+    def _place(self) -> Place:
+        return Place(self.round.state.round, self.round.state.digest)
+
+    def _enter(self, state: SharedState) -> None:
+        """Begins a round."""
+        before = self._round
+        self._round = Round(state, self.me, self._tensors, self._config)
+        # Slower peers still fetch the updates of the round before.
+        kept = [] if before is None else [one.blob for one in before.contributions.values()]
+        if before is not None:
+            self._past.append(before.state.digest)
+        self._blobs.keep_only((*kept, self._blobs.keep(state.blob)))
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()

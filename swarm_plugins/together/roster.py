@@ -1,0 +1,88 @@
+"""Who takes part in a run, by what peers have said of themselves. Knows no network and no tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from swarm_plugins.transport.run_messages import RunStatus
+
+_FORGOTTEN = 6
+"""A peer is forgotten after so many times the silence after which it counts as lost."""
+
+
+class Place(NamedTuple):
+    """A shared state, named by its round and digest."""
+
+    round: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class _Seen:
+    status: RunStatus
+    at: float
+    """When, in seconds of a steady clock."""
+
+
+class Roster:
+    """The other peers of a run.
+
+    Args:
+        run: The run's hash.
+        me: Id of this peer.
+        dead_s: Silence after which a peer counts as lost.
+        max_peers: Most peers, this one included.
+    """
+
+    def __init__(self, run: bytes, me: str, *, dead_s: float, max_peers: int) -> None:
+        self._run = run
+        self._me = me
+        self._dead_s = dead_s
+        self._max_others = max_peers - 1
+        self._seen: dict[str, _Seen] = {}
+
+    def heard(self, peer: str, status: RunStatus, now: float) -> bool:
+        """Notes what a peer said of itself; returns False if the run is full."""
+        if status.is_leaving:
+            self._seen.pop(peer, None)
+            return True
+        if peer not in self._seen and len(self.living(now)) >= self._max_others:
+            return False
+        self._seen[peer] = _Seen(status, now)
+        return True
+
+    def living(self, now: float) -> dict[str, RunStatus]:
+        """Returns the peers that have been heard of lately."""
+        forgotten_s = _FORGOTTEN * self._dead_s
+        self._seen = {peer: seen for peer, seen in self._seen.items() if now - seen.at <= forgotten_s}
+        return {peer: seen.status for peer, seen in self._seen.items() if now - seen.at <= self._dead_s}
+
+    def coordinator(self, round_: int, contributors: Iterable[str]) -> str | None:
+        """Returns which of those who have contributed to a round closes it."""
+        return min(contributors, key=lambda peer: self._rank(f"round {round_}", peer), default=None)
+
+    def publisher(self, now: float) -> str:
+        """Returns the peer that publishes for all."""
+        return min((*self.living(now), self._me), key=lambda peer: self._rank("publisher", peer))
+
+    def most_agreed(self, own: Place | None, past: Collection[bytes], now: float) -> Place | None:
+        """Returns the shared state that most peers have; of equals the furthest.
+
+        Args:
+            own: This peer's state. None: it takes any other.
+            past: Digests of states that this peer has left behind: those who have them are on their way.
+            now: In seconds of a steady clock.
+        """
+        others = (Place(status.round, status.state) for status in self.living(now).values())
+        counts = Counter(place for place in others if place.digest not in past)
+        if own is not None:
+            counts[own] += 1
+        return max(counts, key=lambda place: (counts[place], place), default=None)
+
+    def _rank(self, purpose: str, peer: str) -> bytes:
+        """Returns a peer's place in an order of all peers that no peer has chosen for itself alone."""
+        return hashlib.blake2b(self._run + f"{purpose}\0{peer}".encode(), digest_size=16).digest()

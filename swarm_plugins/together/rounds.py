@@ -1,0 +1,158 @@
+"""One round at one peer: who has contributed what, which record closes it, and the state after it. Knows no network."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from swarm_plugins.errors import ProtocolError
+from swarm_plugins.together.config import RunConfig
+from swarm_plugins.together.outer import Shape, SharedState, Update, active_tensors, combine, outer_step, read_update
+from swarm_plugins.transport.run_messages import Contribution, RoundRecord, RunStatus
+
+log = logging.getLogger(__name__)
+
+_MIN_STEPS_PART = 0.25
+"""Of its own steps for a round, a peer makes this part before it gives way to a faster one."""
+_PATIENCE_PART = 0.5
+"""Of ``straggler_s``, after which it gives way with however many steps it has."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The trained tensors of a run."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+
+
+class Round:
+    """What a peer knows of the round that it is in.
+
+    Args:
+        state: The shared state with which the round begins.
+        me: Id of this peer.
+        tensors: What is trained.
+        config: Settings.
+    """
+
+    def __init__(self, state: SharedState, me: str, tensors: Tensors, config: RunConfig) -> None:
+        self.state = state
+        self._me = me
+        self._config = config
+        self.active = active_tensors(tensors.names, state.round, alternate_lora=config.alternate_lora)
+        self.shapes = [tensors.shapes[index] for index in self.active]
+        self.contributions: dict[str, Contribution] = {}
+        """By peer, this one included."""
+        self.record: RoundRecord | None = None
+        """What closes the round, once it is known."""
+        self._updates: dict[bytes, Update | None] = {}
+        """Those that are here, by their digest; None for one that is none."""
+        self._lost: set[bytes] = set()
+        self._closing_since: float | None = None
+
+    @property
+    def closing_s(self) -> float:
+        """How long the round has been closing; 0 before anyone has contributed."""
+        return 0.0 if self._closing_since is None else max(1e-9, time.monotonic() - self._closing_since)
+
+    @property
+    def missing(self) -> list[bytes]:
+        """Updates that are not here: of all who have contributed, and of the record."""
+        listed = () if self.record is None else self.record.contributions
+        blobs = [one.blob for one in (*listed, *self.contributions.values())]
+        return [blob for blob in dict.fromkeys(blobs) if blob not in self._updates and blob not in self._lost]
+
+    def add(self, peer: str, contribution: Contribution) -> bool:
+        """Notes a peer's first contribution to this round; returns whether it is new."""
+        is_of_this = (contribution.round, contribution.base) == (self.state.round, self.state.digest)
+        if not is_of_this or peer in self.contributions:
+            return False
+        self.contributions[peer] = contribution
+        if self._closing_since is None:
+            self._closing_since = time.monotonic()
+        return True
+
+    def add_update(self, digest: bytes, blob: bytes) -> None:
+        """Notes an update that has come. If it cannot be read, it is left out here as by all others."""
+        try:
+            self._updates[digest] = read_update(blob, self.shapes)
+        except ProtocolError as error:
+            owner = next((peer for peer, one in self.contributions.items() if one.blob == digest), "a peer")
+            log.warning("left out of round %d: %s has sent %s", self.state.round, owner, error)
+            self._updates[digest] = None
+
+    def give_up(self, digest: bytes) -> None:
+        """Notes that no peer has an update any more, and so that nobody can have closed the round with it."""
+        self._lost.add(digest)
+        if self.record is not None and any(one.blob == digest for one in self.record.contributions):
+            self.record = None
+
+    def consider(self, record: RoundRecord) -> bool:
+        """Takes a record if it lists more than the one before; returns whether it did."""
+        blobs = {one.blob for one in record.contributions}
+        if blobs & self._lost or (self.record is not None and _weight(record) <= _weight(self.record)):
+            return False
+        self.record = record
+        return True
+
+    def contributors(self, living: Collection[str]) -> dict[str, Contribution]:
+        """Returns the living peers with a contribution that can be used, or is on the way."""
+        return {
+            peer: one
+            for peer, one in self.contributions.items()
+            if (peer in living or peer == self._me)
+            and one.blob not in self._lost
+            and self._updates.get(one.blob, ...) is not None
+        }
+
+    def training(self, living: Mapping[str, RunStatus]) -> list[str]:
+        """Returns the living peers that have trained in this round and not contributed yet."""
+        return sorted(
+            peer
+            for peer, status in living.items()
+            if status.state == self.state.digest and status.steps > 0 and peer not in self.contributions
+        )
+
+    def due(self, living: Mapping[str, RunStatus]) -> dict[str, Contribution]:
+        """Returns the contributions with which the round can be closed now; empty if it is too early."""
+        contributors = self.contributors(living)
+        here = {peer: one for peer, one in sorted(contributors.items()) if one.blob in self._updates}
+        is_complete = len(here) == len(contributors) and not self.training(living)
+        return here if is_complete or self.closing_s > self._config.straggler_s else {}
+
+    def gives_way(self, steps: int) -> bool:
+        """Returns whether a peer that still trains contributes now what it has, since another one has.
+
+        Not at once, so that no peer can make rounds too short to be of use.
+        """
+        if self.closing_s <= 0 or steps == 0:
+            return False
+        is_enough = steps >= _MIN_STEPS_PART * self._config.steps_per_round
+        return is_enough or self.closing_s > _PATIENCE_PART * self._config.straggler_s
+
+    def ready(self) -> RoundRecord | None:
+        """Returns the record if it is known and all that it lists is here."""
+        record = self.record
+        return record if record and all(one.blob in self._updates for one in record.contributions) else None
+
+    def after(self, record: RoundRecord) -> SharedState:
+        """Returns the state after this round, closed by a record whose updates are all here."""
+        config = self._config
+        found = [(self._updates[one.blob], one.samples) for one in record.contributions]
+        updates = [(update, samples) for update, samples in found if update is not None]
+        means = combine(updates, aggregation=config.aggregation, max_norm_ratio=config.max_norm_ratio)
+        return outer_step(
+            self.state,
+            self.active if updates else (),
+            means,
+            samples=sum(samples for _, samples in updates),
+            lr=config.outer_lr,
+            momentum=config.outer_momentum,
+        )
+
+
+def _weight(record: RoundRecord) -> tuple[int, bytes]:
+    return len(record.contributions), record.signature

@@ -1,0 +1,253 @@
+"""A run that is trained together, as a trainer sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from swarm_plugins.errors import CheckpointError, ProtocolError, SwarmError
+from swarm_plugins.together.config import RunConfig
+from swarm_plugins.together.node import RunNode
+from swarm_plugins.together.outer import SharedState, read_state, write_update
+from swarm_plugins.together.peer import RunPeer
+from swarm_plugins.together.signing import Seal, run_hash
+from swarm_plugins.together.tensors import TrainedTensors
+from swarm_plugins.transport.config import NodeConfig
+from swarm_plugins.transport.loop import LoopThread
+from swarm_plugins.transport.run_messages import RunSpec
+
+log = logging.getLogger(__name__)
+
+_TEXT_CHARS = 1024
+
+
+class RunProgress(NamedTuple):
+    """Where a run is."""
+
+    round: int
+    """Counted from 0."""
+    peers: int
+    """Living peers, this one included."""
+    samples: int
+    """In all rounds so far, and in this one by now."""
+    late: tuple[str, ...]
+    """Ids of peers that the closing round waits for."""
+
+
+class SharedRun:
+    """Trains tensors together with other peers; called by one thread, which it holds up at the end of each round.
+
+    Args:
+        run_id: Name of the run.
+        parameters: The trained parameters, by name.
+        base: Version of the base model.
+        adapter: Method, rank and target modules, for messages.
+        config: Settings of the run.
+        node: Settings of the node by which other peers reach this one.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        base: str,
+        adapter: str,
+        config: RunConfig,
+        node: NodeConfig,
+    ) -> None:
+        self.run_id = run_id
+        self._tensors = TrainedTensors(parameters)
+        self._spec = RunSpec(
+            base=base[:_TEXT_CHARS],
+            adapter=adapter[:_TEXT_CHARS],
+            tensors=self._tensors.digest,
+            rules=config.rules,
+        )
+        self._config = config
+        self._node_config = node
+        self._loop = LoopThread("swarm-run")
+        self._node: RunNode | None = None
+        self._peer: RunPeer | None = None
+        self._base: SharedState | None = None
+        """The shared state that the module's weights come from."""
+        self._steps = self._samples = 0
+
+    def start(self, resumed: Mapping[str, Any] | None = None) -> None:
+        """Joins the run and takes over its weights; founds it with the weights of now if there are no peers.
+
+        Args:
+            resumed: What `state_dict` returned when a checkpoint was written.
+
+        Raises:
+            ConfigError: If the run's peers train something else, or do not admit this one.
+            CheckpointError: If ``resumed`` does not fit.
+            TransportError: If the swarm cannot be joined, or the weights do not come.
+        """
+        own = self._tensors.first_state() if resumed is None else self._resumed(resumed)
+        self._loop.start()
+        try:
+            self._peer = self._loop.run(self._join(own))
+        except BaseException:
+            self.close()
+            raise
+        self._base = self._peer.round.state
+        if resumed is not None and self._base.digest == own.digest:
+            self._tensors.resume(own)
+        else:
+            self._tensors.load(self._base)
+            self._steps = self._samples = 0
+        self._tell()
+        progress = self.progress
+        log.info("joined run %s: round %d, %d peer(s)", self.run_id, progress.round, progress.peers)
+
+    async def _join(self, own: SharedState) -> RunPeer:
+        self._node = RunNode(self._node_config)
+        identity = await self._node.start()
+        config = self._config
+        seal = Seal(run_hash(self.run_id), identity, allowed_peers=config.allowed_peers, secret_file=config.secret_file)
+        peer = RunPeer(
+            self.run_id,
+            seal,
+            self._node,
+            self._node,
+            spec=self._spec,
+            tensors=self._tensors.tensors,
+            config=config,
+        )
+        peer.begin(own)
+        await self._node.serve(peer.answer)
+        await peer.join()
+        return peer
+
+    def before_step(self) -> None:
+        """Prepares the gradients for the optimizer's step: tensors that rest in this round have none."""
+        self._tensors.freeze(self.peer.round.active)
+
+    def after_step(self, samples: int) -> None:
+        """Counts a step of the optimizer. At the end of a round, waits for the others and takes over its result.
+
+        Raises:
+            NumericError: If weights have become NaN or infinite.
+            RequestTimeoutError: If the round was not closed in time.
+        """
+        self._steps += 1
+        self._samples += samples
+        self._tell()
+        now = self.peer.round
+        if now.state is not self._base:
+            self._follow()
+        elif self._steps >= self._config.steps_per_round or now.gives_way(self._steps):
+            self._contribute()
+
+    def finish(self) -> None:
+        """Contributes what has been trained since the last round, takes over the result, and leaves. Idempotent."""
+        if self._peer is None:
+            return
+        if self._peer.round.state is not self._base:
+            self._follow()
+        if self._steps:
+            self._contribute()
+        progress = self.progress
+        log.info("left run %s after round %d: %d samples", self.run_id, progress.round, progress.samples)
+        self.close()
+
+    def close(self) -> None:
+        """Leaves without a contribution. Idempotent."""
+        peer, self._peer = self._peer, None
+        node, self._node = self._node, None
+        with contextlib.suppress(SwarmError):
+            if peer is not None:
+                self._loop.run(peer.leave())
+            if node is not None:
+                self._loop.run(node.close())
+        self._loop.close()
+
+    @property
+    def peer(self) -> RunPeer:
+        """This peer.
+
+        Raises:
+            ProtocolError: If the run has not been joined.
+        """
+        if self._peer is None:
+            raise ProtocolError(f"run {self.run_id!r} is not under way: call start() first")
+        return self._peer
+
+    @property
+    def progress(self) -> RunProgress:
+        """Where the run is."""
+        now, living = self.peer.round, self.peer.living
+        here = [status.samples for status in living.values() if status.round == now.state.round]
+        late = now.training(living) if now.closing_s else ()
+        return RunProgress(now.state.round, 1 + len(living), now.state.samples + self._samples + sum(here), tuple(late))
+
+    @property
+    def shared(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the module has the shared weights of this round, without what was trained since."""
+        return contextlib.nullcontext() if self._base is None else self._tensors.shown(self._base)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps besides the trained weights."""
+        if self._base is None:
+            return {}
+        blob = torch.frombuffer(bytearray(self._base.blob), dtype=torch.uint8)
+        return {"run": self.run_id, "state": blob, "steps": self._steps, "samples": self._samples}
+
+    def _resumed(self, kept: Mapping[str, Any]) -> SharedState:
+        if kept.get("run") != self.run_id:
+            raise CheckpointError(
+                f"the checkpoint belongs to run {kept.get('run')!r}, not to {self.run_id!r}: resume that run, or start "
+                "without ckpt_path"
+            )
+        try:
+            state = read_state(kept["state"].numpy().tobytes(), self._tensors.tensors.shapes)
+        except ProtocolError as error:
+            raise CheckpointError(f"the checkpoint does not fit run {self.run_id!r}: {error}") from error
+        self._steps, self._samples = int(kept["steps"]), int(kept["samples"])
+        return state
+
+    def _contribute(self) -> None:
+        now = self.peer.round
+        base = now.state
+        changes = self._tensors.changes(now.active)
+        work = self.peer.contribute(write_update(changes), base=base.digest, samples=self._samples)
+        are_in = self._loop.run(work)
+        self._settle(now.active, changes, are_in=are_in is not False)
+
+    def _follow(self) -> None:
+        """Takes over a state that the other peers have come to without this one."""
+        before, after = self._base, self.peer.round.state
+        if before is None or before.round == after.round:
+            # Two peers have founded the run, or a network was divided: what was trained here stays.
+            if before is not None:
+                self._tensors.rebase(before, after)
+            self._base = after
+            self._tell()
+            return
+        active = self.peer.active_in(before)
+        self._settle(active, self._tensors.changes(active), are_in=False)
+
+    def _settle(self, active: list[int], changes: list[Any], *, are_in: bool) -> None:
+        if not are_in and self._base is not None:
+            log.warning(
+                "run %s: round %d was closed without this peer; its %d samples are added to a later one",
+                self.run_id,
+                self._base.round,
+                self._samples,
+            )
+        self._tensors.settle(active, changes, are_in=are_in)
+        self._base = self.peer.round.state
+        self._tensors.load(self._base)
+        self._steps, self._samples = 0, 0 if are_in else self._samples
+        self._tell()
+
+    def _tell(self) -> None:
+        """Lets the other peers know."""
+        if self._base is not None:
+            self.peer.progress = (self._base.round, self._steps, self._samples)

@@ -1,0 +1,98 @@
+"""The trained tensors of a module, and the shared state that they began a round with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from swarm_plugins.together.outer import Array, SharedState, first_state
+from swarm_plugins.together.rounds import Tensors
+
+
+class TrainedTensors:
+    """Moves weights between a module and the shared state of a run.
+
+    Args:
+        parameters: The trained parameters, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        # Modules that hold the same model under another name train the same tensors.
+        paths = [name.split(".") for name in parameters]
+        common = 0
+        while all(len(path) > common + 1 and path[common] == paths[0][common] for path in paths):
+            common += 1
+        self._parameters = {".".join(path[common:]): one for path, one in zip(paths, parameters.values(), strict=True)}
+        self.tensors = Tensors(tuple(self._parameters), tuple(tuple(one.shape) for one in self._parameters.values()))
+        self._start: list[Array] = []
+        """Values with which this round began here."""
+        self._owed: dict[int, Array] = {}
+        """Changes that no round has in it yet, by tensor."""
+
+    @property
+    def digest(self) -> bytes:
+        """Hash of names and shapes."""
+        return hashlib.blake2b(repr(self.tensors).encode(), digest_size=20).digest()
+
+    def first_state(self) -> SharedState:
+        """Returns the state of a run that begins with the values of now."""
+        return first_state(self._values())
+
+    def load(self, state: SharedState) -> None:
+        """Takes over the weights of a state."""
+        self._write(state.weights)
+        self._start = self._values()
+
+    def resume(self, state: SharedState) -> None:
+        """Goes on in the middle of a round that began with a state: the values of now are kept."""
+        now = self._values()
+        self.load(state)
+        self._write(now)
+
+    def rebase(self, before: SharedState, after: SharedState) -> None:
+        """Exchanges the state that the round began with; what has been trained since stays."""
+        changed = [start - now for start, now in zip(self._start, self._values(), strict=True)]
+        self.load(after)
+        self._write([start - change for start, change in zip(self._start, changed, strict=True)])
+
+    def changes(self, active: Sequence[int]) -> list[Array]:
+        """Returns what has changed in some tensors: start minus now, and what is still owed."""
+        now = self._values()
+        return [self._start[i] - now[i] + self._owed.get(i, np.float32(0.0)) for i in active]
+
+    def settle(self, active: Sequence[int], changes: Sequence[Array], *, are_in: bool) -> None:
+        """Notes whether a round has changes in it; they are added to the next round of the same tensors otherwise."""
+        for index, change in zip(active, changes, strict=True):
+            self._owed.pop(index, None)
+            if not are_in:
+                self._owed[index] = change
+
+    def freeze(self, active: Collection[int]) -> None:
+        """Drops the gradients of all other tensors, so that the optimizer leaves them as they are."""
+        for index, parameter in enumerate(self._parameters.values()):
+            if index not in active:
+                parameter.grad = None
+
+    @contextmanager
+    def shown(self, state: SharedState) -> Iterator[None]:
+        """Shows the weights of a state for a while."""
+        now = self._values()
+        self._write(state.weights)
+        try:
+            yield
+        finally:
+            self._write(now)
+
+    def _values(self) -> list[Array]:
+        # A copy each: on a CPU numpy would see what the optimizer does.
+        return [one.detach().float().cpu().numpy().copy() for one in self._parameters.values()]
+
+    @torch.no_grad()
+    def _write(self, values: Sequence[Array]) -> None:
+        for parameter, value in zip(self._parameters.values(), values, strict=True):
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)).to(parameter.device))

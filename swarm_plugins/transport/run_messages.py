@@ -1,0 +1,102 @@
+"""Messages between the peers of a run that is trained together; see `swarm_plugins.together`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from torch import Tensor
+
+from swarm_plugins.transport.server_info import BaseMessage
+
+MAX_RUN_PEERS = 64
+"""Most peers of a run."""
+
+MAX_PART_BYTES = 1 << 20
+"""Most bytes of a blob in one message: a slow line carries it within the deadline of a message."""
+
+Hash = Annotated[bytes, msgspec.Meta(max_length=32)]
+PublicKey = Annotated[bytes, msgspec.Meta(max_length=2048)]
+Signature = Annotated[bytes, msgspec.Meta(max_length=1024)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+PeerName = Annotated[str, msgspec.Meta(max_length=128)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all peers of a run must have in common; its texts are shown to people."""
+
+    base: Text
+    """Version of the base model."""
+    adapter: Text
+    """Method, rank and target modules."""
+    tensors: Hash
+    """Hash of the names and shapes of the trained tensors."""
+    rules: Text
+    """How rounds are combined."""
+
+
+class Contribution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one peer adds to a round, signed by it."""
+
+    round: Count
+    base: Hash
+    """Digest of the shared state that the peer started from."""
+    blob: Hash
+    """Digest of its encoded update."""
+    samples: Count
+    """Samples it was trained on."""
+    public_key: PublicKey
+    """In libp2p's encoding; the peer id follows from it."""
+    signature: Signature = b""
+
+
+class RoundRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The contributions that make up a round, listed and signed by its coordinator."""
+
+    round: Count
+    base: Hash
+    """Digest of the shared state before the round."""
+    contributions: Annotated[tuple[Contribution, ...], msgspec.Meta(min_length=1, max_length=MAX_RUN_PEERS)]
+    public_key: PublicKey
+    signature: Signature = b""
+
+
+class RunStatus(BaseMessage, frozen=True, kw_only=True):
+    """A peer's place in a run. Peers send it to each other, and answer it with their own."""
+
+    run: Hash
+    proof: Hash = b""
+    """Shows to its receiver that the sender knows the run's secret."""
+    spec: RunSpec
+    round: Count
+    """The round that the sender is in."""
+    state: Hash
+    """Digest of the shared state that the round began with."""
+    steps: Count
+    """Local steps in this round so far."""
+    samples: Count
+    """Samples in this round so far."""
+    contribution: Contribution | None = None
+    """What it adds to this round; None while it trains."""
+    record: RoundRecord | None = None
+    """The newest round that the sender knows to be closed, if the receiver may not know it."""
+    peers: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_RUN_PEERS)] = ()
+    """Other peers that it has heard from lately."""
+    is_leaving: bool = False
+
+
+class BlobRequest(BaseMessage, frozen=True, kw_only=True):
+    """Asks for a part of a blob: an update, or a shared state."""
+
+    run: Hash
+    digest: Hash
+    offset: Count
+    num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_BYTES)]
+
+
+class BlobPart(BaseMessage, frozen=True, kw_only=True):
+    """Answers a blob request; empty if this peer does not have the blob."""
+
+    data: Tensor
+    """``[bytes]``, uint8."""
