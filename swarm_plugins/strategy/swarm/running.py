@@ -1,4 +1,4 @@
-"""Trains a Trainer's adapter together with other peers: joins the run, counts steps, and finishes it before callbacks end.
+"""Trains a Trainer's adapter together with other peers: joins the run, counts steps, and ends it.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` have two classes named Callback; this one is both.
 """
@@ -103,8 +103,8 @@ def make_run(module: nn.Module, run_id: str, config: RunConfig, settings: SwarmS
     """
     if settings is None:
         raise ConfigError(
-            f"run {run_id!r} needs a swarm, in which its peers find each other: pass SwarmStrategy(initial_peers=[...]) or "
-            "set SWARM_INITIAL_PEERS"
+            f"run {run_id!r} needs a swarm, in which its peers find each other: pass SwarmStrategy(initial_peers=[...]) "
+            "or set SWARM_INITIAL_PEERS"
         )
     return SharedRun(
         run_id,

@@ -1,0 +1,163 @@
+"""The outer optimization: what travels, how updates are combined, and that one peer cannot move much."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from swarm_plugins.errors import NumericError, ProtocolError
+from swarm_plugins.together.outer import (
+    Update,
+    active_tensors,
+    combine,
+    first_state,
+    outer_step,
+    read_state,
+    read_update,
+    state_bytes,
+    update_bytes,
+    write_update,
+)
+
+SHAPES = [(3, 4), (5,), ()]
+RULE = {"aggregation": "mean", "max_norm_ratio": 2.0}
+
+
+def values(seed: int, scale: float = 1.0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [np.asarray(random.normal(size=shape) * scale, np.float32) for shape in SHAPES]
+
+
+def update(seed: int, scale: float = 1.0) -> Update:
+    return read_update(write_update(values(seed, scale)), SHAPES)
+
+
+def flat(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.ravel(part) for part in parts])
+
+
+def test_an_update_keeps_sixteen_bits_of_each_value() -> None:
+    there = values(0)
+    blob = write_update(there)
+    assert len(blob) == update_bytes(SHAPES)
+    back = read_update(blob, SHAPES)
+    for index, part in enumerate(there):
+        assert np.abs(back.part(index) - part).max() <= np.abs(part).max() / 32767 * 0.51
+
+
+def test_a_state_survives_the_wire_bit_by_bit() -> None:
+    state = outer_step(first_state(values(1)), [0, 1, 2], values(2), samples=7, lr=0.7, momentum=0.9)
+    assert len(state.blob) == state_bytes(SHAPES)
+    back = read_state(state.blob, SHAPES)
+    assert (back.round, back.samples, back.digest) == (1, 7, state.digest)
+
+
+@pytest.mark.parametrize(
+    ("blob", "message"),
+    [
+        pytest.param(b"\0" * 10, "an update of 10 bytes, expected 48", id="short"),
+        pytest.param(np.asarray([np.nan] * 3, "<f4").tobytes() + b"\0" * 36, "NaN", id="nan"),
+        pytest.param(np.asarray([np.inf] * 3, "<f4").tobytes() + b"\0" * 36, "infinity", id="infinite"),
+        pytest.param(np.asarray([-1.0] * 3, "<f4").tobytes() + b"\0" * 36, "negative", id="negative"),
+        pytest.param(np.asarray([1e30] * 3, "<f4").tobytes() + b"\0" * 36, "beyond all reason", id="huge"),
+    ],
+)
+def test_a_broken_update_is_refused(blob: bytes, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        read_update(blob, SHAPES)
+
+
+def test_a_broken_state_is_refused() -> None:
+    state = first_state([np.full(shape, np.inf, np.float32) for shape in SHAPES])
+    with pytest.raises(ProtocolError, match="NaN or infinity"):
+        read_state(state.blob, SHAPES)
+    with pytest.raises(ProtocolError, match="expected"):
+        read_state(state.blob + b"\0", SHAPES)
+
+
+def test_an_update_that_is_not_finite_is_not_sent() -> None:
+    with pytest.raises(NumericError, match="lower the learning rate"):
+        write_update([np.asarray([1.0, np.nan], np.float32)])
+
+
+def test_the_mean_weighs_by_samples() -> None:
+    one, other = values(0), values(1)
+    mean = combine([(update(0), 100), (update(1), 300)], **RULE)
+    expected = flat(one) * 0.25 + flat(other) * 0.75
+    assert flat(mean) == pytest.approx(expected, abs=1e-3)
+
+
+def test_no_peer_counts_for_more_than_four_times_the_median() -> None:
+    claims = [(update(0), 100), (update(1), 100), (update(2), 10**12)]
+    weighted = combine([(update(0), 100), (update(1), 100), (update(2), 400)], **RULE)
+    assert flat(combine(claims, **RULE)) == pytest.approx(flat(weighted))
+
+
+@pytest.mark.parametrize("num_honest", [1, 2, 4])
+def test_a_huge_update_moves_the_mean_no_more_than_others_may(num_honest: int) -> None:
+    honest = [(update(seed), 100) for seed in range(num_honest)]
+    norms = [one.norm for one, _ in honest]
+    mean = combine([*honest, (update(9, scale=1e5), 100)], **RULE)
+    without = combine(honest, **RULE)
+    share = 1 / (num_honest + 1)
+    assert np.linalg.norm(flat(mean) - flat(without) * (1 - share)) <= 2.001 * max(norms) * share
+
+
+def test_a_trimmed_mean_drops_the_ends() -> None:
+    updates = [read_update(write_update([np.asarray([value], np.float32)]), [(1,)]) for value in (1.0, 1.2, -1.9)]
+    (mean,) = combine([(one, 10) for one in updates], aggregation="trimmed_mean", max_norm_ratio=2.0)
+    assert mean == pytest.approx([1.0], abs=1e-3)
+
+
+def test_the_outer_step_is_nesterovs() -> None:
+    state = first_state([np.asarray([1.0], np.float32)])
+    for _ in range(2):
+        state = outer_step(state, [0], [np.asarray([0.5])], samples=1, lr=0.7, momentum=0.9)
+    # By hand: m = .5, w = 1 - .7 (.5 + .9 .5) = .335; m = .95, w = .335 - .7 (.5 + .9 .95) = -.6135.
+    assert state.weights[0] == pytest.approx([-0.6135])
+    assert state.momentum[0] == pytest.approx([0.95])
+    assert state.round == 2
+
+
+def test_it_equals_torchs_sgd() -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.tensor(flat(values(3))))
+    sgd = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
+    state = first_state([weight.detach().numpy().copy()])
+    for seed in range(4):
+        gradient = flat(values(seed))
+        weight.grad = torch.tensor(gradient)
+        sgd.step()
+        state = outer_step(state, [0], [gradient.astype(np.float64)], samples=1, lr=0.7, momentum=0.9)
+    assert state.weights[0] == pytest.approx(weight.detach().numpy(), abs=1e-5)
+
+
+def test_the_order_of_summation_changes_no_bit() -> None:
+    """Norms are sums of integers: the only sums over the elements of a tensor."""
+    one = update(4)
+    backwards = Update(one.scales, [part.ravel()[::-1].copy() for part in one.values])
+    assert one.norm == backwards.norm
+
+
+@pytest.mark.parametrize(
+    ("names", "alternate", "even", "odd"),
+    [
+        pytest.param(["q.lora_A.w", "q.lora_B.w"], True, [1], [0], id="lora"),
+        pytest.param(["q.lora_A.w", "q.lora_B.w"], False, [0, 1], [0, 1], id="both at once"),
+        pytest.param(["q.lora_A.w", "q.lora_B.w", "head"], True, [1, 2], [0, 2], id="and a head"),
+        pytest.param(["e.lora_embedding_A", "e.lora_embedding_B"], True, [1], [0], id="embedding"),
+        pytest.param(["q.ia3_l", "prompt"], True, [0, 1], [0, 1], id="no lora"),
+        pytest.param(["q.lora_A.w"], True, [0], [0], id="one half"),
+    ],
+)
+def test_halves_of_lora_take_turns(names: list[str], alternate: bool, even: list[int], odd: list[int]) -> None:
+    assert active_tensors(names, 0, alternate_lora=alternate) == even
+    assert active_tensors(names, 7, alternate_lora=alternate) == odd
+
+
+def test_with_one_half_fixed_the_mean_of_products_is_the_product_of_means() -> None:
+    random = np.random.default_rng(0)
+    half_a, halves_b = random.normal(size=(2, 6)), random.normal(size=(3, 5, 2))
+    mean = np.mean([half_b @ half_a for half_b in halves_b], axis=0)
+    assert np.mean(halves_b, axis=0) @ half_a == pytest.approx(mean)
