@@ -10,6 +10,7 @@ load_offloaded, OffloadConfig   HF's own model class, experts on disk and a boun
 parallelize                     HF's own model class, experts divided over the ranks of torch.distributed
 load_remote_experts             HF's own model class, experts on other servers
 SwarmStrategy, Fabric...        Lightning: Trainer(strategy="swarm"), Fabric(strategy="swarm")
+RunConfig                       settings of a run in which several Trainers train one adapter
 ExpertParallelStrategy, Fabric...   Lightning: Trainer(strategy="expert_parallel"), Fabric(strategy="expert_parallel")
 make_student                    a shallower copy of a model (Mixture-of-Students of DeepSpeed-MoE)
 StagedDistillation, StagedDistillationTrainerCallback   distill it from its teacher, until a step
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from swarm_plugins.speculation import Speculation
     from swarm_plugins.strategy.expert_parallel.unified import ExpertParallelStrategy, FabricExpertParallelStrategy
     from swarm_plugins.strategy.swarm.unified import FabricSwarmStrategy, SwarmStrategy
+    from swarm_plugins.together import RunConfig
 
 __all__ = [
     "AutoSwarmModel",
@@ -78,6 +80,7 @@ __all__ = [
     "PRMoEForCausalLM",
     "PRMoEForSequenceClassification",
     "PRMoEModel",
+    "RunConfig",
     "Speculation",
     "StagedDistillation",
     "StagedDistillationTrainerCallback",
@@ -115,6 +118,7 @@ _NAMES = LazyNames(
         "PRMoEForCausalLM": "swarm_plugins.models",
         "PRMoEForSequenceClassification": "swarm_plugins.models",
         "PRMoEModel": "swarm_plugins.models",
+        "RunConfig": "swarm_plugins.together",
         "Speculation": "swarm_plugins.speculation",
         "StagedDistillation": "swarm_plugins.callbacks.distill_lightning",
         "StagedDistillationTrainerCallback": "swarm_plugins.callbacks.distill_transformers",

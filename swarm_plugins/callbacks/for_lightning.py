@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from swarm_plugins.callbacks.publishing import Publishing, log
 
 class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  # two Trainer types
     """For Lightning's Trainer; arguments as for [`Publishing`][swarm_plugins.callbacks.publishing.Publishing].
+
+    In a run that is trained together, one peer publishes for all: give the callback to each.
 
     ```python
     Trainer(strategy="swarm", callbacks=[HubAdapterCallback("me/my-adapter", monitor="val_loss")])
@@ -42,7 +45,7 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Publishes when a checkpoint is saved."""
         if "save" in self.on and trainer.global_step > 0:
-            self.publish("save", trainer.global_step, trainer.callback_metrics)
+            self._elected(trainer, lambda: self.publish("save", trainer.global_step, trainer.callback_metrics))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Publishes if the monitored metric has improved."""
@@ -51,12 +54,24 @@ class HubAdapterCallback(Publishing, UnifiedCallback, StandaloneCallback):  # ty
             if monitor is None:
                 keeper = next((one for one in trainer.checkpoint_callbacks if getattr(one, "monitor", None)), None)
                 monitor, mode = (keeper.monitor, keeper.mode) if keeper is not None else (None, mode)
-            self.publish_if_best(monitor, mode, trainer.global_step, trainer.callback_metrics)
+            step, metrics = trainer.global_step, trainer.callback_metrics
+            self._elected(trainer, lambda: self.publish_if_best(monitor, mode, step, metrics))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Publishes the final adapter."""
         if "end" in self.on:
-            self.publish("end", trainer.global_step, trainer.callback_metrics)
+            self._elected(trainer, lambda: self.publish("end", trainer.global_step, trainer.callback_metrics))
+
+    def _elected(self, trainer: Any, publish: Callable[[], None]) -> None:
+        """Publishes unless another peer of the run does; the weights that all peers share, if it is a run."""
+        run = getattr(trainer.strategy, "shared_run", None)
+        if run is None:
+            publish()
+        elif run.is_publisher:
+            with run.shared:
+                publish()
+        else:
+            log.info("another peer of run %s publishes to %s", run.run_id, self.repo_id)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Waits for pending uploads, after the servers were released."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from swarm_plugins.errors import ConfigError, one_line
-from swarm_plugins.recipes.rows import load_rows, split_by_document
+from swarm_plugins.recipes.rows import check_part, load_rows, one_part, split_by_document
 
 # Needs no files: 256 bytes and three special tokens.
 BYTES = "bytes"
@@ -29,6 +29,7 @@ class _RecipeData(pl.LightningDataModule):
         length: int = 128,
         batch_size: int = 8,
         num_documents: int | None = None,
+        part: str = "1/1",
     ) -> None:
         super().__init__()
         for name, value in (("length", length), ("batch_size", batch_size)):
@@ -38,6 +39,7 @@ class _RecipeData(pl.LightningDataModule):
         self.length = length
         self.batch_size = batch_size
         self.num_documents = num_documents
+        self.part = check_part(part)
         self._tokenizer_name = tokenizer
         self._train: Any = None
         self._held_out: Any = None
@@ -72,6 +74,7 @@ class _RecipeData(pl.LightningDataModule):
         """Loads and tokenizes the data, once."""
         if self._train is None:
             train, held_out = split_by_document(load_rows(self.dataset, *self._columns()), self.num_documents)
+            train = one_part(train, *self.part)
             self._train, self._held_out = self._prepare(train), self._prepare(held_out)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -101,6 +104,7 @@ class TextData(_RecipeData):
         length: Tokens in a piece.
         batch_size: Pieces in a batch.
         num_documents: Documents to take, evenly spread. None: all.
+        part: ``K/N``: train on every N-th document, from the K-th; for peers of a run. All have the same held-out ones.
     """
 
     def _prepare(self, rows: Dataset) -> Tensor:
@@ -131,6 +135,7 @@ class LabelledData(_RecipeData):
         length: Longest paragraph in tokens; longer ones are cut.
         batch_size: Paragraphs in a batch.
         num_documents: Documents to take, evenly spread. None: all.
+        part: ``K/N``: train on every N-th document, from the K-th; for peers of a run. All have the same held-out ones.
     """
 
     def __init__(
@@ -140,8 +145,9 @@ class LabelledData(_RecipeData):
         length: int = 96,
         batch_size: int = 16,
         num_documents: int | None = None,
+        part: str = "1/1",
     ) -> None:
-        super().__init__(dataset, tokenizer, length, batch_size, num_documents)
+        super().__init__(dataset, tokenizer, length, batch_size, num_documents, part)
         self.labels: list[str] = []
 
     def setup(self, stage: str) -> None:

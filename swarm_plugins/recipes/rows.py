@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,32 @@ def split_by_document(rows: Dataset, num_documents: int | None) -> tuple[Dataset
     chosen = set(documents) - held_out
     train = [index for index, name in enumerate(names) if name in chosen]
     return rows.select(train), rows.select([index for index, name in enumerate(names) if name in held_out])
+
+
+def check_part(part: str) -> tuple[int, int]:
+    """Reads ``K/N``.
+
+    Raises:
+        ConfigError: If it is malformed.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", part)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ConfigError(f"invalid part {part!r}: expected K/N, such as 1/2 for the first of two halves")
+    return int(found[1]), int(found[2])
+
+
+def one_part(rows: Dataset, number: int, of: int) -> Dataset:
+    """Returns the rows of every ``of``-th document, from the ``number``-th.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    names = rows["document"] if "document" in rows.column_names else range(len(rows))
+    documents = list(dict.fromkeys(names))
+    chosen = set(documents[number - 1 :: of])
+    if not chosen:
+        raise ConfigError(f"part {number}/{of} of {len(documents)} training document(s) is empty: take fewer parts")
+    return rows.select([index for index, name in enumerate(names) if name in chosen])
 
 
 def _load(dataset: str) -> Dataset:

@@ -19,3 +19,8 @@ then all take one outer step along the mean of what they have changed.
 """
 
 from __future__ import annotations
+
+from swarm_plugins.together.config import RunConfig
+from swarm_plugins.together.shared_run import RunProgress, SharedRun
+
+__all__ = ["RunConfig", "RunProgress", "SharedRun"]

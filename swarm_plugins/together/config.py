@@ -12,8 +12,6 @@ from swarm_plugins.errors import ConfigError
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.run_messages import MAX_RUN_PEERS
 
-__all__ = ["RunConfig"]
-
 _AGGREGATIONS = ("mean", "trimmed_mean")
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 
-from swarm_plugins.errors import SwarmError
+from swarm_plugins.errors import ConfigError, SwarmError
 from swarm_plugins.together.blobs import RPC
 from swarm_plugins.transport.channel import Channel, Handler
 from swarm_plugins.transport.config import NodeConfig
@@ -14,6 +14,9 @@ from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.node import SwarmNode
 
 log = logging.getLogger(__name__)
+
+_MOST_AHEAD_S = 30.0
+"""Records live for two minutes."""
 
 
 class RunNode:
@@ -32,10 +35,17 @@ class RunNode:
         """Joins the swarm; returns the key pair of the node.
 
         Raises:
-            ConfigError: If an address or the identity cannot be used.
+            ConfigError: If an address or the identity cannot be used, or this machine's clock is wrong.
             TransportError: If no initial peer can be reached.
         """
         await self._node.start()
+        ahead_s = await self._node.clock_ahead_s()
+        if abs(ahead_s) > _MOST_AHEAD_S:
+            raise ConfigError(
+                f"this machine's clock is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the swarm's "
+                f"(at most {_MOST_AHEAD_S:g} s is allowed): peers would take each other's records for expired; set the "
+                "clock, and start again"
+            )
         return self._node.identity
 
     async def serve(self, handler: Handler) -> None:

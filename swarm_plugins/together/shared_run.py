@@ -77,6 +77,7 @@ class SharedRun:
         self._base: SharedState | None = None
         """The shared state that the module's weights come from."""
         self._steps = self._samples = 0
+        self._is_publisher = False
 
     def start(self, resumed: Mapping[str, Any] | None = None) -> None:
         """Joins the run and takes over its weights; founds it with the weights of now if there are no peers.
@@ -153,7 +154,7 @@ class SharedRun:
             self._follow()
         if self._steps:
             self._contribute()
-        progress = self.progress
+        progress, self._is_publisher = self.progress, self._peer.is_publisher
         log.info("left run %s after round %d: %d samples", self.run_id, progress.round, progress.samples)
         self.close()
 
@@ -186,6 +187,11 @@ class SharedRun:
         here = [status.samples for status in living.values() if status.round == now.state.round]
         late = now.training(living) if now.closing_s else ()
         return RunProgress(now.state.round, 1 + len(living), now.state.samples + self._samples + sum(here), tuple(late))
+
+    @property
+    def is_publisher(self) -> bool:
+        """Whether this peer publishes the adapter for all; after `finish`, whether it was to do so then."""
+        return self._is_publisher if self._peer is None else self._peer.is_publisher
 
     @property
     def shared(self) -> contextlib.AbstractContextManager[None]:

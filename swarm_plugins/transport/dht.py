@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import statistics
 import time
 from collections.abc import Collection, Coroutine, Iterable
 from typing import Any, TypeVar, cast
@@ -13,6 +15,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
 
 from swarm_plugins.errors import ConfigError, ProtocolError, TransportError
 from swarm_plugins.transport.admission.calls import Admission, node_id_of
@@ -154,6 +157,24 @@ class SwarmDHT:
     def known_peers(self) -> tuple[str, ...]:
         """Addresses of the nodes that were known lately."""
         return () if self._neighbors is None else self._neighbors.addresses
+
+    async def clock_ahead_s(self) -> float:
+        """Returns by how much this machine's clock is ahead of the initial peers' (their median); 0 if none answers."""
+        protocol = self._running().protocol
+
+        async def ask(peer: PeerID) -> float | None:
+            request = dht_pb2.PingRequest(peer=protocol.node_info, validate=False)
+            try:
+                answer = await protocol.get_stub(peer).rpc_ping(request, timeout=_ANSWER_S)
+            except Exception:  # noqa: BLE001 - hivemind's stubs raise whatever they meet
+                return None
+            return time.time() - float(answer.dht_time)
+
+        async def ask_all() -> list[float]:
+            found = await asyncio.gather(*map(ask, self._initial))
+            return [one for one in found if one is not None and math.isfinite(one)]
+
+        return statistics.median(await self._there(ask_all(), "asking for the time") or [0.0])
 
     async def announce(self, info: ServerInfo, ttl_s: float) -> None:
         """Announces that this node serves ``info``; see `SwarmNode.announce`."""

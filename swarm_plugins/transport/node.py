@@ -293,6 +293,10 @@ class SwarmNode:
         """
         await self._member.announce(info, ttl_s)
 
+    async def clock_ahead_s(self) -> float:
+        """Returns by how much this machine's clock is ahead of the initial peers'; 0 if there are none."""
+        return await self._member.clock_ahead_s()
+
     async def announce_run(self, run: bytes, ttl_s: float) -> None:
         """Announces in the DHT for ``ttl_s`` seconds that this node takes part in a run; repeat it in time.
 

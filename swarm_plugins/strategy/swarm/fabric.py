@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from swarm_plugins.strategy.reading import check_weights_only, readable
 from swarm_plugins.strategy.swarm.inspection import check_remote, check_trainable, has_remote_blocks
+from swarm_plugins.strategy.swarm.joining import make_run
 from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
 from swarm_plugins.strategy.swarm.state import (
     KEY,
@@ -19,6 +20,7 @@ from swarm_plugins.strategy.swarm.state import (
     load_trained,
     trained_state,
 )
+from swarm_plugins.together.config import RunConfig
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy as _Base
@@ -30,6 +32,8 @@ class FabricStrategy(SwarmMember, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
     _is_remote = False
+    _trained: nn.Module | None = None
+    _samples = 0
 
     @property
     def precision(self) -> Any:
@@ -58,7 +62,38 @@ class FabricStrategy(SwarmMember, _Base):
         if not self._is_remote:
             check_remote(module)
             self._is_remote = True
+        if self.run_id is not None and has_remote_blocks(module):
+            self._trained = module
+            module.register_forward_pre_hook(self._count, with_kwargs=True)
         return super().setup_module(module)
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), None)
+        self._samples += 0 if rows is None or not module.training else rows.shape[0]
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Makes a step, and one of the run that is trained together; the first one joins it."""
+        if self._trained is None or self.run_id is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        if self.shared_run is None:
+            self.shared_run = make_run(self._trained, self.run_id, self.run or RunConfig(), self.settings)
+            self.shared_run.start()
+        self.shared_run.before_step()
+        output = super().optimizer_step(optimizer, **kwargs)
+        self.shared_run.after_step(self._samples)
+        self._samples = 0
+        return output
+
+    def finish_run(self) -> None:
+        """Ends the round of a run that is trained together, takes over its result, and leaves the run. Idempotent."""
+        if self.shared_run is not None:
+            self.shared_run.finish()
+
+    def teardown(self) -> None:
+        """Leaves the run without a contribution if it is still under way."""
+        if self.shared_run is not None:
+            self.shared_run.close()
+        super().teardown()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         """Checks also that there is an adapter to train.
