@@ -27,8 +27,8 @@ from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon.process import Daemon
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.loop import LoopThread
-from swarm_plugins.transport.neighbors import Neighbors
 from swarm_plugins.transport.reach.addresses import peer_id_in
+from swarm_plugins.transport.reach.neighbors import Neighbors
 from swarm_plugins.transport.records import (
     MAX_TTL_S,
     GoneRecord,

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from swarm_plugins.errors import ProtocolError, TransportError
 from swarm_plugins.transport.admission.gate import Open
 from swarm_plugins.transport.daemon.process import Daemon
-from swarm_plugins.transport.neighbors import connect_peer
 from swarm_plugins.transport.reach.addresses import peer_id_in, place_in
+from swarm_plugins.transport.reach.neighbors import connect_peer
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from swarm_plugins.transport.channel import Opener
 from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.daemon.process import Daemon
 from swarm_plugins.transport.messages import Failure
-from swarm_plugins.transport.neighbors import connect_peer
 from swarm_plugins.transport.reach.addresses import peer_id_in, place_in
+from swarm_plugins.transport.reach.neighbors import connect_peer
 from swarm_plugins.transport.records import ModelInfo, ModelRecord, check_server_info, majority
 from swarm_plugins.transport.server_info import InfoRequest, ServerInfo
 
