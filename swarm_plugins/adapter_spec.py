@@ -122,6 +122,17 @@ PEFT_METHODS: Mapping[str, PeftMethod] = MappingProxyType({
         },
         fixed={**_LYCORIS, "rank_dropout_scale": False},
     ),
+    # Plain LoRA is of kind ``lora``; this is DoRA, and LoRA with a bias.
+    "LORA": PeftMethod(
+        options={
+            "r": _RANK,
+            "lora_alpha": PeftOption(source="lora_alpha"),
+            "use_dora": PeftOption(source="use_dora", allowed=(False, True)),
+            "lora_bias": PeftOption(source="lora_bias", allowed=(False, True)),
+        },
+        given={"init_lora_weights": False},
+        dropout="lora_dropout",
+    ),
     "MISS": PeftMethod(
         options={
             "r": PeftOption(source="miss_r"),
@@ -181,6 +192,11 @@ class PeftLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Factor of the update; None where the method knows none."""
     dropout: float = 0.0
     """Probability of zeroing an input element while training."""
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether it starts from the norm of its module's weight, as DoRA does."""
+        return ("use_dora", True) in self.options
 
 
 class PeftPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

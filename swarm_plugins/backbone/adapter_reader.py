@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
-from swarm_plugins.backbone.peft_parts import layer_state, method_of, read_part
+from swarm_plugins.backbone.peft_parts import layer_state, method_of, plain_path, read_part
 from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
 from swarm_plugins.backbone.standin import StandIn
 from swarm_plugins.block_io import AdapterUse, LoadedAdapter
@@ -83,7 +84,7 @@ class AdapterReader:
         self._tuned, self._weights = [], []
         for index, block in self.blocks.items():
             for path, module in block.named_modules():
-                plain = ".".join(part for part in path.split(".") if part != "base_layer")
+                plain = plain_path(path)
                 if isinstance(module, BaseTunerLayer):
                     check_inserted(path, cast(nn.Module, module))
                     self._tuned.append(_Tuned(index, plain, module))
@@ -146,16 +147,11 @@ def _state(layer: Any) -> list[object]:
 
 def _check_options(item: _Tuned, name: str) -> None:
     layer: Any = item.layer
-    if not isinstance(layer, LoraLayer):
-        return
-    if layer.use_dora.get(name) or name in layer.lora_variant:
+    variant = layer.lora_variant.get(name) if isinstance(layer, LoraLayer) else None
+    if variant is not None and not isinstance(variant, DoraLinearVariant):
         raise UnsupportedError(
-            f"DoRA or another LoRA variant on {item.path!r} in remote block {item.block} needs the base weights, "
-            f"which are on servers; use plain LoRA; {WHAT_WORKS}"
-        )
-    if layer.lora_bias.get(name):
-        raise UnsupportedError(
-            f"lora_bias=True on {item.path!r} in remote block {item.block} is not supported; use False"
+            f"{type(variant).__name__} on {item.path!r} in remote block {item.block} is not supported; "
+            f"use plain LoRA or DoRA; {WHAT_WORKS}"
         )
 
 
@@ -195,9 +191,9 @@ def _collect(tuned: Sequence[_Tuned], name: str) -> LoadedAdapter:
     modules: list[AdapterModule] = []
     tensors: list[Tensor] = []
     for item in tuned:
+        _check_options(item, name)
         found = None if method_of(item.layer) else _read(item, name)
         if found is not None:
-            _check_options(item, name)
             modules.append(found[0])
             tensors.extend(found[1])
     part, others = read_part([item for item in tuned if method_of(item.layer)], name)

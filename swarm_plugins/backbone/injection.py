@@ -15,7 +15,7 @@ import peft.utils.transformers_weight_conversion as weight_conversion
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_TARGETS
 from torch import nn
 
-from swarm_plugins.backbone.peft_parts import note_configs
+from swarm_plugins.backbone.peft_parts import follow_injection
 from swarm_plugins.backbone.refusals import check_config
 from swarm_plugins.backbone.standin import StandIn
 from swarm_plugins.noise import ignore_peft_deprecation
@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
 def watch_injection() -> None:
     """Installs the checks and defaults in PEFT. Idempotent."""
     add_lora_defaults()
-    note_configs()
+    follow_injection()
     ignore_peft_deprecation()
     original = weight_conversion.convert_peft_config_for_transformers
 

@@ -1,6 +1,7 @@
 """Reads the layers of PEFT's other methods, which servers build anew from their options.
 
-A layer keeps few of its options; so an adapter's config is noted on its layers when PEFT injects them.
+A layer keeps few of its options; so an adapter's config is noted on its layers when PEFT injects them. DoRA starts from
+norms of the base's weights: servers compute them, for all layers at once, when PEFT has injected the adapter.
 """
 
 from __future__ import annotations
@@ -9,31 +10,78 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from peft.tuners.ia3.layer import Linear as IA3Linear
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from swarm_plugins.adapter_spec import PEFT_METHODS, PeftLayer, PeftPart, PeftValue
+from swarm_plugins.adapter_spec import PEFT_METHODS, AdapterSpec, PeftLayer, PeftPart, PeftValue
+from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.checkpoint.hollow import is_hollow
 from swarm_plugins.errors import UnsupportedError
 
 _CONFIGS = "_swarm_configs"
 
 
 @functools.cache
-def note_configs() -> None:
-    """Makes PEFT's injection note each adapter's config on its layers. Idempotent."""
-    original = BaseTuner.inject_adapter
+def follow_injection() -> None:
+    """Makes PEFT's injection note each adapter's config on its layers, and ask servers for norms. Idempotent."""
+    inject, start = BaseTuner.inject_adapter, DoraLinearLayer.update_layer
 
-    @functools.wraps(original)
+    @functools.wraps(inject)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        original(self, model, adapter_name, *args, **kwargs)
+        inject(self, model, adapter_name, *args, **kwargs)
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
                 vars(module).setdefault(_CONFIGS, {})[adapter_name] = self.peft_config[adapter_name]
+        _fetch_norms(model, adapter_name)
+
+    @functools.wraps(start)
+    def update_layer(self: Any, *, base_layer: Any, lora_A: Tensor, **kwargs: Any) -> None:
+        if not is_hollow(base_layer.weight):
+            start(self, base_layer=base_layer, lora_A=lora_A, **kwargs)
+        else:
+            self.weight = nn.Parameter(torch.ones(base_layer.out_features, dtype=lora_A.dtype, device=lora_A.device))
 
     BaseTuner.inject_adapter = inject_adapter  # type: ignore[method-assign]
+    DoraLinearLayer.update_layer = update_layer  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _fetch_norms(model: nn.Module, adapter: str) -> None:
+    """Sets the magnitudes of DoRA on remote blocks to the norms of the weights, with the first update."""
+    found = [_stack_of(module) for module in model.modules()]
+    for stack in {id(one): one for one in found if one is not None}.values():
+        items = [
+            (block, plain_path(path), layer)
+            for block, module in zip(stack.blocks, stack.layers, strict=True)
+            for path, layer in module.named_modules()
+            if isinstance(layer, LoraLinear) and layer.use_dora.get(adapter)
+        ]
+        # Loaded without memory: the values come from a file.
+        items = [item for item in items if not item[2].lora_A[adapter].weight.is_meta]
+        part, tensors = read_part(items, adapter)
+        if part is None:
+            continue
+        whole = LoadedAdapter(
+            spec=AdapterSpec(modules=(), peft=part), tensors=tuple(tensor.detach().cpu() for tensor in tensors)
+        )
+        norms = stack.remote.weight_norms(whole, stack.blocks)
+        for block, path, layer in items:
+            magnitudes: Any = layer.lora_magnitude_vector
+            magnitudes[adapter].weight.copy_(norms[block, path])
+
+
+def _stack_of(module: nn.Module) -> Any:
+    return vars(module).get("swarm_stack")
+
+
+def plain_path(path: str) -> str:
+    """Returns the path of a module without PEFT's layers around it."""
+    return ".".join(part for part in path.split(".") if part != "base_layer")
 
 
 def method_of(layer: Any) -> str:
@@ -48,7 +96,7 @@ def method_of(layer: Any) -> str:
 
 def is_changed_lora(layer: Any) -> bool:
     """Returns whether a LoRA layer does more than a low-rank product."""
-    return bool(layer.lora_variant) or any(layer.lora_bias.values())
+    return any(layer.use_dora.values()) or any(layer.lora_bias.values())
 
 
 def layer_state(layer: Any) -> list[object]:

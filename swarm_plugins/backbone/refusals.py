@@ -1,7 +1,7 @@
 """Refuses PEFT features that cannot work on remote blocks, at injection and with the cure.
 
-Servers hold the weights and apply shipped adapters. A client cannot read base weights (initialisations, DoRA, merging),
-train them, or add other computations to a layer.
+Servers hold the weights and apply shipped adapters. A client cannot read base weights (initialisations, merging), train
+them, or add other computations to a layer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from swarm_plugins.errors import UnsupportedError
 SUPPORTED_LAYERS = (LoraLinear, ParamWrapper, IA3Linear)
 """Layers of PEFT that servers can apply."""
 WHAT_WORKS = (
-    "remote blocks support LoRA (also rslora, target_parameters, dropout), "
-    + ", ".join(PEFT_METHODS)
+    "remote blocks support LoRA (also DoRA, rslora, target_parameters, lora_bias, dropout), "
+    + ", ".join(name for name in PEFT_METHODS if name != "LORA")
     + ", IA3, prompt tuning, p-tuning, prefix tuning"
 )
 _READS_WEIGHTS = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
@@ -41,7 +41,7 @@ _LOCAL_FIELDS = frozenset(field.name for field in dataclasses.fields(PeftConfig)
     "init_weights",
 })  # fmt: skip
 """Fields of configs that say where an adapter is and what it starts from."""
-_OTHER_CHANGES = ("alora_invocation_tokens", "layer_replication", "lora_bias", "megatron_config")
+_OTHER_CHANGES = ("alora_invocation_tokens", "layer_replication", "megatron_config")
 """Options of LoRA that PEFT does not count as variants, yet do more than a low-rank product."""
 
 
@@ -102,7 +102,7 @@ def _check_lora(config: Any) -> None:
             "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
         )
     variants = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
-    for option in (*sorted(variants), *_OTHER_CHANGES):
+    for option in (*sorted(variants - {"use_dora"}), *_OTHER_CHANGES):
         if getattr(config, option, None):
             raise UnsupportedError(
                 f"{option}={getattr(config, option)!r} cannot work on remote blocks: it needs base weights or adds "

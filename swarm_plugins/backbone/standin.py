@@ -28,7 +28,7 @@ class RemoteWeight(HollowWeight):
     """A parameter whose values live on servers."""
 
     refusal = (
-        "a weight of a remote block was read or written here ({what}); it is on servers. Merging, DoRA and "
+        "a weight of a remote block was read or written here ({what}); it is on servers. Merging and "
         "initialisations from base weights (pissa, olora, loftq, corda, lora_ga, mica) cannot work: keep the "
         f"adapter unmerged, with init_lora_weights=True, and in trl sync_ref_model=False; {WHAT_WORKS}"
     )

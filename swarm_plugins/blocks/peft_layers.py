@@ -14,12 +14,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from swarm_plugins.adapter_spec import PEFT_METHODS, PeftLayer, PeftMethod, PeftPart, PeftValue
+from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks.quantize import plain_weight
 from swarm_plugins.errors import ConfigError
 
@@ -32,6 +35,9 @@ _KEPT_STRUCTURES = 64
 _MAX_COMPUTED = 1 << 24
 """Elements of a layer that is built with values, as some of its tensors follow from its options."""
 _TRIED_TOKENS = 2
+_KEPT_NORMS = 4
+_NORMS: WeakKeyDictionary[nn.Module, OrderedDict[object, tuple[object, Tensor]]] = WeakKeyDictionary()
+"""Norms of each module's rows under DoRA, by LoRA's factors."""
 _OWN = threading.local()
 """Each thread's structures: a call lends them tensors."""
 
@@ -51,6 +57,12 @@ class BorrowedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = like.in_features, like.out_features
         self.__dict__["lent"] = None
+
+    @property
+    def module(self) -> nn.Linear:
+        """The layer that runs for it now."""
+        module: nn.Linear = self.__dict__["lent"][0]
+        return module
 
     @contextmanager
     def running(self, module: nn.Linear, run: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -209,6 +221,8 @@ def _structure(
         computed = {name: real[name] for name in tensors if name not in shapes}
     base = BorrowedLinear(built.base_layer)
     built.base_layer = base
+    for dora in getattr(built, "lora_magnitude_vector", nn.ModuleDict()).values():
+        dora.forward = functools.partial(_dora_result, dora)
     return Structure(built.eval(), base, PEFT_METHODS[method].dropout, shapes, computed)
 
 
@@ -227,6 +241,74 @@ def _build(
         tuner_class: Any = PEFT_TYPE_TO_TUNER_MAPPING[kind]
         tuner_class(holder, {_NAME: config}, _NAME)
     return holder.linear
+
+
+def _dora_result(
+    dora: Any,
+    hidden: Tensor,
+    *,
+    lora_A: nn.Linear,
+    lora_B: nn.Linear,
+    scaling: float,
+    base_layer: BorrowedLinear,
+    base_result: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Returns what DoRA adds to the base's result, as PEFT's own layer does (Liu et al. 2024, section 4).
+
+    PEFT multiplies LoRA's factors with an identity of the module's width and computes the norm in each forward.
+    """
+    norm = weight_norm(base_layer.module, lora_A.weight, lora_B.weight, scaling)
+    factor = (dora.weight / norm).view(1, -1)
+    product = lora_B(lora_A(hidden))
+    if base_result is None:
+        base_result = nn.functional.linear(hidden, base_layer.weight.to(hidden.dtype))
+    elif base_layer.bias is not None:
+        base_result = base_result - base_layer.bias
+    result: Tensor = (factor - 1) * base_result + factor * product * scaling
+    return result
+
+
+def weight_norm(module: nn.Linear, factor_a: Tensor, factor_b: Tensor, scaling: float) -> Tensor:
+    """Returns the norm of each row of a module's weight with a low-rank update, ``[out]``; without a gradient.
+
+    The last ones of each module are kept: the factors do not change while tokens are generated.
+    """
+    key: list[StorageWeakRef] = []
+    factors = (factor_a, factor_b)
+    if not (factor_a.is_meta or factor_a.is_inference() or factor_b.is_inference()):
+        # The storages' own addresses, which are not used again while something refers to them weakly.
+        key = [StorageWeakRef(one.untyped_storage()) for one in factors]
+    kept = _NORMS.setdefault(module, OrderedDict())
+    name = (scaling, *(_place(one, ref) for one, ref in zip(factors, key, strict=False)))
+    if name in kept:
+        kept.move_to_end(name)
+        return kept[name][1]
+    # A tensor of inference mode could not go into a graph later.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        weight = plain_weight(module) + scaling * (factor_b @ factor_a)
+        norm: Tensor = torch.linalg.norm(weight, dim=1).to(factor_b.dtype)
+    if key:
+        kept[name] = key, norm
+        while len(kept) > _KEPT_NORMS:
+            kept.popitem(last=False)
+    return norm
+
+
+def _place(tensor: Tensor, storage: StorageWeakRef) -> tuple[object, ...]:
+    return storage.cdata, tensor.storage_offset(), tensor.shape, tensor._version
+
+
+def weight_norms(adapter: LoadedAdapter, linear_of: Callable[[PeftLayer], nn.Linear]) -> tuple[Tensor, ...]:
+    """Returns the norms that the layers of a checked adapter start from, in their order."""
+    part, found = adapter.spec.peft, []
+    tensors = adapter.tensors[len(adapter.tensors) - len(part.shapes) :] if part else ()
+    for layer in part.layers if part else ():
+        if layer.needs_norm:
+            named = {name: tensors[place] for name, place in zip(layer.names, layer.places, strict=True)}
+            factors = named["lora_A.weight"], named["lora_B.weight"]
+            found.append(weight_norm(linear_of(layer), *factors, 1.0 if layer.scaling is None else layer.scaling))
+    return tuple(found)
 
 
 def layer_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:

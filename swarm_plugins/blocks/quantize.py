@@ -27,6 +27,8 @@ QUANTIZATIONS = ("none", "int8", "nf4")
 # A smaller layer (a gate with one output) saves nothing and loses the most precision.
 _MIN_FEATURES = 16
 _NF4_BLOCK = 64
+_COLUMNS = 256
+"""Columns of a weight that are widened at a time."""
 # Columns of activations above this are multiplied in the wide type on CUDA: LLM.int8(), section 3.2.
 _OUTLIER_THRESHOLD = 6.0
 
@@ -99,8 +101,21 @@ def plain_weight(linear: nn.Linear) -> Tensor:
         codes, scales = (weight.CB, weight.SCB) if state.CB is None else (state.CB, state.SCB)
         widened: Tensor = codes.to(torch.float32) * scales.to(torch.float32).unsqueeze(1).mul(1.0 / 127.0)
         return widened
-    plain: Tensor = weight
-    return plain
+    if tuple(weight.shape) == (linear.out_features, linear.in_features) and weight.is_floating_point():
+        return weight  # type: ignore[no-any-return]
+    # A stored format of few bits: only its product is known here.
+    with torch.no_grad():
+        columns = [_columns(linear, start, weight.device) for start in range(0, linear.in_features, _COLUMNS)]
+    return torch.cat(columns, dim=1)
+
+
+def _columns(linear: nn.Linear, start: int, device: torch.device) -> Tensor:
+    """Returns some columns of a linear layer's weight, from products with unit vectors."""
+    width = min(_COLUMNS, linear.in_features - start)
+    units = torch.zeros(width, linear.in_features, device=device)
+    units[torch.arange(width), torch.arange(start, start + width)] = 1.0
+    product: Tensor = type(linear).forward(linear, units)
+    return (product if linear.bias is None else product - linear.bias).T
 
 
 def _quantize_experts(module: nn.Module, kind: str) -> None:

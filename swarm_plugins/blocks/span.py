@@ -8,13 +8,15 @@ one packed forward. A step may run in the middle of a forward or its backward, i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from swarm_plugins.block_io import SpanInputs, SpanOutputs
+from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVCache, KVPool
+from swarm_plugins.blocks.peft_layers import weight_norms
 from swarm_plugins.blocks.probe import Traits, has_fixed_positions
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import ConfigError
@@ -69,6 +71,10 @@ class Span:
             AttributeError: If the block lacks it.
         """
         return self._cut.module(block, path)
+
+    def weight_norms(self, adapter: LoadedAdapter) -> tuple[Tensor, ...]:
+        """Returns the norms of weights that an adapter's layers start from, in the order of these layers."""
+        return weight_norms(adapter, lambda layer: cast(nn.Linear, self.module(layer.block, layer.module)))
 
     def new_cache(self, batch_size: int, blocks: range, prefix: Sequence[Tensor] = ()) -> KVCache:
         """Opens a session's cache; see `SpanRunner`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from swarm_plugins.block_io import CacheOp, SpanInputs, SpanOutputs
+from swarm_plugins.block_io import CacheOp, LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.client.counts import ClientCounts
 from swarm_plugins.client.discovery.network import LastingNetwork, Network
@@ -23,6 +23,7 @@ from swarm_plugins.client.peers import Peers
 from swarm_plugins.client.sessions.session import ClientSession
 from swarm_plugins.client.training.autograd import run_batch
 from swarm_plugins.client.training.micro_batches import BatchCall
+from swarm_plugins.client.training.norms import weight_norms
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.routing import Demand
 from swarm_plugins.transport.config import NodeConfig
@@ -185,6 +186,15 @@ class RemoteBlocks:
             SwarmError: If a server refuses the request, or too many servers failed.
         """
         return run_batch(self._loop, BatchCall(self.servers, inputs, keep=inputs.needs_gradient))
+
+    def weight_norms(self, adapter: LoadedAdapter, blocks: range) -> dict[tuple[int, str], Tensor]:
+        """Returns the norms that an adapter's layers start from, ``[out]``, by block and path of the module.
+
+        Raises:
+            MissingBlocksError: If no living server holds some block.
+            SwarmError: If a server refuses, or too many servers failed.
+        """
+        return self._loop.run(weight_norms(self.servers, adapter, blocks))
 
     def open_session(self, blocks: range, prefix: Sequence[Tensor] = ()) -> ClientSession:
         """Returns a new session; servers open it at its first step."""

@@ -99,6 +99,11 @@ class HostedSpans:
         """Runs new tokens of sessions; see `SpanRunner`."""
         return self._holding(steps[0].blocks).step(steps) if steps else []
 
+    def weight_norms(self, adapter: LoadedAdapter) -> tuple[Tensor, ...]:
+        """Returns the norms of weights that an adapter's layers start from."""
+        blocks = [layer.block for layer in adapter.spec.layers] or [self.spec.blocks.start]
+        return self._holding(range(min(blocks), max(blocks) + 1)).weight_norms(adapter)
+
     def check_adapter(self, digest: str, spec: AdapterSpec, tensors: tuple[Tensor, ...]) -> LoadedAdapter:
         """Checks an uploaded adapter against the span that holds its blocks."""
         blocks = [layer.block for layer in spec.layers]

@@ -272,6 +272,7 @@ class SwarmServer:
             scheduler=scheduler,
             info=lambda: self.info,
             check_adapter=spans.check_adapter,
+            weight_norms=spans.weight_norms,
             limits=dataclasses.replace(limits, max_session_tokens=self._info.max_session_tokens),
             run_limits=RunLimits(
                 portion_tokens=max(_MIN_PACK_TOKENS, int(speed.throughput * _PORTION_S)), token_bytes=speed.token_bytes

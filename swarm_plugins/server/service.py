@@ -59,6 +59,8 @@ class Service:
     info: Callable[[], ServerInfo]
     """Returns what the server announces now."""
     check_adapter: AdapterCheck
+    weight_norms: Callable[[LoadedAdapter], tuple[torch.Tensor, ...]] = lambda adapter: ()
+    """Returns the norms of weights that an adapter's layers start from; called on the compute thread."""
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     run_limits: RunLimits = field(default_factory=RunLimits)
     """Memory of a running forward or backward, and how many tokens run at a time."""

@@ -74,6 +74,7 @@ def host_blocks(checkpoint: Checkpoint, blocks: range) -> HostedBlocks:
         scheduler=scheduler,
         info=lambda: info,
         check_adapter=spans.check_adapter,
+        weight_norms=spans.weight_norms,
         activations=ActivationStore(_STORE_BYTES),
         adapters=AdapterStore(_STORE_BYTES),
     )

@@ -186,6 +186,7 @@ class InProcessSwarm:
             scheduler=scheduler,
             info=lambda: service.draining.shown(described[0]),
             check_adapter=spans.check_adapter,
+            weight_norms=spans.weight_norms,
             activations=ActivationStore(_STORE_BYTES),
             adapters=AdapterStore(_STORE_BYTES),
             pushes=Pushes(self.transport.seen_from(peer)),

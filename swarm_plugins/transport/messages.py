@@ -330,6 +330,20 @@ class AdapterStored(BaseMessage, kw_only=True):
     digest: str
 
 
+class NormsRequest(BaseMessage, kw_only=True):
+    """Asks for the norms of adapted weights, their low-rank updates included, on the stream of uploads."""
+
+    digest: str
+    """An adapter that the server holds."""
+
+
+class NormsResponse(BaseMessage, kw_only=True):
+    """Answers a request for norms."""
+
+    norms: tuple[Tensor, ...]
+    """Of the rows of each weight, ``[out]``, in the order of the layers that need them."""
+
+
 class DrainRequest(BaseMessage, kw_only=True):
     """Asks a server to drain and to end; signed with the server's own key."""
 
@@ -370,6 +384,8 @@ Message = (
     | OpenedStates
     | AdapterUpload
     | AdapterStored
+    | NormsRequest
+    | NormsResponse
     | DrainRequest
     | DrainAccepted
     | RunStatus

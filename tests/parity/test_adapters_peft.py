@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from adapter_cases import IDS, MASK, nothing_kept, step, trained, tuned, worst_error
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, get_peft_model
 
 from swarm_plugins.adapter_spec import PEFT_METHODS
 
@@ -45,6 +45,8 @@ METHODS: dict[str, Callable[[], PeftConfig]] = {
 }
 OTHERS: dict[str, Callable[[], PeftConfig]] = {
     "GRALORA-hybrid": config(peft.GraloraConfig, r=4, hybrid_r=2),
+    "LORA-dora": config(peft.LoraConfig, r=4, use_dora=True, target_modules=["q_proj", "o_proj"]),
+    "LORA-bias": config(peft.LoraConfig, r=4, lora_bias=True),
     "LOKR-full": config(peft.LoKrConfig, r=16, alpha=3),
     "LOHA-ranks": config(peft.LoHaConfig, r=4, rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3}),
     "MISS-bat": config(peft.MissConfig, r=4, init_weights="bat"),
@@ -55,7 +57,7 @@ OTHERS: dict[str, Callable[[], PeftConfig]] = {
     "VERA-all": config(peft.VeraConfig, r=4, target_modules="all-linear"),
 }
 # One of each kind in every run: full updates, rotations of inputs, tensors that blocks share, a result that is scaled.
-QUICK = ("LOKR", "OFT", "VERA", "LILY", "ROAD")
+QUICK = ("LOKR", "OFT", "VERA", "LILY", "ROAD", "LORA-dora", "LORA-bias")
 
 
 def cases() -> list[object]:
@@ -87,12 +89,42 @@ def test_loss_gradients_and_text_are_the_local_ones(pair, make: Callable[[], Pef
     assert remote.generate(**inputs).tolist() == local.generate(**inputs).tolist()
 
 
+SAVED = [*METHODS, "LORA-dora", "LORA-bias"]
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
+@pytest.mark.parametrize("is_random", [False, True], ids=["zero", "random"])
+def test_dora_starts_from_the_norms_of_the_servers(pair, is_random: bool) -> None:
+    options = {"r": 4, "use_dora": True, "init_lora_weights": not is_random, "target_modules": ["q_proj", "down_proj"]}
+    started = []
+    for base in (pair.load_local(), pair.load_remote()):
+        torch.manual_seed(0)
+        started.append(trained(get_peft_model(base, peft.LoraConfig(**options))))
+    local, remote = started
+    assert worst_error(remote, local) <= TOLERANCE
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
+def test_dropout_trains_and_is_drawn_again_in_a_recomputation(pair) -> None:
+    model = tuned(pair.load_remote(), peft.LoraConfig(r=4, use_dora=True, lora_dropout=0.5, target_modules=TARGETS))
+    model.train()
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append(step(model))
+    with nothing_kept(pair):
+        torch.manual_seed(3)
+        found.append(step(model))
+    assert found[0][0] == found[1][0] == found[2][0] != step(model)[0]
+    assert worst_error(found[2][1], found[0][1]) <= TOLERANCE
+
+
 @pytest.mark.parametrize(
-    ("pair", "name"), [("llama", name) for name in METHODS], indirect=["pair"], scope="session", ids=METHODS
+    ("pair", "name"), [("llama", name) for name in SAVED], indirect=["pair"], scope="session", ids=SAVED
 )
 @torch.no_grad()
 def test_saved_here_loads_there_and_back(pair, name: str, tmp_path: Path) -> None:
-    remote = tuned(pair.load_remote(), METHODS[name]())
+    remote = tuned(pair.load_remote(), (METHODS | OTHERS)[name]())
     before = remote(input_ids=IDS, attention_mask=MASK).logits
     untuned = pair.local(IDS, attention_mask=MASK).logits
     assert float((before - untuned).abs().max()) > 1e-2, "the adapter has no effect"

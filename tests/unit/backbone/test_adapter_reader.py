@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.variants import QALoraLinearVariant
 from torch import nn
 
 from swarm_plugins.backbone import adapter_reader as adapters_module
@@ -210,9 +211,6 @@ def test_base_weights_are_looked_at_every_time() -> None:
 def test_variants_that_came_in_past_the_checks() -> None:
     read = Reading(lora())
     layer = read.model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
-    layer.use_dora["default"] = True
-    with pytest.raises(UnsupportedError, match=r"DoRA .* 'self_attn.q_proj' in remote block 1 .* use plain LoRA"):
-        read()
-    layer.use_dora["default"], layer.lora_bias["default"] = False, True
-    with pytest.raises(UnsupportedError, match=r"lora_bias=True on 'self_attn.q_proj' in remote block 1"):
+    layer.lora_variant["default"] = QALoraLinearVariant()
+    with pytest.raises(UnsupportedError, match=r"QALora.* 'self_attn.q_proj' in remote block 1 .* use plain LoRA"):
         read()

@@ -86,8 +86,6 @@ def test_initialisations_that_read_nothing_work(remote: PreTrainedModel, init: s
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("use_dora", True),
-        ("lora_bias", True),
         ("alora_invocation_tokens", [1, 2]),
         ("layer_replication", [(0, 2), (1, 4)]),
     ],
@@ -113,8 +111,8 @@ def test_base_modules_of_blocks_trained_as_a_whole(remote: PreTrainedModel, opti
 def test_every_way_to_inject_is_watched(remote: PreTrainedModel) -> None:
     with pytest.raises(UnsupportedError, match="pissa"):
         inject_adapter_in_model(lora(init_lora_weights="pissa"), remote)
-    with pytest.raises(UnsupportedError, match="use_dora"):
-        remote.add_adapter(lora(use_dora=True))
+    with pytest.raises(UnsupportedError, match="layer_replication"):
+        remote.add_adapter(lora(layer_replication=[(0, 2), (1, 4)]))
     model = get_peft_model(remote, lora())
     with pytest.raises(UnsupportedError, match="olora"):
         model.add_adapter("second", lora(init_lora_weights="olora"))
@@ -123,7 +121,7 @@ def test_every_way_to_inject_is_watched(remote: PreTrainedModel) -> None:
 def test_a_refused_adapter_leaves_the_model_as_it_was(remote: PreTrainedModel) -> None:
     before = remote(IDS).logits
     with pytest.raises(UnsupportedError):
-        get_peft_model(remote, lora(use_dora=True))
+        get_peft_model(remote, lora(layer_replication=[(0, 2), (1, 4)]))
     assert torch.equal(remote(IDS).logits, before)
     assert get_peft_model(remote, lora()).get_nb_trainable_parameters()[0] > 0
 

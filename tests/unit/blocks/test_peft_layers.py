@@ -15,7 +15,10 @@ from swarm_plugins.adapter_spec import PEFT_METHODS, AdapterModule, AdapterSpec,
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks import AdapterUse, StepInputs, peft_layers
 from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
+from swarm_plugins.blocks.quantize import plain_weight, quantize_block
 from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.offload.formats.experts import matrix_format
+from swarm_plugins.offload.formats.linears import QuantizedLinear
 
 LOHA_NAMES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 LOHA_SHAPES = ((32, 4), (4, 32), (32, 4), (4, 32))
@@ -193,6 +196,65 @@ def test_rows_of_a_packed_step_have_their_own_kinds(llama: Pair) -> None:
         cache.close()
     with pytest.raises(UnsupportedError, match="LOHA and another kind of adapter on the same module"):
         llama.forward(hidden, adapters=AdapterUse(adapters=tuple(adapters)))
+
+
+def dora(shapes: Any = ((4, 32), (32, 4), (32,))) -> AdapterSpec:
+    options = (("r", 4), ("lora_alpha", 8), ("use_dora", True), ("lora_bias", False))
+    names = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector.weight")
+    return spec_of(loha(options=options, names=names, places=(0, 1, 2)), method="LORA", shapes=shapes)
+
+
+def test_a_norm_is_computed_once_until_the_adapter_changes(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[object] = []
+    original = peft_layers.plain_weight
+    adapter = checked(dora(), llama)
+    monkeypatch.setattr(peft_layers, "plain_weight", lambda module: computed.append(module) or original(module))
+    module = llama.span.module(1, "self_attn.q_proj")
+    hidden = states(1, 3, WIDTH)
+    cache = llama.span.new_cache(1, BLOCKS)
+    llama.step(cache, hidden, adapters=AdapterUse(adapters=(adapter,)))
+    cache.close()
+    llama.forward(
+        hidden, adapters=AdapterUse(adapters=(adapter.map(lambda one: one.detach().requires_grad_()),))
+    ).sum().backward()
+    first = llama.forward(hidden, adapters=AdapterUse(adapters=(adapter,)))
+    assert torch.equal(llama.forward(hidden, adapters=AdapterUse(adapters=(adapter,))), first)
+    assert torch.equal(llama.forward(hidden, adapters=AdapterUse(adapters=(adapter.map(Tensor.detach),))), first)
+    assert computed == [module]
+    [norm] = llama.span.weight_norms(adapter)
+    factor_a, factor_b, _ = adapter.tensors
+    torch.testing.assert_close(norm, (module.weight + 2.0 * factor_b @ factor_a).norm(dim=1))
+    assert computed == [module]
+    adapter.tensors[0].mul_(2.0)
+    assert not torch.equal(llama.forward(hidden, adapters=AdapterUse(adapters=(adapter,))), first)
+    assert computed == [module, module]
+    for _ in range(6):
+        checked_again = adapter.map(torch.clone)
+        llama.forward(hidden, adapters=AdapterUse(adapters=(checked_again,)))
+    assert len(peft_layers._NORMS[module]) == 4
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_weights_are_widened_for_layers_that_need_them(llama: Pair, kind: str) -> None:
+    module = llama.span.module(1, "self_attn.q_proj")
+    assert isinstance(module, nn.Linear)
+    block = nn.ModuleDict({"linear": nn.Linear(64, 32, bias=False)})
+    plain = block["linear"].weight.detach().clone()
+    quantize_block(block, kind, torch.float32)
+    quantized = block["linear"]
+    assert type(quantized) is not nn.Linear
+    widened = plain_weight(quantized)
+    assert float((widened - plain).abs().max()) < 0.02
+    hidden = states(2, 64)
+    error = (quantized(hidden) - hidden @ widened.T).abs().max()
+    assert float(error) < 0.05, "the product is not that of the widened weight"
+
+
+def test_weights_of_stores_are_widened() -> None:
+    linear = nn.Linear(300, 64).requires_grad_(False)
+    parts = matrix_format((64, 300), 8, torch.device("cpu")).quantize(linear.weight, is_fitted=False)
+    quantized = QuantizedLinear((64, 300), 8, parts, linear.bias, torch.device("cpu"))
+    assert float((plain_weight(quantized) - linear.weight).detach().abs().max()) < 0.01
 
 
 def test_dropout_is_drawn_again_the_same(llama: Pair) -> None:
