@@ -7,6 +7,8 @@ StudentTuner        staged distillation of a shallower copy of a teacher
 PromptClassifier    sequence classification with soft prompts and a head
 TextData            pieces of running text, documents held out
 LabelledData        paragraphs with a class each, documents held out
+load_rows           addresses of US presidents, a file, or a data set on the Hub, as a Dataset
+split_by_document   such rows, with every eighth document held out
 ```
 
 A recipe may name other Lightning classes as well. Names are resolved at first use: rows of text need no Lightning.
@@ -23,8 +25,18 @@ if TYPE_CHECKING:
     from swarm_plugins.recipes.data import LabelledData, TextData
     from swarm_plugins.recipes.language import AdapterTuner
     from swarm_plugins.recipes.models import ModelTuner, StudentTuner
+    from swarm_plugins.recipes.rows import load_rows, split_by_document
 
-__all__ = ["AdapterTuner", "LabelledData", "ModelTuner", "PromptClassifier", "StudentTuner", "TextData"]
+__all__ = [
+    "AdapterTuner",
+    "LabelledData",
+    "ModelTuner",
+    "PromptClassifier",
+    "StudentTuner",
+    "TextData",
+    "load_rows",
+    "split_by_document",
+]
 
 _NAMES = LazyNames(
     __name__,
@@ -35,6 +47,8 @@ _NAMES = LazyNames(
         "PromptClassifier": ".classification",
         "StudentTuner": ".models",
         "TextData": ".data",
+        "load_rows": ".rows",
+        "split_by_document": ".rows",
     },
 )
 __getattr__, __dir__ = _NAMES.get, _NAMES.list

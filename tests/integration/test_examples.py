@@ -1,4 +1,4 @@
-"""Each example, and the recipe for Fabric, run as a user runs them: by their own options, in a process of their own."""
+"""Each example, and each recipe that is a program, runs as a user runs it: by its options, in a process of its own."""
 
 from __future__ import annotations
 
@@ -94,6 +94,24 @@ def test_the_trainer_of_transformers_saves_checkpoints_of_the_adapter_alone(
 def test_sft_of_trl_trains(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
     said = run(tmp_path, *example("trl_sft.py"), model, environment=peers)
     assert numbers(r"'train_loss': ([\d.]+)", said)
+
+
+@pytest.mark.slow
+def test_the_recipe_of_preferences_raises_the_margin(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    options = ["--base", model, "--steps", "3", "--pairs", "8", "--length", "100", "--output", tmp_path / "out"]
+    said = run(tmp_path, sys.executable, ROOT / "recipes" / "dpo.py", *options, environment=peers)
+    before, after = numbers(r"margin (-?[\d.]+)", said)
+    assert before == 0
+    assert after != 0
+    assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
+
+
+@pytest.mark.slow
+def test_the_recipe_of_rewards_samples_and_trains(model: Path, peers: Mapping[str, str], tmp_path: Path) -> None:
+    options = ["--base", model, "--steps", "2", "--texts", "4", "--new-tokens", "12", "--output", tmp_path / "out"]
+    said = run(tmp_path, sys.executable, ROOT / "recipes" / "grpo.py", *options, environment=peers)
+    assert len(numbers(r"step \d: held-out reward ([\d.]+)", said)) == 2
+    assert all("lora_" in name for name in tensor_names(tmp_path / "out" / "adapter"))
 
 
 @pytest.mark.slow
