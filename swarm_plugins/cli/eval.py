@@ -43,6 +43,7 @@ def evaluate(
         str | None, typer.Option(metavar="MODEL", help="Base: a directory or an id. Default: as the version says.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of --base on the Hub.")] = None,
+    with_base: Annotated[bool, typer.Option("--with-base", help="Also evaluate the base without an adapter.")] = False,
     initial_peers: Peers = None,
     discovery: Discovery = "dht",
     secret_file: Secret = None,
@@ -86,6 +87,7 @@ def evaluate(
             tags=version or (),
             all_versions=all_versions,
             base=None if base is None else Checkpoint.open(base, revision=revision).version,
+            with_base=with_base,
             settings=EvalSettings(
                 batch_size=batch_size,
                 num_fewshot=num_fewshot,
@@ -143,7 +145,7 @@ def _loader(base: str | None, endpoint: str | None, peers: list[str] | None, cli
         name = base or made_for.name
         # The commit that was resolved, even if a branch has moved.
         revision = None if made_for.is_local else made_for.revision
-        adapter = f"{version.repo_id}@{version.commit}"
+        adapter = None if version.is_base else f"{version.repo_id}@{version.commit}"
         if peers is None:
             loaded = load_whole(name, adapter=adapter, revision=revision, endpoint=endpoint)
         else:

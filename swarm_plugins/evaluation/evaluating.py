@@ -12,7 +12,7 @@ from swarm_plugins.errors import CheckpointError, ConfigError, NumericError, Swa
 from swarm_plugins.evaluation.plot import draw_results
 from swarm_plugins.evaluation.scoring import EvalSettings, Tasks, software
 from swarm_plugins.evaluation.tasks import EvalTask
-from swarm_plugins.evaluation.versions import TaggedVersion, base_to_use, find_versions
+from swarm_plugins.evaluation.versions import TaggedVersion, base_to_use, bases_of, find_versions
 from swarm_plugins.hub.push import RetryPlan
 from swarm_plugins.hub.results import EvalRecord, Score, TaskSetting, add_results
 from swarm_plugins.hub.results_push import ResultsRepository
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _OF_A_VERSION = (ConfigError, CheckpointError, NumericError, UnsupportedError)
 
 Load = Callable[[TaggedVersion, ModelVersion], tuple[Any, Any]]
-"""Loads a version's model, on its base, and the tokenizer."""
+"""Loads a version's model, on its base, and the tokenizer; no adapter if the version ``is_base``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class EvalJob:
     """Whether every tagged version is evaluated."""
     base: ModelVersion | None = None
     """The base to use. None: the one that each version was made for."""
+    with_base: bool = False
+    """Whether the base is evaluated too, without an adapter, to compare with."""
     settings: EvalSettings = field(default_factory=EvalSettings)
     """How tasks are run."""
     folder: Path
@@ -95,7 +97,7 @@ def evaluate_versions(job: EvalJob, load: Load, *, tell: Callable[[str], None] =
     # A full disk shows now, not after the work.
     known = add_results(job.folder, published.records)
     run = _Run(job, tasks, load, known, tell)
-    for version in versions:
+    for version in [*(bases_of(versions, job.base) if job.with_base else ()), *versions]:
         if not run.evaluate(version):
             break
     for name, content in repository.files(published, run.records, draw_results).items():

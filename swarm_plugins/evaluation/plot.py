@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from swarm_plugins.errors import naming_extras
-from swarm_plugins.hub.results import EvalRecord, Series, in_order, series_of
+from swarm_plugins.hub.results import BASE_TAG, EvalRecord, Series, in_order, series_of
 
 _COLUMNS = 2
 _MAX_PANELS = 12
 _MAX_TICKS = 12
 _PANEL = (4.2, 2.6)
 """Inches."""
-_INK, _LINE = "#1f2328", "#0969da"
+_INK, _MUTED, _LINE = "#1f2328", "#656d76", "#0969da"
 
 
 def draw_results(records: Sequence[EvalRecord]) -> bytes:
@@ -30,7 +30,7 @@ def draw_results(records: Sequence[EvalRecord]) -> bytes:
         import matplotlib
         from matplotlib.figure import Figure
     series = series_of(records)[-_MAX_PANELS:]
-    tags = in_order({record.tag for one in series for record in one.records})
+    tags = in_order({record.tag for one in series for record in one.records} - {BASE_TAG})
     columns = min(_COLUMNS, max(1, len(series)))
     rows = max(1, math.ceil(len(series) / columns))
     with matplotlib.rc_context({"font.size": 9, "text.parse_math": False}):
@@ -43,10 +43,16 @@ def draw_results(records: Sequence[EvalRecord]) -> bytes:
 
 
 def _draw_one(axes: Any, series: Series, tags: Sequence[str]) -> None:
-    places = [tags.index(record.tag) for record in series.records]
-    values = [record.value for record in series.records]
-    errors = [record.stderr or 0.0 for record in series.records]
+    records = [record for record in series.records if record.tag != BASE_TAG]
+    places = [tags.index(record.tag) for record in records]
+    values = [record.value for record in records]
+    errors = [record.stderr or 0.0 for record in records]
     axes.errorbar(places, values, yerr=errors, color=_LINE, marker="o", markersize=4, capsize=3, linewidth=1.2)
+    for base in (record for record in series.records if record.tag == BASE_TAG):
+        axes.axhline(base.value, color=_MUTED, linestyle="--", linewidth=1)
+        axes.annotate(
+            "base", (1, base.value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=_MUTED
+        )
     axes.set_title(series.label, loc="left", color=_INK)
     step = math.ceil(len(tags) / _MAX_TICKS)
     axes.set_xticks(range(0, len(tags), step), tags[::step])

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError
 from swarm_plugins.hub.find import describe
 from swarm_plugins.hub.names import check_repo_id, newest_tag
-from swarm_plugins.hub.results import in_order
+from swarm_plugins.hub.results import BASE_TAG, in_order
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
 
@@ -19,13 +19,21 @@ _MAX_LISTED = 20
 
 
 class TaggedVersion(NamedTuple):
-    """A version of an adapter."""
+    """A version of an adapter, or its base without an adapter."""
 
     repo_id: str
+    """The adapter's repository."""
     tag: str
+    """The version's tag; ``(base)`` for the base."""
     commit: str
+    """Its commit; the base's revision for the base."""
     base: ModelVersion | None
     """The version of its base; None if unknown."""
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it is the base without an adapter."""
+        return self.tag == BASE_TAG
 
     @property
     def label(self) -> str:
@@ -103,3 +111,9 @@ def base_to_use(version: TaggedVersion, asked: ModelVersion | None = None) -> Mo
             f"{version.label} was made for {version.base}, a base in a directory: give it with --base DIR"
         )
     return version.base
+
+
+def bases_of(versions: Sequence[TaggedVersion], asked: ModelVersion | None = None) -> list[TaggedVersion]:
+    """Returns the bases of versions, each once, to be evaluated without an adapter."""
+    bases = {one for one in (asked or version.base for version in versions) if one is not None}
+    return [TaggedVersion(versions[0].repo_id, BASE_TAG, base.revision, base) for base in sorted(bases, key=str)]

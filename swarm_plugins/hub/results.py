@@ -14,12 +14,15 @@ from swarm_plugins.errors import CheckpointError, one_line
 from swarm_plugins.kept_files import write_whole
 
 RESULTS_FILE = "results.jsonl"
+BASE_TAG = "(base)"
+"""In place of a tag: the score of the base without an adapter. No tag has parentheses."""
 MAX_RESULTS_BYTES = 16 << 20
 _LOCK_S = 20.0
 _SHORT_DIGEST = 7
 
 Word = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Hex = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{8,64}$")]
+Revision = Annotated[str, msgspec.Meta(pattern=r"^(local-)?[0-9a-f]{8,64}$")]
 
 
 class TaskSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,12 +67,12 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line: what a version scored."""
 
     tag: Word
-    """The version's tag."""
-    commit: Hex
-    """Its commit."""
+    """The version's tag; ``(base)`` for the base without an adapter."""
+    commit: Revision
+    """Its commit; the base's revision for the base."""
     base: Word
     """Id of the base on the Hub, or the name of its directory."""
-    base_revision: Word
+    base_revision: Revision
     """Its commit, or ``local-`` and the fingerprint of its content."""
     task: Word
     """Name of the task."""

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard
 
 from swarm_plugins.errors import CheckpointError, one_line
-from swarm_plugins.hub.results import RESULTS_FILE, EvalRecord, Series, in_order, series_of
+from swarm_plugins.hub.results import BASE_TAG, RESULTS_FILE, EvalRecord, Series, in_order, series_of
 
 PLOT_FILE = "results.png"
 _SOURCE = "swarm eval"
@@ -63,9 +63,10 @@ def format_score(record: EvalRecord) -> str:
 
 def _index(records: Sequence[EvalRecord], task_type: str, source: str) -> list[EvalResult]:
     """Returns the newest version's results."""
-    if not records:
+    tags = in_order(record.tag for record in records)
+    if not tags or tags[-1] == BASE_TAG:
         return []
-    newest = in_order(record.tag for record in records)[-1]
+    newest = tags[-1]
     return [
         EvalResult(
             task_type=task_type,

@@ -61,6 +61,23 @@ def test_a_version_of_another_base_is_refused(evaluation: Evaluation, publish: C
     assert evaluation.run().records[-1].base_revision == OTHER.revision
 
 
+def test_the_base_is_evaluated_once_if_that_is_asked_for(
+    evaluation: Evaluation, publish: Callable[..., None], hub: LocalHub
+) -> None:
+    done = evaluation.run(with_base=True)
+    assert evaluation.loaded == ["(base)", "v1", "v2", "v3"]
+    assert [(one.tag, one.commit) for one in done.records[:1]] == [("(base)", BASE.revision)]
+    publish("v4")
+    assert evaluation.run(with_base=True).num_new == 1
+    assert tags_on_main(hub) == ["(base)", "v1", "v2", "v3", "v4"]
+    # On another base, its own score too.
+    publish("v5", OTHER)
+    assert [(one.tag, one.base_revision) for one in evaluation.run(with_base=True).records[5:]] == [
+        ("(base)", OTHER.revision),
+        ("v5", OTHER.revision),
+    ]
+
+
 @pytest.mark.parametrize(
     ("base", "sentence"),
     [

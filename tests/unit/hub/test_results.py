@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from swarm_plugins.errors import CheckpointError
 from swarm_plugins.hub import AdapterFacts, EvalRecord, Manifest, card_text
 from swarm_plugins.hub.results import (
+    BASE_TAG,
     RESULTS_FILE,
     add_results,
     format_results,
@@ -127,6 +128,14 @@ def test_the_card_gets_a_table_and_the_index_of_the_newest_version() -> None:
     again = shown(text, [record(1), record(2), record(3, value=1.0)])
     assert again.count("swarm eval: begin") == 1
     assert [one.metric_value for one in ModelCard(again).data.eval_results] == [1.5, 1.0]
+
+
+def test_the_base_is_the_last_row_and_not_in_the_index() -> None:
+    base = record(0, tag=BASE_TAG, commit="a" * 40, value=0.5)
+    card = ModelCard(shown(CARD, [base, record(1)]))
+    assert "| v1 | 0.625 ± 0.12 |\n| (base) | 0.5 ± 0.12 |" in card.text
+    assert [one.metric_value for one in card.data.eval_results] == [1.5, 0.625]
+    assert [one.metric_value for one in ModelCard(shown(CARD, [base])).data.eval_results] == [1.5]
 
 
 def test_what_others_wrote_on_the_card_stays() -> None:
