@@ -21,6 +21,9 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)
         Path(temporary).replace(path)
+    except OSError as exc:
+        exc.filename = path  # a failed write names none
+        raise
     finally:
         Path(temporary).unlink(missing_ok=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib.metadata
 import math
 import os
@@ -174,7 +175,7 @@ class Tasks:
                 one.set_config(key="num_fewshot", value=0)
             one.set_fewshot_seed(seed=_SEED)
         report = evaluate(
-            lm=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size),
+            lm=_as_lm(model, tokenizer, settings.batch_size),
             task_dict=loaded,
             limit=settings.limit,
             bootstrap_iters=_BOOTSTRAPS,
@@ -183,6 +184,15 @@ class Tasks:
             confirm_run_unsafe_code=settings.allow_code,
         )
         return _read_report(task.name, report)
+
+
+def _as_lm(model: Any, tokenizer: Any, batch_size: int) -> HFLM:
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    if not sys.stderr.isatty():
+        # Its bars do not ask whether anybody sees them.
+        for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+            setattr(lm, name, functools.partial(getattr(lm, name), disable_tqdm=True))
+    return lm
 
 
 def _read_report(name: str, report: Any) -> list[Score]:

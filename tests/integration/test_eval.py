@@ -107,6 +107,7 @@ def test_the_command_with_a_server_of_its_own(hub: LocalHub, base_dir: Path, tmp
         done = CliRunner().invoke(app, [*on_swarm, "--push", "--json"])
         connect(swarm.initial_peers, SwarmConfig()).close()
         assert done.exit_code == 0, done.stderr
+        assert "Running" not in done.stderr, "no progress bars in a pipe"
     told = json.loads(done.stdout)
     assert (told["repo"], told["new"], [one["tag"] for one in told["results"]]) == (REPO, 3, ["v1", "v2", "v3"])
     local = [*common, "--base", str(base_dir), "--local"]
