@@ -100,9 +100,11 @@ def evaluate_versions(job: EvalJob, load: Load, *, tell: Callable[[str], None] =
     for version in [*(bases_of(versions, job.base) if job.with_base else ()), *versions]:
         if not run.evaluate(version):
             break
-    for name, content in repository.files(published, run.records, draw_results).items():
-        write_whole(job.folder / name, content)
-    commit = repository.push(run.records, draw_results) if job.push else None
+    commit = None
+    if run.records:
+        for name, content in repository.files(published, run.records, draw_results).items():
+            write_whole(job.folder / name, content)
+        commit = repository.push(run.records, draw_results) if job.push else None
     return Evaluated(run.records, len(run.records) - len(known), run.failures, commit)
 
 

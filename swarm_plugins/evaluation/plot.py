@@ -54,9 +54,9 @@ def _draw_one(axes: Any, series: Series, tags: Sequence[str]) -> None:
             "base", (1, base.value), xycoords=("axes fraction", "data"), ha="right", va="bottom", color=_MUTED
         )
     axes.set_title(series.label, loc="left", color=_INK)
-    step = math.ceil(len(tags) / _MAX_TICKS)
+    step = max(1, math.ceil(len(tags) / _MAX_TICKS))
     axes.set_xticks(range(0, len(tags), step), tags[::step])
-    axes.set_xlim(-0.5, len(tags) - 0.5)
+    axes.set_xlim(-0.5, max(1, len(tags)) - 0.5)
     better = {True: "higher is better", False: "lower is better", None: ""}[series.records[-1].higher_is_better]
     axes.set_ylabel(better, color=_INK)
     axes.grid(axis="y", alpha=0.3)

@@ -111,6 +111,19 @@ def test_a_swarm_that_fails_loses_no_result(evaluation: Evaluation, hub: LocalHu
     assert (evaluation.run().num_new, tags_on_main(hub)) == (1, ["v1", "v3", "v2"])
 
 
+def test_without_any_result_nothing_is_pushed(evaluation: Evaluation, hub: LocalHub, tmp_path: Path) -> None:
+    evaluation.fails_at = {tag: CheckpointError(f"{tag} does not fit the model") for tag in ("v1", "v2", "v3")}
+    hub.forget()
+    done = evaluation.run()
+    assert (done.records, done.commit, len(done.failures)) == ([], None, 3)
+    assert not any("/commit/" in request.path for request in hub.requests)
+    # The base alone is a result, which is drawn and pushed.
+    alone = evaluation.run(with_base=True)
+    assert [one.tag for one in alone.records] == ["(base)"]
+    assert tags_on_main(hub) == ["(base)"]
+    assert (tmp_path / "results" / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_hub_that_refuses_the_push_leaves_everything_in_the_folder(
     evaluation: Evaluation, hub: LocalHub, tmp_path: Path
 ) -> None:
