@@ -40,13 +40,33 @@ class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_
         return LoadedAdapter(digest=self.digest, spec=self.spec, tensors=tensors)
 
 
+_ADAPTER_BITS = 16
+WHOLE_ROW = 1 << 40
+"""Offset of an adapter that applies to all tokens of its row; see `AdapterUse.with_starts`."""
+
+
+def late_row(adapter: int, start: int) -> int:
+    """Returns an entry of ``AdapterUse.rows`` for an adapter that applies from a token of the row on (aLoRA)."""
+    return start << _ADAPTER_BITS | adapter
+
+
+def adapter_of(row: int) -> int:
+    """Returns the index of the adapter in an entry of ``AdapterUse.rows``, -1 for none."""
+    return row if row < 0 else row & (1 << _ADAPTER_BITS) - 1
+
+
+def start_of(row: int) -> int:
+    """Returns the first token, cached ones counted, that the adapter of an entry applies to."""
+    return 0 if row < 0 else row >> _ADAPTER_BITS
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdapterUse:
     """Which adapters apply to which rows of a batch."""
 
     adapters: tuple[LoadedAdapter, ...] = ()
     rows: tuple[int, ...] | None = None
-    """For each row the index of its one adapter, -1 for none. None: all adapters on all rows."""
+    """For each row the index of its one adapter, -1 for none; see `late_row`. None: all adapters on all rows."""
     dropout_seed: int | None = None
     """Seed of the dropout of the first row, one more for each row; None: no dropout (evaluation)."""
     first_token: int = 0
@@ -68,6 +88,24 @@ class AdapterUse:
     def map(self, change: Change) -> AdapterUse:
         """Returns the same use of adapters with every tensor changed."""
         return replace(self, adapters=tuple(adapter.map(change) for adapter in self.adapters))
+
+    def with_starts(self, offsets: Sequence[int], cached: int, new: int, before: Sequence[int] = ()) -> AdapterUse:
+        """Returns the use with the first token of each row's adapter, counted from the row's beginning.
+
+        Args:
+            offsets: To how many of the last tokens it applies, for each of ``rows``.
+            cached: Tokens before the new ones.
+            new: New tokens.
+            before: The rows of the step before. Where all new tokens are adapted, they go on with its start: equal
+                steps are replayed together.
+        """
+        rows = []
+        for index, (row, offset) in enumerate(zip(self.rows or (), offsets, strict=True)):
+            start = 0 if offset == WHOLE_ROW else cached + new - min(offset, new)
+            if start == cached and len(before) == len(offsets) and adapter_of(before[index]) == row:
+                start = min(start, start_of(before[index]))
+            rows.append(late_row(row, start) if row >= 0 else row)
+        return replace(self, rows=tuple(rows))
 
     def take_rows(self, rows: slice | Tensor) -> AdapterUse:
         """Returns the use on some rows, with the dropout that they have in the batch if ``rows`` is a slice."""

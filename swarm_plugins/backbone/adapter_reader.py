@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from peft.tuners.ia3.layer import IA3Layer
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
-from peft.tuners.lora.variants import DoraLinearVariant
+from peft.tuners.lora.variants import ALoraLinearVariant, DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
 from swarm_plugins.backbone.peft_parts import layer_state, method_of, plain_path, read_part
 from swarm_plugins.backbone.refusals import WHAT_WORKS, check_inserted
 from swarm_plugins.backbone.standin import StandIn
-from swarm_plugins.block_io import AdapterUse, LoadedAdapter
+from swarm_plugins.block_io import WHOLE_ROW, AdapterUse, LoadedAdapter
 from swarm_plugins.errors import UnsupportedError
 
 
@@ -54,6 +54,8 @@ class AdapterReader:
         self._state: list[object] | None = None
         self._last = AdapterUse()
         self._row_names: Sequence[str] | None = None
+        self.offsets: tuple[int, ...] | None = None
+        """How many of the last tokens the adapter of each row applies to, of the last selection; None: all."""
         self._is_checked = False
 
     def select(self, structure: int, indices: range, batch_size: int) -> AdapterUse:
@@ -65,13 +67,14 @@ class AdapterReader:
         if structure != self._seen:
             self._search()
             self._seen, self._state = structure, None
-        names = _per_row_names(self._tuned)
-        state: list[object] = [indices, batch_size, None if names is None else tuple(names)]
+        names, offsets = _hooked(self._tuned, "adapter_names"), _hooked(self._tuned, "alora_offsets")
+        state: list[object] = [indices, batch_size, names, offsets]
         for item in self._tuned:
             state.extend(_state(item.layer))
         if state != self._state:
             tuned = [item for item in self._tuned if item.block in indices]
             self._last = _selection(tuned, names, batch_size)
+            self._last, self.offsets = _with_offsets(tuned, self._last, names, offsets, batch_size)
             self._state, self._row_names, self._is_checked = state, names, False
         if torch.is_grad_enabled():
             self._refuse_forgotten(indices)
@@ -148,7 +151,7 @@ def _state(layer: Any) -> list[object]:
 def _check_options(item: _Tuned, name: str) -> None:
     layer: Any = item.layer
     variant = layer.lora_variant.get(name) if isinstance(layer, LoraLayer) else None
-    if variant is not None and not isinstance(variant, DoraLinearVariant):
+    if variant is not None and not isinstance(variant, (ALoraLinearVariant, DoraLinearVariant)):
         raise UnsupportedError(
             f"{type(variant).__name__} on {item.path!r} in remote block {item.block} is not supported; "
             f"use plain LoRA or DoRA; {WHAT_WORKS}"
@@ -170,16 +173,50 @@ def _selection(tuned: Sequence[_Tuned], names: Sequence[str] | None, batch_size:
     return AdapterUse(adapters=tuple(_collect(tuned, name) for name in distinct), rows=rows)
 
 
-def _per_row_names(tuned: Sequence[_Tuned]) -> list[str] | None:
-    """Reads a mixed batch's adapter names from the hooks by which PEFT passes them to its layers."""
-    # All of PEFT's LoRA layers get the same ones.
-    first = next((item.layer for item in tuned if isinstance(item.layer, LoraLayer)), None)
-    if first is not None:
-        for hook in first._forward_pre_hooks.values():  # type: ignore[attr-defined]
-            if isinstance(hook, functools.partial) and "alora_offsets" in hook.keywords:
-                raise UnsupportedError(f"aLoRA is not supported on remote blocks; {WHAT_WORKS}")
-            if isinstance(hook, functools.partial) and hook.keywords.get("adapter_names") is not None:
-                return list(hook.keywords["adapter_names"])
+def _with_offsets(
+    tuned: Sequence[_Tuned],
+    use: AdapterUse,
+    names: Sequence[str] | None,
+    offsets: Sequence[int | None] | None,
+    batch_size: int,
+) -> tuple[AdapterUse, tuple[int, ...] | None]:
+    """Returns which rows use an adapter that begins at its invocation tokens (aLoRA), and how many last tokens."""
+    late = {name for item in tuned for name, one in _variants(item).items() if isinstance(one, ALoraLinearVariant)}
+    used = set(names) if names is not None else {name for item in tuned for name in _active(item)}
+    if not late & used:
+        return use, None
+    if len(used) > 1 and names is None:
+        raise UnsupportedError(
+            f"aLoRA together with other adapters ({', '.join(sorted(used))}) does not work on remote blocks: activate "
+            "one, or name one for each row by adapter_names"
+        )
+    if offsets is not None and len(offsets) != batch_size:
+        raise UnsupportedError(
+            f"there are {len(offsets)} aLoRA offsets for a batch of {batch_size} rows; give one each"
+        )
+    each = list(names or sorted(used) * batch_size)
+    # PEFT leaves an adapter out whose invocation tokens it has not found.
+    counts = [one or 0 for one in offsets or (0,) * batch_size]
+    rows = use.rows or (0,) * batch_size
+    kept = tuple(
+        -1 if name in late and count <= 0 else row for name, count, row in zip(each, counts, rows, strict=True)
+    )
+    return dataclasses.replace(use, rows=kept), tuple(
+        count if name in late else WHOLE_ROW for name, count in zip(each, counts, strict=True)
+    )
+
+
+def _variants(item: _Tuned) -> dict[str, Any]:
+    return item.layer.lora_variant if isinstance(item.layer, LoraLayer) else {}
+
+
+def _hooked(tuned: Sequence[_Tuned], name: str) -> tuple[Any, ...] | None:
+    """Reads what PEFT passes to its layers for each row: adapter names, aLoRA's offsets. It does so by hooks."""
+    for item in tuned:
+        hooks: Mapping[int, Any] = vars(item.layer)["_forward_pre_hooks"]
+        for hook in hooks.values():
+            if isinstance(hook, functools.partial) and hook.keywords.get(name) is not None:
+                return tuple(hook.keywords[name])
     return None
 
 

@@ -35,6 +35,8 @@ class RemoteCacheState:
         self.prefix = tuple(prefix)
         """Keys and values the cache starts with, K then V for each block."""
         self.length = prefix[0].shape[2] if prefix else 0
+        self.adapter_rows: tuple[int, ...] = ()
+        """Of the last step, if adapters of its rows began late."""
         self._ops: list[CacheOp] = []
         self._session: ClientSession | None = None
         self._release: Callable[[], object] | None = None
@@ -95,7 +97,7 @@ class RemoteCacheState:
         """Forgets everything, closes the session and frees its memory."""
         if self._release is not None:
             self._release()
-        self.length, self.prefix = 0, ()
+        self.length, self.prefix, self.adapter_rows = 0, (), ()
         self._session = self._release = None
         self._ops, self._owed = [], []
 
@@ -112,7 +114,7 @@ class RemoteCacheState:
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteCacheState:
         twin = RemoteCacheState(self.remote, self.blocks, self.prefix)
         memo[id(self)] = twin
-        twin.length = self.length
+        twin.length, twin.adapter_rows = self.length, self.adapter_rows
         twin._ops = list(self._ops)
         twin._owed = list(self._owed)
         if self._session is not None:
@@ -253,13 +255,21 @@ def adopt_cache(cache: Cache, remote: RemoteBlocks, blocks: range) -> RemoteCach
     return state
 
 
-def run_cached(remote: RemoteBlocks, inputs: SpanInputs, cache: Cache) -> SpanOutputs:
+def run_cached(
+    remote: RemoteBlocks, inputs: SpanInputs, cache: Cache, offsets: Sequence[int] | None = None
+) -> SpanOutputs:
     """Runs all remote blocks on new tokens of a cache: in its session, or outside it if gradients are needed.
+
+    ``offsets`` tell to how many of the last tokens the adapter of each row applies; None: to all.
 
     Raises:
         UnsupportedError: If gradients would have to flow through cached tokens, or another model's tokens are cached.
     """
     state = adopt_cache(cache, remote, inputs.blocks)
+    if offsets is not None:
+        use = inputs.adapters.with_starts(offsets, state.length, inputs.hidden.shape[1], state.adapter_rows)
+        state.adapter_rows = use.rows or ()
+        inputs = replace(inputs, adapters=use)
     before: Sequence[Any] = cache.layers[: inputs.blocks.start]
     _check_lengths(before, state.length + inputs.hidden.shape[1])
     try:

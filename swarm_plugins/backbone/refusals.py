@@ -25,7 +25,7 @@ from swarm_plugins.errors import UnsupportedError
 SUPPORTED_LAYERS = (LoraLinear, ParamWrapper, IA3Linear)
 """Layers of PEFT that servers can apply."""
 WHAT_WORKS = (
-    "remote blocks support LoRA (also DoRA, rslora, target_parameters, lora_bias, dropout), "
+    "remote blocks support LoRA (also DoRA, aLoRA, rslora, target_parameters, lora_bias, dropout), "
     + ", ".join(name for name in PEFT_METHODS if name != "LORA")
     + ", IA3, prompt tuning, p-tuning, prefix tuning"
 )
@@ -41,7 +41,7 @@ _LOCAL_FIELDS = frozenset(field.name for field in dataclasses.fields(PeftConfig)
     "init_weights",
 })  # fmt: skip
 """Fields of configs that say where an adapter is and what it starts from."""
-_OTHER_CHANGES = ("alora_invocation_tokens", "layer_replication", "megatron_config")
+_OTHER_CHANGES = ("layer_replication", "megatron_config")
 """Options of LoRA that PEFT does not count as variants, yet do more than a low-rank product."""
 
 
@@ -102,7 +102,12 @@ def _check_lora(config: Any) -> None:
             "use init_lora_weights=True, 'gaussian' or 'orthogonal'"
         )
     variants = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
-    for option in (*sorted(variants - {"use_dora"}), *_OTHER_CHANGES):
+    if config.alora_invocation_tokens and config.target_parameters:
+        raise UnsupportedError(
+            "alora_invocation_tokens with target_parameters: PEFT applies aLoRA to linear layers only; leave "
+            "target_parameters out"
+        )
+    for option in (*sorted(variants - {"use_dora", "alora_invocation_tokens"}), *_OTHER_CHANGES):
         if getattr(config, option, None):
             raise UnsupportedError(
                 f"{option}={getattr(config, option)!r} cannot work on remote blocks: it needs base weights or adds "

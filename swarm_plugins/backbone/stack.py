@@ -145,13 +145,17 @@ class RemoteStack:
             raise UnsupportedError(f"block {blocks.start} was called alone with a cache; call the whole model")
         if self._reader is None:
             self._reader = AdapterReader(self.layers, first=self.blocks.start)
+        use = self._reader.select(structure_version(), blocks, hidden.shape[0])
+        offsets = self._reader.offsets
+        if offsets is not None and arguments.cache is None:
+            use = use.with_starts(offsets, 0, hidden.shape[1])
         inputs = SpanInputs(
             blocks=blocks,
             # Copied from an accelerator once, not once per server; a replay does not hold memory there.
             hidden=hidden.cpu(),
             position_ids=arguments.position_ids,
             attention_mask=arguments.attention_mask,
-            adapters=self._reader.select(structure_version(), blocks, hidden.shape[0]),
+            adapters=use,
             collect_hidden="hidden_states" in collector and len(blocks) > 1,
             hidden_of=_blocks_of(collector) if arguments.cache is not None else None,
             collect_router="router_logits" in collector,
@@ -159,7 +163,7 @@ class RemoteStack:
         if arguments.cache is None:
             outputs = self.remote.forward(inputs)
         else:
-            outputs = run_cached(self.remote, inputs, arguments.cache)
+            outputs = run_cached(self.remote, inputs, arguments.cache, offsets)
         return _Running(outputs.map(lambda tensor: tensor.to(hidden.device)), inputs)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from swarm_plugins.adapter_spec import AdapterModule, PeftLayer
-from swarm_plugins.block_io import AdapterUse, LoadedAdapter
+from swarm_plugins.block_io import AdapterUse, LoadedAdapter, adapter_of, start_of
 from swarm_plugins.blocks.peft_layers import structure_of
 from swarm_plugins.errors import UnsupportedError
 from swarm_plugins.moe import ExpertDelta
@@ -40,9 +40,10 @@ class TokenRows:
 
     def __init__(self, new: Sequence[int], total: Sequence[int], device: torch.device) -> None:
         self._starts = {sum(counts): (list(counts), [0, *accumulate(counts)]) for counts in (total, new)}
-        self._num_new = sum(new)
+        self._num_new, self._num_total = sum(new), sum(total)
+        self._before = [whole - part for whole, part in zip(total, new, strict=True)]
         self._device = device
-        self._indices: dict[tuple[tuple[int, ...], int], Tensor] = {}
+        self._indices: dict[tuple[tuple[int, ...], int, tuple[int, ...]], Tensor] = {}
 
     def of_rows(self, num_tokens: int, first_new: int) -> list[tuple[int, int]]:
         """Returns first and last token of each row, as a module sees that runs over ``num_tokens``.
@@ -55,13 +56,18 @@ class TokenRows:
         first = first_new if num_tokens == self._num_new else 0
         return [(first, first + count) for count in counts]
 
-    def index(self, rows: tuple[int, ...], num_tokens: int) -> Tensor:
+    def index(self, rows: tuple[int, ...], num_tokens: int, first: tuple[int, ...] = ()) -> Tensor:
         """Returns the indices of some rows' tokens among the ``num_tokens`` that a module sees.
+
+        Args:
+            rows: The rows.
+            num_tokens: How many tokens the module sees, of all rows.
+            first: The first token of each of the rows, cached ones counted. Empty: all of them.
 
         Raises:
             UnsupportedError: If these are neither the new tokens nor all tokens.
         """
-        key = (rows, num_tokens)
+        key = (rows, num_tokens, first)
         if key not in self._indices:
             if num_tokens not in self._starts:
                 raise UnsupportedError(
@@ -69,7 +75,15 @@ class TokenRows:
                     f"({', '.join(map(str, self._starts))}): adapters that differ by row do not work on it"
                 )
             counts, starts = self._starts[num_tokens]
-            pieces = [torch.arange(starts[row], starts[row] + counts[row]) for row in rows]
+            before = [0 if num_tokens == self._num_total else self._before[row] for row in rows]
+            skipped = [
+                min(max(0, one - known), counts[row])
+                for row, one, known in zip(rows, first or (0,) * len(rows), before, strict=True)
+            ]
+            pieces = [
+                torch.arange(starts[row] + skip, starts[row] + counts[row])
+                for row, skip in zip(rows, skipped, strict=True)
+            ]
             self._indices[key] = torch.cat(pieces).to(self._device)
         return self._indices[key]
 
@@ -83,6 +97,8 @@ class _Applied:
     tensors: tuple[Tensor, ...]
     rows: tuple[int, ...] | None
     """Rows of the call it applies to. None: all."""
+    first: tuple[int, ...]
+    """The first token of each of these rows that it applies to. Empty: all tokens."""
     tokens: TokenRows
     dropout: tuple[int, int, int] | None
     """Seed, index of the adapter, and first token of the rows. None: no dropout."""
@@ -91,7 +107,7 @@ class _Applied:
 
     def index(self, num_tokens: int) -> Tensor | None:
         """Returns the indices of the tokens it applies to; None for all."""
-        return None if self.rows is None else self.tokens.index(self.rows, num_tokens)
+        return None if self.rows is None else self.tokens.index(self.rows, num_tokens, self.first)
 
 
 def adapter_patches(
@@ -102,24 +118,29 @@ def adapter_patches(
 ) -> dict[nn.Module, Forward]:
     """Returns the modules that adapters change in a call, with their new forward; ``uses`` names rows per session."""
     applied: dict[nn.Module, list[_Applied]] = {}
-    for adapter, rows, dropout in _by_adapter(uses):
+    for adapter, rows, first, dropout in _by_adapter(uses):
         for entry, tensors, method in _layers_of(adapter):
             if entry.block in blocks:
                 module = module_of(entry.block, entry.module)
-                applied.setdefault(module, []).append(_Applied(entry, tensors, rows, tokens, dropout, method))
+                applied.setdefault(module, []).append(_Applied(entry, tensors, rows, first, tokens, dropout, method))
     return {module: _patched(module, layers) for module, layers in applied.items()}
 
 
 def _by_adapter(
     uses: Sequence[tuple[AdapterUse, int]],
-) -> Iterable[tuple[LoadedAdapter, tuple[int, ...] | None, tuple[int, int, int] | None]]:
-    """Joins the rows of all sessions that use the same adapter, so its products run once."""
+) -> Iterable[tuple[LoadedAdapter, tuple[int, ...] | None, tuple[int, ...], tuple[int, int, int] | None]]:
+    """Joins the rows of all sessions that use the same adapter, so its products run once.
+
+    Yields each adapter with its rows (None: all), the first token of each (empty: all tokens) and its dropout.
+    """
+    starts: dict[int, int] = {}
     rows_of: dict[tuple[int, int], list[int]] = {}
     found: dict[tuple[int, int], tuple[LoadedAdapter, tuple[int, int, int] | None]] = {}
     first = 0
     for use, num_rows in uses:
         for index, adapter in enumerate(use.adapters):
-            rows = [row for row in range(num_rows) if use.rows is None or use.rows[row] == index]
+            rows = [row for row in range(num_rows) if use.rows is None or adapter_of(use.rows[row]) == index]
+            starts.update({first + row: start_of(use.rows[row]) for row in rows if use.rows is not None})
             # Equal adapters of a client are held once: an adapter counts as often as a session names it.
             key = (id(adapter), use.adapters[:index].count(adapter))
             rows_of.setdefault(key, []).extend(first + row for row in rows)
@@ -128,8 +149,11 @@ def _by_adapter(
         first += num_rows
     for key, (adapter, dropout) in found.items():
         rows = rows_of[key]
-        if rows:
-            yield adapter, None if len(rows) == first else tuple(rows), dropout
+        begins = tuple(starts.get(row, 0) for row in rows)
+        if any(begins):
+            yield adapter, tuple(rows), begins, dropout
+        elif rows:
+            yield adapter, None if len(rows) == first else tuple(rows), (), dropout
 
 
 def _layers_of(adapter: LoadedAdapter) -> Iterable[tuple[AdapterModule | PeftLayer, tuple[Tensor, ...], str]]:
@@ -190,7 +214,7 @@ def _peft_forward(module: nn.Linear, layers: list[_Applied], others: list[_Appli
         flat, shape = hidden.reshape(-1, hidden.shape[-1]), result.shape
         result = result.reshape(-1, shape[-1])
         for rows, chain in groups.items():
-            index = chain[0].tokens.index(rows or (), flat.shape[0])
+            index = chain[0].tokens.index(rows or (), flat.shape[0], chain[0].first)
             result = result.index_copy(0, index, _chained(module, chain, flat, index).to(result.dtype))
         return result.reshape(shape)
 

@@ -102,7 +102,8 @@ class _BlockRequest(BaseMessage, kw_only=True):
     adapters: tuple[str, ...] = ()
     """Digests of the adapters in use."""
     adapter_rows: tuple[int, ...] | None = None
-    """For each row, the index of its adapter in ``adapters``, -1 for none. None: all adapters on all rows."""
+    """For each row, the index of its adapter in ``adapters``, -1 for none; plus 65536 times the first token that it
+    applies to, cached ones counted. None: all adapters on all rows."""
     collect_hidden: bool = False
     """Also return the output of every block but the last."""
     collect_router: bool = False

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarm_plugins.block_io import SpanOutputs
+from swarm_plugins.block_io import SpanOutputs, adapter_of, start_of
 from swarm_plugins.server.failures import BadRequestError, RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.transport.codec import has_non_finite
@@ -105,9 +105,12 @@ def check_tensors(service: Service, request: ForwardRequest | SessionStep, block
     rows, num_adapters = request.adapter_rows, len(request.adapters)
     if rows is not None and len(rows) != batch_size:
         raise BadRequestError(f"adapter_rows has {len(rows)} entries, the batch has {batch_size} rows")
-    wrong = [row for row in rows or () if not -1 <= row < num_adapters]
+    wrong = [row for row in rows or () if not -1 <= adapter_of(row) < num_adapters or start_of(row) > 1 << 31]
     if wrong:
-        raise BadRequestError(f"adapter_rows names adapter {wrong[0]}, expected -1 (none) to {num_adapters - 1}")
+        raise BadRequestError(
+            f"adapter_rows names adapter {adapter_of(wrong[0])} from token {start_of(wrong[0])} on, expected -1 (none) "
+            f"to {num_adapters - 1}"
+        )
 
 
 def _check_positions(positions: Tensor | None, batch_size: int, num_new: int, before: int, limit: int) -> None:

@@ -86,7 +86,6 @@ def test_initialisations_that_read_nothing_work(remote: PreTrainedModel, init: s
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("alora_invocation_tokens", [1, 2]),
         ("layer_replication", [(0, 2), (1, 4)]),
     ],
 )

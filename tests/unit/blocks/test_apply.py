@@ -14,7 +14,7 @@ from peft_kit import Tuned, tune
 from torch import Tensor, nn
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec
-from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.block_io import LoadedAdapter, late_row
 from swarm_plugins.blocks import AdapterUse, SpanInputs, StepInputs
 from swarm_plugins.blocks.adapter_checks import check_adapter
 from swarm_plugins.blocks.apply import adapter_dropout_mask
@@ -320,3 +320,31 @@ def test_an_adapter_named_twice_is_applied_twice(llama: Pair, rows: slice) -> No
 
     torch.testing.assert_close(stepped(once, once), stepped(double), **CLOSE)
     assert not torch.allclose(stepped(once), stepped(double), **CLOSE)
+
+
+def test_an_adapter_that_begins_late_leaves_earlier_tokens_alone(llama: Pair) -> None:
+    """Rows begin at different tokens; the same in one forward, in parts of a session, and packed with another."""
+    tuned = tune(llama, LoraConfig(**LORA, target_modules=["q_proj", "up_proj"]))
+    adapter = tuned.loaded()
+    hidden = states(3, 9, WIDTH)
+    use = AdapterUse(adapters=(adapter,), rows=(late_row(0, 4), -1, late_row(0, 7)))
+    found = llama.forward(hidden, adapters=use)
+    plain = llama.forward(hidden)
+    assert torch.equal(found[1], plain[1])
+    for row, start in ((0, 4), (2, 7)):
+        torch.testing.assert_close(found[row, :start], plain[row, :start])
+        assert all(float((found[row, token] - plain[row, token]).abs().max()) > 1e-3 for token in range(start, 9))
+    alone, packed, other = (llama.span.new_cache(rows, BLOCKS) for rows in (3, 3, 1))
+    for start, end in ((0, 3), (3, 8), (8, 9)):
+        part = hidden[:, start:end]
+        torch.testing.assert_close(llama.step(alone, part, adapters=use), found[:, start:end], **CLOSE)
+        steps = [
+            StepInputs(cache=other, blocks=BLOCKS, hidden=part[:1], adapters=AdapterUse(adapters=(adapter,))),
+            StepInputs(cache=packed, blocks=BLOCKS, hidden=part, adapters=use),
+        ]
+        whole, late = llama.span.step(steps)
+        torch.testing.assert_close(late.hidden, found[:, start:end], **CLOSE)
+    everywhere = llama.forward(hidden[:1], adapters=AdapterUse(adapters=(adapter,)))
+    torch.testing.assert_close(whole.hidden, everywhere[:, 8:], **CLOSE)
+    for session in (alone, packed, other):
+        session.close()
