@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import peft.utils.transformers_weight_conversion as weight_conversion
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as LORA_TARGETS
 from torch import nn
 
@@ -45,17 +46,28 @@ def watch_injection() -> None:
     add_lora_defaults()
     follow_injection()
     ignore_peft_deprecation()
-    original = weight_conversion.convert_peft_config_for_transformers
+    original, start = weight_conversion.convert_peft_config_for_transformers, BaseTuner.__init__
 
     @functools.wraps(original)
     def convert(peft_config: Any, model: nn.Module, conversions: Any) -> None:
-        remote = [name for name, module in model.named_modules() if isinstance(module, StandIn)]
-        if remote:
-            check_config(peft_config, remote)
+        _check(peft_config, model)
         with keep_unset_targets(peft_config):
             original(peft_config, model=model, conversions=conversions)
 
+    @functools.wraps(start)
+    def init(self: Any, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        # Some methods read weights before they inject anything.
+        _check(peft_config.get(adapter_name) if isinstance(peft_config, dict) else peft_config, model)
+        start(self, model, peft_config, adapter_name, *args, **kwargs)
+
     weight_conversion.convert_peft_config_for_transformers = convert
+    BaseTuner.__init__ = init  # type: ignore[method-assign]
+
+
+def _check(config: Any, model: nn.Module) -> None:
+    remote = [name for name, module in model.named_modules() if isinstance(module, StandIn)]
+    if remote and config is not None:
+        check_config(config, remote)
 
 
 def add_lora_defaults() -> None:

@@ -30,6 +30,33 @@ WHAT_WORKS = (
     + ", IA3, prompt tuning, p-tuning, prefix tuning"
 )
 _READS_WEIGHTS = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga", "mica")
+_DECOMPOSES = "it starts from a decomposition of the base's weights, which are on servers"
+_SINGLE_ELEMENTS = "it trains single elements of the weights, at places that its layers keep outside their tensors"
+REFUSED_METHODS = {
+    "ADAMSS": _DECOMPOSES,
+    "ADAPTION_PROMPT": "it replaces the attention",
+    "BOFT": "its layer multiplies matrices as wide as the module, and compiles an extension where there is CUDA",
+    "DEFT": "it starts from a product with the base's weights, which are on servers",
+    "DELORA": "it starts from norms of the columns of the base's weights, which are on servers",
+    "FOURIERFT": _SINGLE_ELEMENTS,
+    "FROD": _DECOMPOSES,
+    "GLORA": "PEFT applies it to torch.nn.Linear itself only, not to a class derived from it",
+    "HRA": "its layer multiplies two matrices as wide as the module for each rank, in every call",
+    "LN_TUNING": "it trains the norms of the blocks, which are on servers; the final norm is here",
+    "OSF": _DECOMPOSES,
+    "PEANUT": "its layer works on a copy of the base's weight",
+    "POLY": "its layers need the task of each row",
+    "PSOFT": _DECOMPOSES,
+    "PVERA": "it draws random numbers in each forward, which a second one would not repeat",
+    "SHADOW": "it runs a second small model next to the blocks",
+    "SHIRA": _SINGLE_ELEMENTS,
+    "SUPERTUNING": _SINGLE_ELEMENTS,
+    "TINYLORA": _DECOMPOSES,
+    "UNILORA": _SINGLE_ELEMENTS,
+    "WAVEFT": _SINGLE_ELEMENTS,
+    "XLORA": "it mixes adapters by the hidden states of another forward",
+}
+"""Why methods that would change remote blocks cannot work there."""
 _LOCAL_FIELDS = frozenset(field.name for field in dataclasses.fields(PeftConfig)) | frozenset({
     "target_modules",
     "exclude_modules",
@@ -75,7 +102,8 @@ def check_config(config: Any, remote_modules: Iterable[str]) -> None:
     elif config.peft_type.value in PEFT_METHODS:
         _check_method(config)
     elif config.peft_type != PeftType.IA3:
-        raise UnsupportedError(f"{config.peft_type.value} cannot work on remote blocks; {WHAT_WORKS}")
+        reason = REFUSED_METHODS.get(config.peft_type.value, "servers do not know it")
+        raise UnsupportedError(f"{config.peft_type.value} cannot work on remote blocks: {reason}; {WHAT_WORKS}")
 
 
 def _check_method(config: Any) -> None:

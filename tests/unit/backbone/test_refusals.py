@@ -54,7 +54,7 @@ OTHER_KINDS: dict[str, Callable[[], PeftConfig]] = {
 
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_other_kinds_of_adapters(remote: PreTrainedModel, kind: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"{kind} cannot work on remote blocks; {WORKS}"):
+    with pytest.raises(UnsupportedError, match=rf"{kind} cannot work on remote blocks: .*; {WORKS}"):
         get_peft_model(remote, OTHER_KINDS[kind]())
 
 
