@@ -194,7 +194,9 @@ def structure_of(method: str, entry: PeftLayer, linear: nn.Linear) -> Structure:
         known = _OWN.structures = OrderedDict()
     try:
         if key not in known:
-            known[key] = _structure(*key)
+            # Its tensors may go into a graph later.
+            with torch.inference_mode(mode=False):
+                known[key] = _structure(*key)
         known.move_to_end(key)
         while len(known) > _KEPT_STRUCTURES:
             known.popitem(last=False)

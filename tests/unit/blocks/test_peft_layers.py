@@ -157,6 +157,27 @@ def test_shared_tensors_may_be_larger_but_must_fit_each_other(llama: Pair) -> No
         checked(spec_of(layer, method="VERA", shapes=((32,), (4,), (5, 64), (64, 4))), llama)
 
 
+def test_layers_built_in_a_session_take_gradients_later(llama: Pair) -> None:
+    options = (
+        ("oft_block_size", 8),
+        ("block_share", False),
+        ("use_cayley_neumann", True),
+        ("num_cayley_neumann_terms", 5),
+    )
+    layer = loha(options=options, names=("oft_R.weight",), places=(0,), scaling=None)
+    adapter = checked(spec_of(layer, method="OFT", shapes=((4, 28),)), llama)
+    peft_layers._OWN.structures.clear()
+    hidden = states(1, 3, WIDTH)
+    cache = llama.span.new_cache(1, BLOCKS)
+    stepped = llama.step(cache, hidden, adapters=AdapterUse(adapters=(adapter,)))
+    cache.close()
+    leaves = adapter.map(lambda tensor: tensor.detach().requires_grad_())
+    output = llama.forward(hidden, adapters=AdapterUse(adapters=(leaves,)))
+    torch.testing.assert_close(output, stepped, rtol=1e-4, atol=5e-5)
+    output.sum().backward()
+    assert leaves.tensors[0].grad is not None
+
+
 def test_structures_hold_no_memory(llama: Pair) -> None:
     module = llama.span.module(1, "self_attn.q_proj")
     assert isinstance(module, nn.Linear)
