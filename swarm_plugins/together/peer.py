@@ -5,12 +5,12 @@ A round goes like this at every peer:
 1. It trains. Its statuses show the round, the digest of the shared state, and its steps.
 2. It contributes: keeps its update for others to fetch, and shows a signed contribution. Others that still train see
    that the round is closing, and contribute as well.
-3. Everybody fetches the updates of all. The coordinator, one of the contributors by a hash of the round, lists those
-   that are here, once all have contributed or ``straggler_s`` is over, and signs the list: the round's record.
+3. Everybody fetches the updates of all. The coordinator, the first of all living peers by a hash of the round, lists
+   those that are here, once all have contributed or ``straggler_s`` is over, and signs the list: the round's record.
 4. Everybody who has the record and its updates computes the next state, and passes the record on.
 
-If the coordinator is lost, the next one by the hash lists anew; by then a record that any living peer has is known to
-all. Peers that find themselves with different states take the one that most have.
+If the coordinator is lost or stuck, the next one by the hash lists anew; by then a record that any living peer has is
+known to all. Peers that find themselves with different states take the one that most have.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RunPeer:
 
     def active_in(self, state: SharedState) -> list[int]:
         """Returns the indices of the tensors that are trained in the round that begins with a state."""
-        return Round(state, self.me, self._tensors, self._config).active
+        return Round(state, self._tensors, self._config).active
 
     @property
     def living(self) -> dict[str, RunStatus]:
@@ -273,8 +273,9 @@ class RunPeer:
         now, living = self.round, self.living
         for digest in now.missing:
             self._fetch(digest)
-        if now.record is None and self._roster.coordinator(now.state.round, now.contributors(living)) == self.me:
-            due = tuple(now.due(living).values())
+        if now.record is None and now.contributions:
+            turn = self._roster.turn(now.state.round, living)
+            due = tuple(now.due({**living, self.me: self._status_for(self.me)}, turn).values())
             if due:
                 now.record = self._seal.record(round_=now.state.round, base=now.state.digest, contributions=due)
         if (record := now.ready()) is not None:
@@ -317,7 +318,7 @@ class RunPeer:
     def _enter(self, state: SharedState) -> None:
         """Begins a round."""
         before = self._round
-        self._round = Round(state, self.me, self._tensors, self._config)
+        self._round = Round(state, self._tensors, self._config)
         # Slower peers still fetch the updates of the round before.
         kept = [] if before is None else [one.blob for one in before.contributions.values()]
         if before is not None:

@@ -61,9 +61,10 @@ class Roster:
         self._seen = {peer: seen for peer, seen in self._seen.items() if now - seen.at <= forgotten_s}
         return {peer: seen.status for peer, seen in self._seen.items() if now - seen.at <= self._dead_s}
 
-    def coordinator(self, round_: int, contributors: Iterable[str]) -> str | None:
-        """Returns which of those who have contributed to a round closes it."""
-        return min(contributors, key=lambda peer: self._rank(f"round {round_}", peer), default=None)
+    def turn(self, round_: int, peers: Iterable[str]) -> int:
+        """Returns how many of some peers come before this one in closing a round: its coordinator is the first."""
+        own = self._rank(f"round {round_}", self._me)
+        return sum(self._rank(f"round {round_}", peer) < own for peer in peers)
 
     def publisher(self, now: float) -> str:
         """Returns the peer that publishes for all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarm_plugins.errors import ProtocolError
@@ -33,14 +33,12 @@ class Round:
 
     Args:
         state: The shared state with which the round begins.
-        me: Id of this peer.
         tensors: What is trained.
         config: Settings.
     """
 
-    def __init__(self, state: SharedState, me: str, tensors: Tensors, config: RunConfig) -> None:
+    def __init__(self, state: SharedState, tensors: Tensors, config: RunConfig) -> None:
         self.state = state
-        self._me = me
         self._config = config
         self.active = active_tensors(tensors.names, state.round, alternate_lora=config.alternate_lora)
         self.shapes = [tensors.shapes[index] for index in self.active]
@@ -98,30 +96,30 @@ class Round:
         self.record = record
         return True
 
-    def contributors(self, living: Collection[str]) -> dict[str, Contribution]:
-        """Returns the living peers with a contribution that can be used, or is on the way."""
-        return {
-            peer: one
-            for peer, one in self.contributions.items()
-            if (peer in living or peer == self._me)
-            and one.blob not in self._lost
-            and self._updates.get(one.blob, ...) is not None
-        }
-
-    def training(self, living: Mapping[str, RunStatus]) -> list[str]:
-        """Returns the living peers that have trained in this round and not contributed yet."""
+    def late(self, living: Mapping[str, RunStatus]) -> list[str]:
+        """Returns those of some peers that the round waits for: they train in it, or are about to enter it."""
         return sorted(
             peer
             for peer, status in living.items()
-            if status.state == self.state.digest and status.steps > 0 and peer not in self.contributions
+            if peer not in self.contributions
+            and (status.steps > 0 if status.state == self.state.digest else status.round < self.state.round)
         )
 
-    def due(self, living: Mapping[str, RunStatus]) -> dict[str, Contribution]:
-        """Returns the contributions with which the round can be closed now; empty if it is too early."""
-        contributors = self.contributors(living)
+    def due(self, living: Mapping[str, RunStatus], turn: int) -> dict[str, Contribution]:
+        """Returns the contributions with which this peer closes the round now; empty if it does not.
+
+        The first in ``turn`` does when all living peers, this one included, have contributed, or when it is too late;
+        each other one a while after that, so that no two do.
+        """
+        contributors = {
+            peer: one
+            for peer, one in self.contributions.items()
+            if peer in living and one.blob not in self._lost and self._updates.get(one.blob, ...) is not None
+        }
         here = {peer: one for peer, one in sorted(contributors.items()) if one.blob in self._updates}
-        is_complete = len(here) == len(contributors) and not self.training(living)
-        return here if is_complete or self.closing_s > self._config.straggler_s else {}
+        is_complete = len(here) == len(contributors) and not self.late(living)
+        is_over = self.closing_s > self._config.straggler_s + turn * self._config.dead_s
+        return here if is_over or (is_complete and turn == 0) else {}
 
     def gives_way(self, steps: int) -> bool:
         """Returns whether a peer that still trains contributes now what it has, since another one has.

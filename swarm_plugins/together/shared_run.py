@@ -185,7 +185,7 @@ class SharedRun:
         """Where the run is."""
         now, living = self.peer.round, self.peer.living
         here = [status.samples for status in living.values() if status.round == now.state.round]
-        late = now.training(living) if now.closing_s else ()
+        late = now.late(living) if now.closing_s else ()
         return RunProgress(now.state.round, 1 + len(living), now.state.samples + self._samples + sum(here), tuple(late))
 
     @property

@@ -43,7 +43,7 @@ def _described(module: nn.Module) -> str:
     for part in module.modules():
         for config in (getattr(part, "peft_config", None) or {}).values():
             fields = {name: getattr(config, name, None) for name in _SHOWN}
-            shown = [f"{name}={_text(value)}" for name, value in fields.items() if value not in (None, False)]
+            shown = [f"{name}={_text(value)}" for name, value in fields.items() if value]
             texts.append(" ".join([str(getattr(config.peft_type, "value", config.peft_type)), *shown]))
     return "; ".join(dict.fromkeys(texts)) or "none of PEFT's"
 

@@ -89,6 +89,8 @@ class Trainee:
         )
         self.digests: dict[int, str] = {}
         """Of the state with which each round began here."""
+        self.changed: list[int] = []
+        """Rounds in which it has taken over another state than the one it had."""
         self.is_in: list[bool | None] = []
         self._training: asyncio.Task[None] | None = None
 
@@ -139,7 +141,10 @@ class Trainee:
 
     def _note(self) -> None:
         state = self.peer.round.state
+        before = self.digests.get(state.round)
         self.digests[state.round] = state.digest.hex()
+        if before not in (None, self.digests[state.round]):
+            self.changed.append(state.round)
 
 
 def agreed(*trainees: Trainee) -> int:

@@ -171,6 +171,7 @@ def test_peers_that_are_killed_at_any_moment_leave_the_others_agreed(seed: int) 
             for other in everyone:
                 agreed(one, other)
         assert len(everyone) > 5
+        assert not any(one.changed for one in everyone)
 
     run(main())
 
@@ -186,8 +187,8 @@ def test_a_coordinator_killed_at_a_moment_is_replaced(moment: str) -> None:
             now = one.peer.round
             others = [other for other in trainees if other is not one]
             if moment == "contributed":
-                coordinator = one.peer._roster.coordinator(now.state.round, now.contributors(one.peer.living))
-                return now.state.round > 1 and len(now.contributions) == 4 and coordinator == one.peer_id
+                is_first = one.peer._roster.turn(now.state.round, one.peer.living) == 0
+                return now.state.round > 1 and len(now.contributions) == 4 and is_first
             has_listed = one.peer._last_record is not None and one.peer._last_record.public_key == key_of(one)
             know_it = sum(other.peer.round.state.round == now.state.round for other in others)
             return has_listed and now.state.round > 1 and know_it in ((0,) if moment == "listed" else (1, 2))
@@ -209,6 +210,7 @@ def test_a_coordinator_killed_at_a_moment_is_replaced(moment: str) -> None:
             await one.done()
         await world.transport.close()
         assert agreed(*survivors) == 21
+        assert not any(one.changed for one in survivors)
 
     run(main())
 

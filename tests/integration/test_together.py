@@ -1,0 +1,246 @@
+"""Trainers in processes of their own improve one adapter: one is killed, one late, one sends garbage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import trainer_kit
+from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import DataLoader
+
+import swarm_plugins.transport.dht
+from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, RunConfig, SwarmStrategy
+from swarm_plugins.errors import CheckpointError, ConfigError
+
+pytestmark = [
+    pytest.mark.swarm,
+    pytest.mark.usefixtures("peers"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+# Fixtures.
+model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
+
+HERE = Path(__file__).parent
+RUN = {"steps_per_round": 2, "straggler_s": 30.0, "dead_s": 5.0, "poll_s": 0.25}
+_WAIT_S = 240.0
+
+
+class Process:
+    """A Trainer's process, and what it has said so far."""
+
+    def __init__(self, directory: Path, seed: int, **settings: Any) -> None:
+        run = RUN | settings.pop("run", {})
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                str(HERE / "run_member.py"),
+                str(directory),
+                json.dumps({"seed": seed, "run": run} | settings),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self.lines: list[dict[str, Any]] = []
+        self.errors = ""
+        self._readers = [threading.Thread(target=work, daemon=True) for work in (self._read, self._read_errors)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            if line.startswith("{"):
+                self.lines.append(json.loads(line))
+
+    def _read_errors(self) -> None:
+        for line in self._process.stderr or ():
+            self.errors += line
+
+    @property
+    def digests(self) -> dict[int, str]:
+        return {line["round"]: line["digest"] for line in self.lines if "round" in line}
+
+    def wait_for(self, what: Callable[[Process], bool]) -> None:
+        until = time.monotonic() + _WAIT_S
+        while not what(self):
+            assert self._process.poll() is None or what(self), self.errors[-3000:]
+            assert time.monotonic() < until, self.errors[-3000:]
+            time.sleep(0.05)
+
+    def reaches(self, round_: int) -> None:
+        self.wait_for(lambda one: any(line.get("round", -1) >= round_ for line in one.lines))
+
+    def begin(self) -> None:
+        self.wait_for(lambda one: bool(one.lines))
+        self._say("begin")
+
+    def end(self) -> int:
+        self._say("end")
+        return self.ended()
+
+    def _say(self, word: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+
+    def ended(self) -> int:
+        status = self._process.wait(timeout=_WAIT_S)
+        for reader in self._readers:
+            reader.join(timeout=10)
+        return status
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.ended()
+
+    def close(self) -> None:
+        self.kill()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start_one(seed: int, **settings: Any) -> Process:
+        started.append(Process(model, seed, **settings))
+        return started[-1]
+
+    yield start_one
+    for one in started:
+        one.close()
+
+
+def test_survivors_have_the_same_adapter_after_each_of_twenty_rounds(start: Callable[..., Process]) -> None:
+    first, killed, garbage, late = (start(seed, step_s=0.1, sends_garbage=seed == 2) for seed in range(4))
+    for one in (first, killed, garbage):
+        one.begin()
+        one.reaches(0)
+    killed.wait_for(lambda one: any(line.get("peers") == 3 for line in one.lines))
+    begin = max(first.digests)
+    killed.reaches(begin + 3)
+    killed.kill()
+    late.begin()
+    first.reaches(begin + 20)
+    assert first.end() == 0, first.errors[-3000:]
+    garbage.kill()
+    last = max(first.digests)
+    late.reaches(last)
+    assert min(late.digests) > begin
+    for one in (killed, late, garbage):
+        common = sorted(set(one.digests) & set(first.digests) - {0})
+        # One that was killed may have been the only one to close its last round.
+        checked = common[:-1] if one is killed else common
+        assert checked
+        assert [one.digests[round_] for round_ in checked] == [first.digests[round_] for round_ in checked]
+    losses = [line["loss"] for line in first.lines if "loss" in line]
+    assert max(losses) < 3 * losses[0]
+
+
+@pytest.fixture
+def companion(start: Callable[..., Process]) -> Process:
+    """A peer that trains until the test has ended."""
+    one = start(0, step_s=0.05)
+    one.begin()
+    one.reaches(0)
+    return one
+
+
+def strategy(**settings: Any) -> SwarmStrategy:
+    return SwarmStrategy(run_id="me/run", run=RunConfig(**(RUN | settings)))
+
+
+def fit(model: Path, steps: int, strategy: SwarmStrategy, **options: Any) -> trainer_kit.Tuner:
+    tuner = trainer_kit.Tuner(model, AutoSwarmModelForCausalLM)
+    ckpt_path = options.pop("ckpt_path", None)
+    trainer = trainer_kit.quiet_trainer(strategy=strategy, max_steps=steps, **options)
+    trainer.fit(tuner, DataLoader(trainer_kit.ROWS, batch_size=4), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+    return tuner
+
+
+def secret(folder: Path) -> Path:
+    path = folder / "secret"
+    path.write_text("a secret of the run" * 2)
+    path.chmod(0o600)
+    return path
+
+
+def test_peers_that_do_not_belong_are_told_why_and_others_train_on(
+    companion: Process, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"enable_checkpointing": False}
+    with pytest.raises(ConfigError, match="the secret of run 'me/run' is another one, or is missing"):
+        fit(model, 2, strategy(secret_file=secret(tmp_path)), **options)
+    with pytest.raises(ConfigError, match=r"its rules is .*outer_lr=0.7.*, not .*outer_lr=0.5"):
+        fit(model, 2, strategy(outer_lr=0.5), **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            trainer_kit, "with_lora", lambda base: get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+        )
+        with pytest.raises(ConfigError, match=r"LORA r=4 .*q_proj,v_proj.*, not LORA r=2 .*q_proj"):
+            fit(model, 2, strategy(), **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(swarm_plugins.transport.dht, "time", SimpleNamespace(time=lambda: time.time() + 3600))
+        with pytest.raises(ConfigError, match=r"clock is 3600 s ahead of the swarm's"):
+            fit(model, 2, strategy(), **options)
+    before = max(companion.digests)
+    companion.reaches(before + 1)
+
+
+def test_a_peer_of_fabric_joins_and_ends_with_what_all_have(companion: Process, model: Path) -> None:
+    fabric_strategy = FabricSwarmStrategy(run_id="me/run", run=RunConfig(**RUN))
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy=fabric_strategy)
+    fabric.launch()
+    with fabric.init_module():
+        tuned = trainer_kit.with_lora(AutoSwarmModelForCausalLM.from_pretrained(model))
+    trainer_kit.fabric_losses(fabric, tuned, 5)
+    run = fabric_strategy.shared_run
+    assert run is not None
+    assert run.progress.peers == 2
+    fabric_strategy.finish_run()
+    companion.reaches(run._base.round)
+    assert companion.digests[run._base.round] == run._base.digest.hex()
+    fabric_strategy.teardown()
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(model: Path, tmp_path: Path) -> None:
+    """Two steps an epoch, three a round: the checkpoint is in the middle of a round."""
+
+    def run(folder: str, epochs: int, **options: Any) -> trainer_kit.Tuner:
+        callbacks = [ModelCheckpoint(dirpath=tmp_path / folder, filename="last", save_top_k=-1)]
+        return fit(model, -1, strategy(steps_per_round=3), callbacks=callbacks, max_epochs=epochs, **options)
+
+    straight = run("straight", 4)
+    first = run("first", 2)
+    kept = torch.load(tmp_path / "first" / "last.ckpt", weights_only=True)["callbacks"]["RunCallback"]
+    assert (kept["run"], kept["steps"]) == ("me/run", 1)
+    second = run("second", 4, ckpt_path=tmp_path / "first" / "last.ckpt")
+    assert first.losses + second.losses == straight.losses
+    for one, other in zip(straight.parameters(), second.parameters(), strict=True):
+        assert not one.requires_grad or torch.equal(one, other)
+
+
+def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
+    callbacks = [ModelCheckpoint(dirpath=tmp_path, filename="last", save_top_k=-1)]
+    fit(model, 2, strategy(), callbacks=callbacks)
+    other = SwarmStrategy(run_id="me/other", run=RunConfig(**RUN))
+    with pytest.raises(CheckpointError, match="belongs to run 'me/run', not to 'me/other'"):
+        fit(model, 4, other, enable_checkpointing=False, ckpt_path=tmp_path / "last.ckpt")
