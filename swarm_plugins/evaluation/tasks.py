@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,15 @@ _SUFFIXES = (".yaml", ".yml")
 _MAX_FILE_BYTES = 1 << 20
 _MAX_INCLUDES = 8
 _MAX_NAME_CHARS = 200
+_MAX_DATA_FILES = 10_000
+_FORMATS = frozenset({
+    "arrow", "audiofolder", "conll", "csv", "eval", "fasta", "fastq", "genbank", "harbor", "hdf5", "iceberg",
+    "imagefolder", "json", "lance", "meshfolder", "mmcif", "niftifolder", "pandas", "parquet", "pdb",
+    "pdffolder", "text", "tsfile", "videofolder", "vortex", "webdataset", "xml",
+})  # fmt: skip
+"""Values of ``dataset_path`` that `datasets` takes for a file format, even if a folder has that name."""
+_CONFIG_OF_FOLDER = ".huggingface.yaml"
+_URL = re.compile(r"[a-z0-9]+://")
 _ALLOW = "give --allow-code if you trust it"
 
 
@@ -42,14 +53,14 @@ def is_task_file(name: str) -> bool:
 def read_task_file(name: str | Path, *, allow_code: bool = False) -> EvalTask:
     """Reads a task file in lm_eval's format.
 
-    Paths of ``data_files`` count from the task's folder.
+    Paths of data count from the task's folder.
 
     Args:
         name: The file.
         allow_code: Whether it may name Python functions (``!function``), classes, or metrics that run code.
 
     Raises:
-        ConfigError: If it is not a task file, a data file is missing, or it would run code.
+        ConfigError: If it is not a task file, its data are missing or not named, or it would run code.
     """
     file = Path(name).expanduser().absolute()
     reader = _Reader(allow_code)
@@ -113,6 +124,18 @@ class _Reader:
         with file.open("rb") as stream:
             self._seen[file] = hashlib.file_digest(stream, "sha256").digest()
 
+    def add_folder(self, folder: Path) -> None:
+        """Makes all data files in a folder part of the digest, with their names, which may tell splits apart."""
+        files = list(islice(_visible_files(folder), _MAX_DATA_FILES + 1))
+        if len(files) > _MAX_DATA_FILES:
+            raise ConfigError(
+                f"{folder} has more than {_MAX_DATA_FILES} data files; name those of the task: data_files"
+            )
+        for file in files:
+            self.add(file)
+            name = file.relative_to(folder).as_posix().encode()
+            self._seen[file] = hashlib.sha256(self._seen[file] + name).digest()
+
     def digest(self) -> str:
         """Returns the digest of what was read, in the order it was read."""
         return hashlib.sha256(b"".join(self._seen.values())).hexdigest()
@@ -148,25 +171,53 @@ def _metrics(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _add_local_data(config: Mapping[str, Any], file: Path, reader: _Reader) -> None:
-    """Makes local data files part of the digest."""
-    kwargs = config.get("dataset_kwargs")
-    # A repository on the Hub has files of its own.
-    is_hub = "/" in str(config.get("dataset_path"))
-    if not isinstance(kwargs, dict) or is_hub:
+    """Makes local data part of the digest: the folder that ``dataset_path`` names, ``data_dir``, ``data_files``."""
+    path, kwargs = config.get("dataset_path"), config.get("dataset_kwargs")
+    kwargs = kwargs if isinstance(kwargs, dict) else {}
+    data_dir, data_files = str(kwargs.get("data_dir") or ""), _strings(kwargs.get("data_files"))
+    folder = file.parent
+    if path not in _FORMATS:
+        folder /= str(path)
+        if path is None or not folder.is_dir():
+            return  # on the Hub, which has the data
+        _add(reader, folder, file)
+    elif not data_files and not data_dir:
+        raise ConfigError(f"{file} does not say which files of format {path} it reads: give dataset_kwargs: data_files")
+    if _URL.match(data_dir):
         return
-    for path in _strings(kwargs.get("data_files")):
-        if re.match(r"[a-z0-9]+://", path):
-            continue
-        try:
-            found = [Path(path)] if Path(path).is_absolute() else sorted(file.parent.glob(path))
-            if not found:
-                raise FileNotFoundError
-            for one in found:
+    folder /= data_dir
+    if not data_files:
+        _add(reader, folder, file)
+    for pattern in data_files:
+        if not _URL.match(pattern):
+            _add(reader, folder, file, pattern)
+
+
+def _add(reader: _Reader, folder: Path, file: Path, pattern: str = "") -> None:
+    try:
+        found = [folder / pattern] if Path(pattern).is_absolute() or not pattern else sorted(folder.glob(pattern))
+        if not found:
+            raise FileNotFoundError
+        for one in found:
+            if one.is_dir():
+                reader.add_folder(one)
+            else:
                 reader.add(one)
-        except (OSError, NotImplementedError, ValueError) as exc:
-            raise ConfigError(
-                f"the data file {path!r} of {file} cannot be read; put it into {file.parent}, or correct data_files"
-            ) from exc
+    except ConfigError:
+        raise
+    except (OSError, NotImplementedError, ValueError) as exc:
+        what = f"the data file {pattern!r}" if pattern else "the data"
+        raise ConfigError(
+            f"{what} of {file} cannot be read; put it into {folder}, or correct data_files, data_dir or dataset_path"
+        ) from exc
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    """Returns what `datasets` may read in a folder, in an order that does not depend on the place."""
+    for where, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        files = [Path(where, name) for name in sorted(names) if name == _CONFIG_OF_FOLDER or not name.startswith(".")]
+        yield from filter(Path.is_file, files)
 
 
 def _strings(value: object) -> list[str]:

@@ -116,7 +116,7 @@ def test_the_callback_evaluates_what_it_publishes(
     processes: Processes, hub: LocalHub, adapted: Adapted, base_dir: Path, tmp_path: Path
 ) -> None:
     task = tmp_path / "mine.yaml"
-    task.write_text("task: mine\ndataset_path: json\n")
+    task.write_text("task: mine\ndataset_path: org/data\n")
     publisher = Publishing("me/adapter", endpoint=hub.endpoint, token="token", eval_tasks=[task, "arc_easy"])
     publisher.begin(adapted(), tmp_path)
     publisher.publish("end", 1, {})

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import lm_eval.utils
 import pytest
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from evaluation_kit import write_task
 from jinja2.exceptions import SecurityError
 from lm_eval.tasks import TaskManager
 
 from swarm_plugins.errors import ConfigError
-from swarm_plugins.evaluation import scoring
+from swarm_plugins.evaluation import scoring, tasks
 from swarm_plugins.evaluation.scoring import EvalSettings, Tasks
 from swarm_plugins.evaluation.tasks import is_task_file, read_task_file
 
-GOOD = "task: mine\ndataset_path: json\n"
+GOOD = "task: mine\ndataset_path: org/data\n"
+LOCAL = "task: mine\ndataset_path: json\n"
 
 
 @pytest.mark.parametrize(
@@ -33,10 +35,14 @@ GOOD = "task: mine\ndataset_path: json\n"
         pytest.param(f"{GOOD}include: task.yaml", r"included more than 8 files deep, or includes itself", id="loop"),
         pytest.param(f"{GOOD}include: none.yaml", r"none.yaml cannot be read \(No such file", id="include"),
         pytest.param(
-            f"{GOOD}dataset_kwargs: {{data_files: {{test: none.jsonl}}}}",
+            f"{LOCAL}dataset_kwargs: {{data_files: {{test: none.jsonl}}}}",
             r"data file 'none.jsonl' of .* cannot",
             id="data",
         ),
+        pytest.param(
+            f"{LOCAL}dataset_kwargs: {{data_dir: none}}", r"^the data of .* cannot be read.*none, or", id="folder"
+        ),
+        pytest.param(LOCAL, r"does not say which files of format json it reads: give dataset_kwargs", id="which data"),
         pytest.param(
             f"{GOOD}doc_to_text: !function os.system",
             r"would run Python code \(!function os.system\); give --allow-code",
@@ -78,7 +84,7 @@ def test_the_digest_covers_file_includes_data_and_code_but_not_the_place(tmp_pat
 
     def write(folder: Path) -> None:
         folder.mkdir()
-        (folder / "task.yaml").write_text(f"{GOOD}include: more.yaml\ndataset_kwargs: {{data_files: [one.jsonl]}}\n")
+        (folder / "task.yaml").write_text(f"{LOCAL}include: more.yaml\ndataset_kwargs: {{data_files: [one.jsonl]}}\n")
         (folder / "more.yaml").write_text("doc_to_text: !function mine.text\nnum_fewshot: 2\n")
         (folder / "one.jsonl").write_text("{}")
         (folder / "mine.py").write_text("text = str")
@@ -96,6 +102,55 @@ def test_the_digest_covers_file_includes_data_and_code_but_not_the_place(tmp_pat
         file.write_text(kept)
     with pytest.raises(ConfigError, match=r"more.yaml would run Python code \(!function mine.text\)"):
         read_task_file(tmp_path / "one" / "task.yaml")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param("dataset_path: ./data", id="a folder"),
+        pytest.param("dataset_path: data", id="a folder without a slash"),
+        pytest.param("dataset_path: {folder}/data", id="a folder by its whole path"),
+        pytest.param("dataset_path: ./data\ndataset_kwargs: {{data_files: {{test: more/test.jsonl}}}}", id="its files"),
+        pytest.param("dataset_path: .\ndataset_kwargs: {{data_dir: data}}", id="a folder in it"),
+        pytest.param("dataset_path: json\ndataset_kwargs: {{data_dir: data}}", id="files of a format"),
+        pytest.param(
+            "dataset_path: json\ndataset_kwargs: {{data_dir: data, data_files: more/*.jsonl}}", id="some of them"
+        ),
+        pytest.param("dataset_path: json\ndataset_kwargs: {{data_files: 'data/**'}}", id="all below"),
+        pytest.param("dataset_path: json\ndataset_kwargs: {{data_files: {folder}/data/more/test.jsonl}}", id="a path"),
+    ],
+)
+def test_the_digest_covers_local_data_however_the_task_names_them(tmp_path: Path, data: str) -> None:
+    (tmp_path / "data" / "more").mkdir(parents=True)
+    (tmp_path / "json").mkdir()  # not what a format of this name reads
+    file, questions = tmp_path / "task.yaml", tmp_path / "data" / "more" / "test.jsonl"
+    file.write_text(f"task: mine\n{data.format(folder=tmp_path)}\n")
+    questions.write_text("{}")
+    before = read_task_file(file).digest
+    (tmp_path / "data" / "more" / ".hidden").write_text("")
+    assert read_task_file(file).digest == before
+    questions.write_text('{"question": "is it?"}')
+    changed = read_task_file(file).digest
+    assert changed != before
+    questions.write_text("{}")
+    assert read_task_file(file).digest == before
+
+
+def test_the_digest_covers_names_in_a_folder_and_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, data = tmp_path / "task.yaml", tmp_path / "data"
+    file.write_text("task: mine\ndataset_path: ./data\n")
+    data.mkdir()
+    (data / "test.jsonl").write_text("{}")
+    before = read_task_file(file).digest
+    (data / "test.jsonl").rename(data / "train.jsonl")
+    assert read_task_file(file).digest != before
+    monkeypatch.setattr(tasks, "_MAX_DATA_FILES", 0)
+    with pytest.raises(ConfigError, match=r"data has more than 0 data files; name those of the task: data_files"):
+        read_task_file(file)
+
+
+def test_formats_are_those_of_datasets() -> None:
+    assert set(_PACKAGED_DATASETS_MODULES) <= tasks._FORMATS
 
 
 @pytest.fixture
