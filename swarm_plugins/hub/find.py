@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _MAX_TAGS = 20
 _MAX_LISTED = 20
+_NUM_NAMES = 4
 _ANSWER_S = 20.0
 _COMMIT = re.compile(r"[0-9a-f]{40}|local-[0-9a-f]{40}")
 
@@ -46,17 +47,6 @@ class FoundAdapter:
     results: tuple[EvalRecord, ...] = ()
     """What `swarm eval` measured of this version."""
 
-    def metric(self, name: str) -> tuple[float, bool | None] | None:
-        """Returns the value of a metric, and whether higher is better (None: not known); None if it has none.
-
-        Args:
-            name: A metric of its results (``acc``, or ``capitals/acc`` for that of a task), or of its training run.
-        """
-        for record in reversed(self.results):
-            if name in _names(record):
-                return record.value, record.higher_is_better
-        return (self.metrics[name], None) if name in self.metrics else None
-
 
 def find_adapters(
     base: str | ModelVersion,
@@ -73,8 +63,9 @@ def find_adapters(
     Args:
         base: Id of the base on the Hub, or its version.
         revision: Branch, tag or commit of the base. None: any.
-        sort_by: Metric to sort by, best first: of the results of `swarm eval` (``acc``, or ``capitals/acc`` for that of
-            a task), or of the training run. Adapters without it come last. None: the Hub's order.
+        sort_by: Metric to sort by, best first: of the results of `swarm eval` (``acc``; ``capitals/acc`` for that of a
+            task; ``capitals (first 8)/acc`` for that of a column of the card), or else of the training run. Adapters
+            without it come last. None: the Hub's order.
         mode: Whether the best value is the smallest (``min``) or the largest (``max``). None: as the results say;
             ``min`` for metrics of a training run.
         limit: Largest number of repositories to look at.
@@ -82,7 +73,8 @@ def find_adapters(
         endpoint: Address of the Hub; by default ``HF_ENDPOINT``.
 
     Raises:
-        ConfigError: If the id is malformed, or adapters are found but none of them has the metric.
+        ConfigError: If the id is malformed, no adapter that is found has the metric, or its values cannot be compared:
+            other settings, another digest of the task, or other directions.
         HubError: If the Hub cannot be reached, or does not know the revision.
     """
     if mode not in (None, "min", "max"):
@@ -103,22 +95,48 @@ def find_adapters(
 
 
 def _sorted(found: list[FoundAdapter], sort_by: str, mode: str | None) -> list[FoundAdapter]:
-    measured = [(one, known) for one in found if (known := one.metric(sort_by)) is not None]
-    if found and not measured:
-        names = {name for one in found for record in one.results for name in _names(record)[1:2]}
+    values, better = _measured(found, sort_by)
+    if found and not values:
+        names = {_names(record)[1] for one in found for record in one.results}
         names |= {name for one in found for name in one.metrics}
         known_names = ", ".join(sorted(names)[:_MAX_LISTED]) or "no metric at all"
         raise ConfigError(f"sort_by={sort_by!r}: none of the {len(found)} adapters has it; they have {known_names}")
-    better = {higher for _, (_, higher) in measured if higher is not None}
-    is_max = mode == "max" if mode is not None else True in better
-    ordered = sorted(measured, key=lambda pair: pair[1][0], reverse=is_max)
-    return [*(one for one, _ in ordered), *(one for one in found if one.metric(sort_by) is None)]
+    if mode is None and values and better not in ({True}, {False}):
+        raise ConfigError(
+            f"sort_by={sort_by!r}: the results do not agree on whether higher is better: give mode='min' or mode='max'"
+        )
+    is_max = better == {True} if mode is None else mode == "max"
+    measured = [one for one in found if one.repo_id in values]
+    ordered = sorted(measured, key=lambda one: values[one.repo_id], reverse=is_max)
+    return [*ordered, *(one for one in found if one.repo_id not in values)]
+
+
+def _measured(found: list[FoundAdapter], sort_by: str) -> tuple[dict[str, float], set[bool | None]]:
+    """Returns the value of a metric by repository, and whether higher is better; only values that can be compared."""
+    results = [(one.repo_id, record) for one in found for record in one.results]
+    # The most precise name first: that of a result without --limit is also the short name of one with it.
+    for level in range(_NUM_NAMES):
+        fitting = {repo_id: record for repo_id, record in results if _names(record)[level] == sort_by}
+        if fitting:
+            _check_alike([record for _, record in results if _names(record)[level] == sort_by], sort_by)
+            values = {repo_id: record.value for repo_id, record in fitting.items()}
+            return values, {record.higher_is_better for record in fitting.values()}
+    return {one.repo_id: one.metrics[sort_by] for one in found if sort_by in one.metrics}, {False}
+
+
+def _check_alike(records: list[EvalRecord], sort_by: str) -> None:
+    """Raises ConfigError if records are of more than one setting or metric."""
+    exact, whole = ({_names(one)[level] for one in records} for level in (0, 1))
+    if len({(one.setting, one.metric_label) for one in records}) > 1:
+        listed = ", ".join(sorted(exact if len(whole) < len(exact) else whole)[:_MAX_LISTED])
+        raise ConfigError(f"sort_by={sort_by!r} fits results that cannot be compared: {listed}; give one")
 
 
 def _names(record: EvalRecord) -> tuple[str, ...]:
-    """Returns the names by which a result can be asked for."""
-    whole = f"{record.setting.label()}/{record.metric_label}"
-    return record.metric, f"{record.task}/{record.metric}", whole
+    """Returns the names by which a result can be asked for, the most precise first."""
+    exact, whole = (record.setting.label(with_digest=with_digest) for with_digest in (True, False))
+    label = record.metric_label
+    return f"{exact}/{label}", f"{whole}/{label}", f"{record.task}/{record.metric}", record.metric
 
 
 def _resolved(api: HfApi, base: str, revision: str) -> str:

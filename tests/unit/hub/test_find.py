@@ -151,6 +151,61 @@ def test_adapters_are_sorted_by_what_was_measured(hub: LocalHub, make_folder: Ma
     assert find_adapters("org/nothing", sort_by="acc", endpoint=hub.endpoint) == []
 
 
+def test_adapters_are_compared_by_one_setting_of_one_task(hub: LocalHub, make_folder: MakeFolder) -> None:
+    for number, name in enumerate(("full", "best", "few")):
+        push(hub, make_folder(number, revision=OLD), f"alice/{name}")
+
+    def publish(name: str, *changes: dict[str, Any]) -> None:
+        add_results(hub, f"alice/{name}", *(record(hub, f"alice/{name}", "v1", **change) for change in changes))
+
+    def names(sort_by: str, **mode: Any) -> list[str]:
+        found = find_adapters("org/base", OLD, sort_by=sort_by, endpoint=hub.endpoint, **mode)
+        return [one.repo_id.removeprefix("alice/") for one in found]
+
+    publish("full", {"value": 0.5}, {"value": 0.1, "limit": 8})
+    publish("few", {"value": 1.0, "limit": 8})
+    publish("best", {"value": 0.6})
+    # The whole label of the results without --limit; the adapter that has only others comes last.
+    assert names("capitals/acc") == ["best", "full", "few"]
+    assert names("capitals (first 8)/acc") == ["few", "full", "best"]
+    with pytest.raises(
+        ConfigError,
+        match=r"^sort_by='acc' fits results that cannot be compared: capitals \(first 8\)/acc, capitals/acc; give one$",
+    ):
+        names("acc")
+    # The task has changed: the same label, but other questions.
+    publish("best", {"value": 0.6, "task_digest": "e" * 64})
+    with pytest.raises(ConfigError, match=r"compared: capitals \(ddddddd\)/acc, capitals \(eeeeeee\)/acc; give one$"):
+        names("capitals/acc")
+    assert names("capitals (eeeeeee)/acc")[0] == "best"
+    assert names("capitals (ddddddd)/acc")[0] == "full"
+
+
+@pytest.mark.parametrize("directions", [(True, False), (True, None), (None, None)])
+def test_the_mode_is_asked_for_if_results_do_not_agree_on_it(
+    hub: LocalHub, make_folder: MakeFolder, directions: tuple[bool | None, bool | None]
+) -> None:
+    for number, higher in enumerate(directions):
+        push(hub, make_folder(number, revision=OLD), f"alice/{number}")
+        repo_id = f"alice/{number}"
+        add_results(hub, repo_id, record(hub, repo_id, "v1", number / 2, higher_is_better=higher))
+    with pytest.raises(
+        ConfigError, match=r"^sort_by='acc': the results do not agree .*: give mode='min' or mode='max'"
+    ):
+        find_adapters("org/base", OLD, sort_by="acc", endpoint=hub.endpoint)
+    found = find_adapters("org/base", OLD, sort_by="acc", mode="max", endpoint=hub.endpoint)
+    assert [one.repo_id for one in found] == ["alice/1", "alice/0"]
+
+
+def test_a_result_is_not_compared_with_a_metric_of_a_training(hub: LocalHub, make_folder: MakeFolder) -> None:
+    for number, name in enumerate(("trained", "measured")):
+        push(hub, make_folder(number, revision=OLD), f"alice/{name}")  # a val_loss of 2.0 and of 1.0
+    result = record(hub, "alice/measured", "v1", 9.0, metric="val_loss", higher_is_better=False)
+    add_results(hub, "alice/measured", result)
+    found = find_adapters("org/base", OLD, sort_by="val_loss", endpoint=hub.endpoint)
+    assert [one.repo_id for one in found] == ["alice/measured", "alice/trained"]
+
+
 def test_results_that_cannot_be_understood_are_left_out(
     hub: LocalHub, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
