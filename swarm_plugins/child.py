@@ -1,10 +1,13 @@
-"""A worker process: JSON lines, jobs on its standard input and answers on its standard output."""
+"""Child processes: a worker that takes jobs and gives answers as JSON lines; a child that ends with its parent."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,6 +20,8 @@ Message = TypeVar("Message")
 
 _LEAVE_S = 20.0
 _DIE_S = 10.0
+_PARENT_POLL_S = 0.5
+_LAST_RESORT_S = 15.0
 # Quiet before anything heavy is imported.
 _START = """
 from swarm_plugins.noise import quiet_command, quiet_loading
@@ -109,3 +114,22 @@ def answer(message: msgspec.Struct) -> None:
     """Sends an answer to the parent; called in the child."""
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
+
+
+def end_with(parent: int) -> None:
+    """Ends this process with SIGTERM, or else hard, once its parent has gone; called in the child.
+
+    Args:
+        parent: Id of the parent's process; it may have gone already.
+    """
+    threading.Thread(target=_watch, args=(parent,), name="watch the parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    # The kernel's signal at the parent's death is tied to the thread that started this process, which may end
+    # long before the parent does; the parent's id is not.
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_LAST_RESORT_S)
+    os._exit(1)

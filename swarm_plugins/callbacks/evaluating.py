@@ -6,15 +6,19 @@ because lm_eval seeds random numbers and keeps a core busy; and because its fail
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
+import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,20 +80,33 @@ def eval_options(source: AdapterSource) -> list[str]:
         options += ["--initial-peers", address]
     config = connection.config
     options += ["--discovery", config.discovery] if config.discovery != "dht" else []
-    return [*options, "--secret-file", str(config.secret_file)] if config.secret_file is not None else options
+    for option, file in (("--secret-file", config.secret_file), ("--identity", config.identity)):
+        options += [option, str(file.absolute())] if file is not None else []
+    return options
 
 
 class EvalWorker:
-    """Runs ``swarm eval`` for published versions, one process at a time; versions that wait share the next one.
+    """Runs ``swarm eval`` for published versions, one version and one process at a time.
+
+    The processes end with this one, even if it is killed.
 
     Args:
         repo_id: Repository of the adapter.
         options: Options of the command, such as tasks and the base.
         folder: Where results and the process's output are written.
         token: Access token of the Hub. None: the stored one.
+        timeout_s: Longest evaluation of a version.
     """
 
-    def __init__(self, repo_id: str, options: Sequence[str], folder: Path, *, token: str | bool | None = None) -> None:
+    def __init__(
+        self,
+        repo_id: str,
+        options: Sequence[str],
+        folder: Path,
+        *,
+        token: str | bool | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:
         self.evaluated: list[str] = []
         """Tags of evaluated versions."""
         self.failed: list[str] = []
@@ -97,11 +114,12 @@ class EvalWorker:
         self._command = ["eval", repo_id, *options, "--out", str(folder), "--push"]
         self._folder = folder
         self._token = token
-        self._waiting: list[str] = []
-        self._current: list[str] = []
+        self._timeout_s = timeout_s
+        self._waiting: deque[str] = deque()
+        self._current: str | None = None
         self._changed = threading.Condition()
         self._is_closing = False
-        self._deadline: float | None = None
+        self._deadline = math.inf
         self._thread: threading.Thread | None = None
 
     def submit(self, tag: str) -> None:
@@ -122,7 +140,7 @@ class EvalWorker:
             thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(timeout_s + 2 * _LEAVE_S)
-        late = [*self._current, *self._waiting]
+        late = [*([] if self._current is None else [self._current]), *self._waiting]
         if late:
             log.warning("no time for the evaluation of %s; evaluate with: %s", ", ".join(late), self._for_user(late))
         return [*self.failed, *late]
@@ -132,45 +150,51 @@ class EvalWorker:
             with self._changed:
                 while not self._waiting and not self._is_closing:
                     self._changed.wait()
-                if not self._waiting or self._is_late():
+                if not self._waiting or time.monotonic() >= self._deadline:
                     return
-                self._current, self._waiting = self._waiting, []
+                self._current = self._waiting.popleft()
             if not self._evaluate(self._current):
                 return  # time is up
-            self._current = []
+            self._current = None
 
-    def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() >= self._deadline
-
-    def _evaluate(self, tags: list[str]) -> bool:
-        """Evaluates versions, or notes that they failed; returns whether there was time for it."""
+    def _evaluate(self, tag: str) -> bool:
+        """Evaluates a version, or notes that it failed; returns whether there was time for it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / "log.txt").open("wb") as output:
-                code = self._waited(self._start(tags, output))
-            reason = "" if code == 0 else self._last_line()
+                code = self._waited(self._start(tag, output))
+            reason = self._last_line() if code is not None else f"not finished within {self._timeout_s:g} s"
         except OSError as exc:
             code, reason = -1, one_line(exc)
-        names = ", ".join(tags)
-        if code is None:
+        if code is None and time.monotonic() >= self._deadline:
             return False
         if code == 0:
-            log.info("%s evaluated; results are in %s", names, self._folder)
-            self.evaluated += tags
+            log.info("%s evaluated; results are in %s", tag, self._folder)
+            self.evaluated.append(tag)
         else:
-            again = self._for_user(tags)
-            log.warning("evaluation of %s failed (%s); training goes on; evaluate with: %s", names, reason, again)
-            self.failed += tags
+            again = self._for_user([tag])
+            log.warning("evaluation of %s failed (%s); training goes on; evaluate with: %s", tag, reason, again)
+            self.failed.append(tag)
         return True
 
-    def _start(self, tags: list[str], output: Any) -> subprocess.Popen[bytes]:
+    def _start(self, tag: str, output: Any) -> subprocess.Popen[bytes]:
         environment: Mapping[str, str] = {"OMP_NUM_THREADS": "1", **os.environ, "TQDM_DISABLE": "1"}
         if isinstance(self._token, str):
             # Other users can read command lines.
             environment = {**environment, "HF_TOKEN": self._token}
         nice = ["nice"] if shutil.which("nice") else []
         return subprocess.Popen(
-            [*nice, sys.executable, "-m", "swarm_plugins", *self._command, *_versions(tags)],
+            [
+                *nice,
+                sys.executable,
+                "-m",
+                "swarm_plugins",
+                *self._command,
+                "--version",
+                tag,
+                "--parent",
+                str(os.getpid()),
+            ],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -181,8 +205,9 @@ class EvalWorker:
 
     def _waited(self, process: subprocess.Popen[bytes]) -> int | None:
         """Returns the exit code; None if the process was ended because time was up."""
-        while process.poll() is None and not self._is_late():
-            with self._changed:
+        own_deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while process.poll() is None and time.monotonic() < min(own_deadline, self._deadline):
                 self._changed.wait(_POLL_S)
         if process.poll() is not None:
             return process.returncode
@@ -190,7 +215,8 @@ class EvalWorker:
         try:
             process.wait(_LEAVE_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its children: the session is its own
             process.wait()
         return None
 
@@ -203,8 +229,4 @@ class EvalWorker:
         return one_line(ValueError(lines[-1])) if lines else "it said nothing"
 
     def _for_user(self, tags: list[str]) -> str:
-        return shlex.join(["swarm", *self._command, *_versions(tags)])
-
-
-def _versions(tags: list[str]) -> list[str]:
-    return [part for tag in tags for part in ("--version", tag)]
+        return shlex.join(["swarm", *self._command, *(part for tag in tags for part in ("--version", tag))])

@@ -51,6 +51,7 @@ class Publishing:
         eval_tasks: Tasks of lm_eval, files or names, that each published version is evaluated on: by `swarm eval` in a
             process of its own, one at a time with low priority, on the same swarm; without a swarm, it loads the base
             once more. The results are published too.
+        eval_s: Longest evaluation of a version, in seconds; after that it has failed, and the next one begins.
         finish_s: Longest wait for pending uploads and evaluations after training.
         retries: Attempts and pauses of each upload.
 
@@ -73,6 +74,7 @@ class Publishing:
         tags: Sequence[str] = (),
         dataset: str | None = None,
         eval_tasks: Sequence[str | Path] = (),
+        eval_s: float = 3600.0,
         finish_s: float = 300.0,
         retries: RetryPlan | None = None,
     ) -> None:
@@ -81,6 +83,8 @@ class Publishing:
             raise ConfigError(f"on={on!r} must be a list of some of {', '.join(_EVENTS)}")
         if mode not in ("min", "max"):
             raise ConfigError(f"mode={mode!r} must be 'min' or 'max'")
+        if not eval_s > 0:
+            raise ConfigError(f"eval_s={eval_s} must be above 0")
         if finish_s < 0:
             raise ConfigError(f"finish_s={finish_s} must be at least 0")
         self.repo_id = check_repo_id(repo_id)
@@ -96,6 +100,7 @@ class Publishing:
             raise ConfigError(f"eval_tasks={eval_tasks!r} must be a list of files and names of tasks")
         self.eval_tasks = tuple(str(one) for one in eval_tasks)
         self.endpoint = endpoint
+        self.eval_s = eval_s
         self.finish_s = finish_s
         self.best: float | None = None
         """Best value of the monitored metric so far."""
@@ -104,7 +109,7 @@ class Publishing:
         self.unpushed: list[Path] = []
         """Folders of versions that were not published."""
         self.unevaluated: list[str] = []
-        """Tags of published versions without results of ``eval_tasks``."""
+        """Tags of published versions whose evaluation failed, or did not end in time."""
         self._token = token
         self._retries = retries
         self._source: AdapterSource | None = None
@@ -227,7 +232,7 @@ class Publishing:
             ", ".join(self.eval_tasks),
             "memory for another copy of the base" if "--local" in options else "the same servers",
         )
-        return EvalWorker(self.repo_id, options, self._root / "evaluation", token=self._token)
+        return EvalWorker(self.repo_id, options, self._root / "evaluation", token=self._token, timeout_s=self.eval_s)
 
     def _on_pushed(self, pushed: PushedVersion) -> None:
         """Queues a published version's evaluation. Called in the worker's thread."""

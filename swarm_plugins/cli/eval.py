@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json as json_format
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarm_plugins.child import end_with
 from swarm_plugins.cli.support.arguments import (
     Discovery,
     Identity,
@@ -65,10 +67,15 @@ def evaluate(
     push: Annotated[bool, typer.Option("--push", help="Commit results, card and plot to the repository.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     endpoint: Annotated[str | None, typer.Option(help="Address of the adapter's Hub. Default: HF_ENDPOINT.")] = None,
+    parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
 ) -> None:
     """Evaluate versions of an adapter on the base they were made for: only what has no result yet."""
     quiet_command()
     with one_sentence_errors("eval", _WORDS):
+        if parent is not None:
+            # SIGTERM then ends it as Ctrl-C does, with its connections to the swarm.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            end_with(parent)
         if version and all_versions:
             raise ConfigError("--version and --all-versions exclude each other: give one")
         if revision is not None and base is None:

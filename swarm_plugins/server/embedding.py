@@ -10,32 +10,25 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
-import time
 
+from swarm_plugins.child import end_with
 from swarm_plugins.errors import ConfigError
-
-_POLL_S = 0.5
-_LAST_RESORT_S = 15.0
 
 
 class Embedding:
     """The line to the parent."""
 
-    def __init__(self, events_fd: int, parent: int) -> None:
+    def __init__(self, events_fd: int) -> None:
         self._events_fd = events_fd
-        self._parent = parent
 
     @classmethod
     def take_over(cls) -> Embedding:
         """Takes stdout for events, so that nothing else can be written there, and watches the parent."""
         events_fd = os.dup(1)
         os.dup2(2, 1)
-        embedding = cls(events_fd, os.getppid())
-        threading.Thread(target=embedding._watch_parent, name="watch the parent", daemon=True).start()
-        return embedding
+        end_with(os.getppid())
+        return cls(events_fd)
 
     def read_peers(self) -> list[str]:
         """Waits for the parent's line: the addresses to join by.
@@ -57,14 +50,5 @@ class Embedding:
         try:
             os.write(self._events_fd, json.dumps({"event": event, **values}).encode() + b"\n")
         except OSError:
-            # The parent has gone or reads no more: the watch ends this process if it has gone.
+            # The parent has gone or reads no more: `end_with` ends this process if it has gone.
             return
-
-    def _watch_parent(self) -> None:
-        # The kernel's signal at the parent's death is tied to the thread that started this process, which may end
-        # long before the parent does; the parent's id is not.
-        while os.getppid() == self._parent:
-            time.sleep(_POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_LAST_RESORT_S)
-        os._exit(1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from swarm_plugins.callbacks import evaluating
 from swarm_plugins.callbacks.evaluating import EvalWorker, check_tasks, eval_options
 from swarm_plugins.callbacks.publishing import Publishing
 from swarm_plugins.callbacks.saving import find_adapter
+from swarm_plugins.client.config import SwarmConfig
 from swarm_plugins.errors import ConfigError, MissingExtraError
 from swarm_plugins.local_hub import LocalHub
 
@@ -27,8 +30,9 @@ WAIT_S = 30.0
 class Processes:
     """Stands for `swarm eval`: notes each command, and runs a script instead."""
 
-    def __init__(self, script: str = "") -> None:
-        self.script = script
+    def __init__(self) -> None:
+        self.scripts: dict[str, str] = {}
+        """By version; the others succeed at once."""
         self.commands: list[list[str]] = []
         self.environments: list[dict[str, str]] = []
         self.started = threading.Event()
@@ -46,7 +50,8 @@ def _only_ours(made: Processes, real: Any) -> Any:
         if "eval" in command:
             made.commands.append(command[command.index("eval") :])
             made.environments.append(options["env"])
-            process = real([sys.executable, "-c", made.script], **options)
+            script = made.scripts.get(command[command.index("--version") + 1])
+            process = real(["true"] if script is None else [sys.executable, "-c", script], **options)
             made.started.set()
             return process
         return real(command, **options)
@@ -77,7 +82,7 @@ def test_versions_are_evaluated_in_order_and_the_token_is_not_on_the_command_lin
 def test_a_failure_is_a_warning_with_its_last_line_and_the_command(
     processes: Processes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    processes.script = "import sys; print('noise'); sys.exit('swarm eval: no living server holds blocks 0:1')"
+    processes.scripts["v1"] = "import sys; print('noise'); sys.exit('swarm eval: no living server holds blocks 0:1')"
     one = worker(tmp_path)
     with caplog.at_level(logging.WARNING):
         one.submit("v1")
@@ -90,7 +95,7 @@ def test_a_failure_is_a_warning_with_its_last_line_and_the_command(
 def test_an_evaluation_that_takes_too_long_is_ended(
     processes: Processes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    processes.script = "import time; time.sleep(600)"
+    processes.scripts["v1"] = "import time; time.sleep(600)"
     one = worker(tmp_path)
     with caplog.at_level(logging.WARNING):
         one.submit("v1")
@@ -99,6 +104,40 @@ def test_an_evaluation_that_takes_too_long_is_ended(
         assert one.close(0.0) == ["v1", "v2"]  # the fixture of all tests sees that no process is left
     assert "no time for the evaluation of v1, v2; evaluate with: swarm eval me/adapter" in caplog.text
     assert "--version v1 --version v2" in caplog.text
+
+
+def test_an_evaluation_that_hangs_does_not_block_the_next(
+    processes: Processes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluating, "_LEAVE_S", 0.2)
+    processes.scripts["v1"] = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    one = worker(tmp_path, timeout_s=2.0)
+    with caplog.at_level(logging.WARNING):
+        one.submit("v1")
+        one.submit("v2")
+        assert one.close(WAIT_S) == ["v1"]
+    assert one.evaluated == ["v2"]
+    assert "evaluation of v1 failed (not finished within 2 s); training goes on; evaluate with: swarm" in caplog.text
+
+
+def test_a_version_that_fails_fails_alone(processes: Processes, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    processes.scripts["v1"] = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)"
+    processes.scripts["v2"] = "import sys; sys.exit(1)"
+    one = worker(tmp_path)
+    for tag in ("v1", "v2", "v3"):
+        one.submit(tag)
+    go.touch()  # now both others wait
+    assert one.close(WAIT_S) == ["v2"]
+    assert one.evaluated == ["v1", "v3"]
+
+
+def test_the_command_ends_if_the_training_has_gone(tmp_path: Path) -> None:
+    task = tmp_path / "mine.yaml"
+    task.write_text("task: mine\ndataset_path: org/data\n")
+    command = ["eval", "me/adapter", "--task", str(task), "--local", "--endpoint", "http://192.0.2.1", "--parent", "0"]
+    done = subprocess.run([sys.executable, "-m", "swarm_plugins", *command], timeout=120, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(
@@ -127,6 +166,7 @@ def test_the_callback_evaluates_what_it_publishes(
     assert command == [
         *["eval", "me/adapter", "--task", str(task), "--task", "arc_easy", "--base", str(base_dir), "--local"],
         *["--endpoint", hub.endpoint, "--out", str(folder), "--push", "--version", "v1"],
+        *["--parent", str(os.getpid())],
     ]
 
 
@@ -151,3 +191,16 @@ def test_a_base_that_another_process_cannot_have_is_refused(adapted: Adapted, ba
     source.model.get_base_model().offload_stats = dict
     with pytest.raises(ConfigError, match=r"would load the whole base, which is offloaded here"):
         eval_options(source)
+
+
+def test_the_process_joins_the_swarm_as_the_training_does(
+    adapted: Adapted, base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SwarmConfig(discovery="static", secret_file=tmp_path / "secret", identity=tmp_path / "key")
+    connection = SimpleNamespace(initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/Qm",), config=config)
+    monkeypatch.setattr(evaluating, "stack_of", lambda base: SimpleNamespace(model=str(base_dir)))
+    monkeypatch.setattr(evaluating, "swarm_connection", lambda base: connection)
+    assert eval_options(find_adapter(adapted())) == [
+        *["--base", str(base_dir), "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm", "--discovery", "static"],
+        *["--secret-file", str(tmp_path / "secret"), "--identity", str(tmp_path / "key")],
+    ]

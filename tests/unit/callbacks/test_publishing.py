@@ -230,6 +230,7 @@ def test_an_unknown_base_is_said(
         ({"on": []}, r"on=\[\] must be a list"),
         ({"mode": "least"}, r"mode='least' must be 'min' or 'max'"),
         ({"finish_s": -1}, r"finish_s=-1 must be at least 0"),
+        ({"eval_s": 0}, r"eval_s=0 must be above 0"),
         ({"base_model": "a/b/c"}, r"'a/b/c' cannot be the name of a repository"),
     ],
 )
