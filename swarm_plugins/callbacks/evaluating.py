@@ -40,11 +40,12 @@ def check_tasks(tasks: Sequence[str]) -> None:
 
     Raises:
         ConfigError: If a file is not a task file.
-        MissingExtraError: If lm_eval is not installed.
+        MissingExtraError: If lm_eval or matplotlib is not installed.
     """
     with naming_extras():
-        if importlib.util.find_spec("lm_eval") is None:
-            raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
+        for package in ("lm_eval", "matplotlib"):
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     for task in filter(is_task_file, tasks):
         read_task_file(task)
 

@@ -69,7 +69,7 @@ def evaluate(
     endpoint: Annotated[str | None, typer.Option(help="Address of the adapter's Hub. Default: HF_ENDPOINT.")] = None,
     parent: Annotated[int | None, typer.Option("--parent", hidden=True)] = None,
 ) -> None:
-    """Evaluate versions of an adapter on the base they were made for: only what has no result yet."""
+    """Evaluate versions of an adapter on the base they were made for. Skip what has a result."""
     quiet_command()
     with one_sentence_errors("eval", _WORDS):
         if parent is not None:

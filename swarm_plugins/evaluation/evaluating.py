@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from swarm_plugins.errors import CheckpointError, ConfigError, NumericError, SwarmError, UnsupportedError
-from swarm_plugins.evaluation.plot import draw_results
+from swarm_plugins.evaluation.plot import check_plot, draw_results
 from swarm_plugins.evaluation.scoring import EvalSettings, Tasks, software
 from swarm_plugins.evaluation.tasks import EvalTask
 from swarm_plugins.evaluation.versions import TaggedVersion, base_to_use, bases_of, find_versions
@@ -59,7 +59,7 @@ class EvalJob:
 
 
 class Evaluated(NamedTuple):
-    """What came of a job."""
+    """Result of a job."""
 
     records: list[EvalRecord]
     """All results, known ones too."""
@@ -80,14 +80,16 @@ def evaluate_versions(job: EvalJob, load: Load, *, tell: Callable[[str], None] =
         tell: Is told what begins.
 
     Raises:
-        ConfigError: If a task is none, or a version that was asked for was made for another base.
+        ConfigError: If a task file is invalid, or a version that was asked for was made for another base.
+        MissingExtraError: If matplotlib is not installed.
         HubError: If the Hub does not have the versions, cannot be reached, or refuses the push.
         CheckpointError: If known results or the card cannot be understood.
         OSError: If results cannot be written; files in the folder stay as they were.
     """
+    check_plot()
     tasks = Tasks(job.tasks, job.settings)
     versions = find_versions(
-        job.repo_id, job.tags, all_versions=job.all_versions, token=job.token, endpoint=job.endpoint
+        job.repo_id, job.tags, all_versions=job.all_versions, token=job.token, endpoint=job.endpoint, tell=tell
     )
     if not job.all_versions:
         for version in versions:

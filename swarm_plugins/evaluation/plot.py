@@ -18,6 +18,16 @@ _PANEL = (4.2, 2.6)
 _INK, _MUTED, _LINE = "#1f2328", "#656d76", "#0969da"
 
 
+def check_plot() -> None:
+    """Checks, before the work, that results can be drawn.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    with naming_extras():
+        import matplotlib.figure  # noqa: F401
+
+
 def draw_results(records: Sequence[EvalRecord]) -> bytes:
     """Returns a PNG with a panel for each metric of each task: its value and standard error over the versions.
 

@@ -189,7 +189,7 @@ class Tasks:
 def _as_lm(model: Any, tokenizer: Any, batch_size: int) -> HFLM:
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     if not sys.stderr.isatty():
-        # Its bars do not ask whether anybody sees them.
+        # lm_eval draws progress bars even into a pipe.
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(lm, name, functools.partial(getattr(lm, name), disable_tqdm=True))
     return lm
@@ -239,3 +239,5 @@ def _prepared(allow_code: bool) -> Iterator[None]:
         lm_eval.utils.env = plain
         if forks is None:
             os.environ.pop(_NO_FORKS, None)
+        else:
+            os.environ[_NO_FORKS] = forks

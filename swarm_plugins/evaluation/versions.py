@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from huggingface_hub import HfApi
@@ -13,6 +14,8 @@ from swarm_plugins.hub.names import check_repo_id, newest_tag
 from swarm_plugins.hub.results import BASE_TAG, in_order
 from swarm_plugins.hub_errors import translated_hub_errors, within
 from swarm_plugins.versions import ModelVersion
+
+log = logging.getLogger(__name__)
 
 _ANSWER_S = 20.0
 _MAX_LISTED = 20
@@ -48,8 +51,11 @@ def find_versions(
     all_versions: bool = False,
     token: str | bool | None = None,
     endpoint: str | None = None,
+    tell: Callable[[str], None] = log.info,
 ) -> list[TaggedVersion]:
     """Returns versions of an adapter from old to new: those of the tags, all, or else the newest.
+
+    Of all tags, those that are not adapters are left out; ``tell`` is told their names.
 
     Raises:
         ConfigError: If the name cannot be a repository's.
@@ -74,15 +80,20 @@ def find_versions(
         listed = ", ".join(known[-_MAX_LISTED:])
         raise HubError(f"{repo_id} has no version {missing[0]!r}; it has {listed}{more}", kind="no revision")
     wanted = known if all_versions else in_order(tags or [newest_tag(known) or known[-1]])
-    found = []
+    found, others = [], []
     for tag in wanted:
         one = describe(api, repo_id, tag, commits[tag])
         if one is not None:
             found.append(TaggedVersion(repo_id, tag, commits[tag], one.base))
         elif not all_versions:
             raise CheckpointError(f"{repo_id}@{tag} is not an adapter: it has no adapter_config.json that can be read")
+        else:
+            others.append(tag)
     if not found:
         raise HubError(f"{repo_id} has {len(known)} tags, but none of them is an adapter", kind="no revision")
+    if others:
+        more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
+        tell(f"{repo_id}: tags without an adapter are left out: {', '.join(others[:_MAX_LISTED])}{more}")
     return found
 
 

@@ -93,7 +93,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     stderr: float | None = None
     """Standard error of the value. None: not known."""
     num_samples: Annotated[int, msgspec.Meta(ge=0)]
-    """Samples that the value is the result of."""
+    """Samples evaluated."""
     higher_is_better: bool | None = None
     """None: not known."""
     software: dict[Word, Word] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ class Evaluation:
             "retries": RetryPlan(attempts=1),
         }
 
-    def run(self, **changes: Any) -> Evaluated:
-        return evaluate_versions(EvalJob(**(self._settings | changes)), self._load)
+    def run(self, tell: Callable[[str], None] = print, **changes: Any) -> Evaluated:
+        return evaluate_versions(EvalJob(**(self._settings | changes)), self._load, tell=tell)
 
     def _load(self, version: TaggedVersion, base: ModelVersion) -> tuple[Any, Any]:
         if version.tag in self.fails_at:

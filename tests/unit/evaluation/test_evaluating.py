@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from evaluation_kit import BASE, OTHER, REPO, Evaluation, write_task
 
-from swarm_plugins.errors import CheckpointError, ConfigError, HubError, MissingBlocksError
+from swarm_plugins.errors import CheckpointError, ConfigError, HubError, MissingBlocksError, MissingExtraError
 from swarm_plugins.evaluation.scoring import EvalSettings
 from swarm_plugins.hub.results import RESULTS_FILE, read_results
 from swarm_plugins.hub.results_push import ResultsRepository
@@ -122,6 +123,25 @@ def test_without_any_result_nothing_is_pushed(evaluation: Evaluation, hub: Local
     assert [one.tag for one in alone.records] == ["(base)"]
     assert tags_on_main(hub) == ["(base)"]
     assert (tmp_path / "results" / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tags_that_are_not_adapters_are_named(evaluation: Evaluation, hub: LocalHub) -> None:
+    repo = hub.store.find(REPO)
+    assert repo is not None
+    repo.tags["notes"] = hub.add(REPO, {"adapter_config.json": b"[]", "swarm.json": b"["})
+    told: list[str] = []
+    evaluation.run(tell=told.append)
+    assert "me/adapter: tags without an adapter are left out: notes" in told
+    with pytest.raises(CheckpointError, match=r"^me/adapter@notes is not an adapter"):
+        evaluation.run(tags=["notes"], all_versions=False)
+
+
+def test_a_missing_matplotlib_shows_before_the_work(evaluation: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"^the package matplotlib is missing: install it"):
+        evaluation.run()
+    assert evaluation.loaded == []
 
 
 def test_a_hub_that_refuses_the_push_leaves_everything_in_the_folder(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import lm_eval.utils
@@ -201,6 +202,17 @@ def test_templates_reach_no_internals() -> None:
             lm_eval.utils.apply_template(template, {"question": "a"})
     with scoring._prepared(allow_code=True):
         assert "str" in lm_eval.utils.apply_template(template, {"question": "a"})
+
+
+@pytest.mark.parametrize("before", [None, "", "0", "1"])
+def test_the_environment_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    with monkeypatch.context() as changes:
+        changes.delenv("DISABLE_MULTIPROC", raising=False)
+        if before is not None:
+            changes.setenv("DISABLE_MULTIPROC", before)
+        with scoring._prepared(allow_code=False):
+            assert os.environ["DISABLE_MULTIPROC"] == "1"
+        assert os.environ.get("DISABLE_MULTIPROC") == before
 
 
 @pytest.mark.parametrize(
