@@ -125,6 +125,19 @@ def test_the_command_with_a_server_of_its_own(hub: LocalHub, base_dir: Path, tmp
     assert (bare.exit_code, "give it with --base DIR" in bare.stderr) == (2, True)
 
 
+def test_the_command_refuses_another_base(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
+    other = save_tiny("llama", tmp_path / "other", num_layers=2, seed=1)
+    bases = [Checkpoint.open(one).version for one in (base_dir, other)]
+    command = ["eval", REPO, "--task", str(write_task(tmp_path)), "--out", str(tmp_path / "out"), "--local"]
+    done = CliRunner().invoke(app, [*command, "--base", str(other), "--endpoint", hub.endpoint])
+    assert done.exit_code == 2
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith(
+        f"swarm eval: {REPO}@v3 was made for {bases[0]}, not for {bases[1]}: its scores would be wrong; give that base"
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_callback_evaluates_each_version_that_it_publishes(
     hub: LocalHub, base_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,13 +7,17 @@ import io
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from evaluation_kit import BASE, OTHER, REPO, Evaluation, write_task
+from typer.testing import CliRunner
 
+from swarm_plugins.cli.main import app
 from swarm_plugins.errors import CheckpointError, ConfigError, HubError, MissingBlocksError, MissingExtraError
 from swarm_plugins.evaluation.scoring import EvalSettings
 from swarm_plugins.hub.results import RESULTS_FILE, read_results
@@ -189,22 +193,88 @@ def test_strange_results_on_the_hub_are_refused_before_the_work(evaluation: Eval
         evaluation.run()
 
 
-def test_a_full_disk_leaves_what_was_there(
-    evaluation: Evaluation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_what_was_there(evaluation: Evaluation, disk: dict[str, int], tmp_path: Path) -> None:
     evaluation.run(all_versions=False, tags=["v1"], push=False)
     before = {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()}
 
-    def full(descriptor: int, mode: str) -> Any:
+    disk[RESULTS_FILE] = 0
+    with pytest.raises(OSError, match=r"No space left on device: .*results.jsonl"):
+        evaluation.run()
+    assert evaluation.loaded == ["v1"]  # seen before the work
+    assert {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()} == before
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each file can still be written; others always."""
+    left: dict[str, int] = {}
+    make, opened = tempfile.mkstemp, os.fdopen
+    full: set[int] = set()
+
+    def mkstemp(**options: Any) -> tuple[int, str]:
+        descriptor, path = make(**options)
+        name = options["prefix"].strip(".-")
+        if name in left:
+            left[name] -= 1
+            full.update({descriptor} if left[name] < 0 else ())
+        return descriptor, path
+
+    def fdopen(descriptor: int, *args: Any, **options: Any) -> Any:
+        if descriptor not in full:
+            return opened(descriptor, *args, **options)
+        full.remove(descriptor)
         os.close(descriptor)
         return FullDisk()
 
-    with monkeypatch.context() as changes:
-        changes.setattr("swarm_plugins.kept_files.os.fdopen", full)
-        with pytest.raises(OSError, match=r"No space left on device: .*results.jsonl"):
-            evaluation.run()
-    assert evaluation.loaded == ["v1"]  # seen before the work
-    assert {path.name: path.read_bytes() for path in (tmp_path / "results").iterdir()} == before
+    monkeypatch.setattr("swarm_plugins.kept_files.tempfile", SimpleNamespace(mkstemp=mkstemp))
+    monkeypatch.setattr("swarm_plugins.kept_files.os", SimpleNamespace(fdopen=fdopen))
+    return left
+
+
+@pytest.mark.parametrize(
+    ("name", "writes", "kept", "repeated"),
+    [
+        # Once before the work, once for v1.
+        pytest.param(RESULTS_FILE, 2, ["v1"], ["v2", "v3"], id="after a result"),
+        pytest.param("README.md", 0, ["v1", "v2", "v3"], [], id="card"),
+        pytest.param("results.png", 0, ["v1", "v2", "v3"], [], id="plot"),
+    ],
+)
+def test_a_disk_that_fills_up_loses_no_result(
+    evaluation: Evaluation,
+    disk: dict[str, int],
+    tmp_path: Path,
+    name: str,
+    writes: int,
+    kept: list[str],
+    repeated: list[str],
+) -> None:
+    disk[name] = writes
+    with pytest.raises(OSError, match=rf"No space left on device: .*{name}"):
+        evaluation.run()
+    assert [one.tag for one in read_results(tmp_path / "results")] == kept
+    assert not (tmp_path / "results" / "results.png").exists()
+    disk.clear()
+    evaluation.loaded.clear()
+    assert evaluation.run().commit is not None
+    assert evaluation.loaded == repeated
+    assert {"README.md", "results.png"} <= {path.name for path in (tmp_path / "results").iterdir()}
+
+
+@pytest.mark.usefixtures("evaluation")
+def test_the_command_says_in_one_sentence_that_the_disk_is_full(
+    disk: dict[str, int], hub: LocalHub, task_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = SimpleNamespace(model=None, tokenizer=None)
+    monkeypatch.setattr("swarm_plugins.talk.loading.load_whole", lambda name, **options: nothing)
+    disk[RESULTS_FILE] = 2
+    out = tmp_path / "out"
+    command = ["eval", REPO, "--task", str(task_file), "--local", "--all-versions", "--endpoint", hub.endpoint]
+    done = CliRunner().invoke(app, [*command, "--out", str(out)])
+    assert (done.exit_code, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last == f"swarm eval: No space left on device ({out / RESULTS_FILE}): free some space and try again"
+    assert [one.tag for one in read_results(out)] == ["v1"]
 
 
 class FullDisk(io.RawIOBase):
