@@ -149,21 +149,12 @@ class _Run:
 
 
 def _record(version: TaggedVersion, base: ModelVersion, setting: TaskSetting, score: Score) -> EvalRecord:
-    return EvalRecord(
+    return EvalRecord.of(
+        setting,
+        score,
         tag=version.tag,
         commit=version.commit,
         base=base.name,
         base_revision=base.revision,
-        task=setting.task,
-        task_digest=setting.task_digest,
-        num_fewshot=setting.num_fewshot,
-        limit=setting.limit,
-        chat_template=setting.chat_template,
-        metric=score.metric,
-        filter=score.filter,
-        value=score.value,
-        stderr=score.stderr,
-        num_samples=score.num_samples,
-        higher_is_better=score.higher_is_better,
         software=software(),
     )

@@ -7,7 +7,6 @@ find_adapters   the newest fitting version of each adapter of a base
 fetch_adapter   downloads a version, safetensors only
 Manifest        swarm.json: the base, servers and metrics of a version
 EvalRecord      what a version scored on a task: a line of results.jsonl
-ResultsRepository   adds results to a repository, with card and plot, in one commit
 save_student    a distilled model as a folder to push, with a card that names its teacher
 ```
 """
@@ -21,7 +20,6 @@ from swarm_plugins.hub.folder import PushTarget
 from swarm_plugins.hub.manifest import Manifest, ServedSpan
 from swarm_plugins.hub.push import PushedVersion, RetryPlan, push_folder
 from swarm_plugins.hub.results import EvalRecord
-from swarm_plugins.hub.results_push import PublishedResults, ResultsRepository
 from swarm_plugins.hub.student import save_student
 from swarm_plugins.hub.worker import PushWorker
 
@@ -31,11 +29,9 @@ __all__ = [
     "EvalRecord",
     "FoundAdapter",
     "Manifest",
-    "PublishedResults",
     "PushTarget",
     "PushWorker",
     "PushedVersion",
-    "ResultsRepository",
     "RetryPlan",
     "ServedSpan",
     "card_text",

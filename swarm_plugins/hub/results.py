@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 from filelock import FileLock, Timeout
@@ -99,16 +99,15 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True):
     software: dict[Word, Word] = {}
     """Versions of the packages that computed it."""
 
+    @classmethod
+    def of(cls, setting: TaskSetting, score: Score, **version: Any) -> Self:
+        """Returns the record of a score; ``version`` are the other fields."""
+        return cls(**msgspec.structs.asdict(setting), **score._asdict(), **version)
+
     @property
     def setting(self) -> TaskSetting:
         """The task and how it was run."""
-        return TaskSetting(
-            task=self.task,
-            task_digest=self.task_digest,
-            num_fewshot=self.num_fewshot,
-            limit=self.limit,
-            chat_template=self.chat_template,
-        )
+        return TaskSetting(**{name: getattr(self, name) for name in TaskSetting.__struct_fields__})
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -18,15 +18,14 @@ _BEGIN, _END = "<!-- swarm eval: begin -->", "<!-- swarm eval: end -->"
 _SECTION = re.compile(rf"\n*{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
 
 
-def with_results(card: str, records: Sequence[EvalRecord], *, repo_id: str, url: str, has_plot: bool = True) -> str:
-    """Returns a card with the results' table and model-index in place of those it had; the rest stays.
+def with_results(card: str, records: Sequence[EvalRecord], *, repo_id: str, url: str) -> str:
+    """Returns a card with the results' table, plot and model-index in place of those it had; the rest stays.
 
     Args:
         card: The card, Markdown with metadata.
         records: Results of all versions.
         repo_id: The adapter's repository.
         url: Address of the Hub, for the source of the results.
-        has_plot: Whether ``results.png`` lies next to the card.
 
     Raises:
         CheckpointError: If the card's metadata cannot be understood.
@@ -44,7 +43,7 @@ def with_results(card: str, records: Sequence[EvalRecord], *, repo_id: str, url:
     data.eval_results = results or None
     data.model_name = (data.model_name or repo_id.split("/")[-1]) if results else None
     body = _SECTION.sub("\n", found.text).rstrip("\n")
-    section = f"\n\n{_section(records, has_plot)}" if records else ""
+    section = f"\n\n{_section(records)}" if records else ""
     return f"---\n{data.to_yaml()}\n---\n{body}{section}\n"
 
 
@@ -88,19 +87,20 @@ def _index(records: Sequence[EvalRecord], task_type: str, source: str) -> list[E
     ]
 
 
-def _section(records: Sequence[EvalRecord], has_plot: bool) -> str:
+def _section(records: Sequence[EvalRecord]) -> str:
     header, *rows = results_table(series_of(records))
     lines = [header, ["---"] * len(header), *rows]
     table = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
     bases = sorted({f"`{record.base}@{record.base_revision[:13]}`" for record in records})
     counts = sorted({record.num_samples for record in records})
     samples = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    picture = f"\n![Each metric over the versions, with its standard error]({PLOT_FILE})\n" if has_plot else ""
     return f"""{_BEGIN}
 ## Results of the versions
 
 {table}
-{picture}
+
+![Each metric over the versions, with its standard error]({PLOT_FILE})
+
 Measured by `swarm eval` with lm_eval on {samples} samples, on {", ".join(map(_cell, bases))}; ± is one standard error.
 [{RESULTS_FILE}]({RESULTS_FILE}) has every record with the task's digest and the versions of the software.
 {_END}"""
