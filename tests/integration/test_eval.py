@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import psutil
 import pytest
 from eval_kit import PLACES, publish_versions, write_task
 from huggingface_hub import ModelCard
@@ -28,6 +32,7 @@ from swarm_plugins.testing.models import save_tiny
 from swarm_plugins.versions import ModelVersion
 
 REPO = "me/adapter"
+WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +154,43 @@ def test_a_callback_evaluates_each_version_that_it_publishes(
     rows = [json.loads(line) for line in file_on_main(hub, RESULTS_FILE, "me/measured").splitlines()]
     assert [row["tag"] for row in rows] == ["v1", "v2"]
     assert "| v2 |" in file_on_main(hub, "README.md", "me/measured").decode()
+
+
+TRAINING = """
+import sys, time
+from pathlib import Path
+from swarm_plugins.callbacks.evaluating import EvalWorker
+
+if __name__ == "__main__":
+    folder, repo_id, *options = sys.argv[1:]
+    EvalWorker(repo_id, options, Path(folder)).submit("v1")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.swarm
+def test_an_evaluation_ends_with_a_killed_training(hub: LocalHub, base_dir: Path, tmp_path: Path) -> None:
+    task, out = write_task(tmp_path), tmp_path / "out"
+    data = tmp_path / "capitals.jsonl"
+    data.write_text(f"{data.read_text()}\n" * 2000)  # takes minutes
+    options = ["--task", str(task), "--base", str(base_dir), "--endpoint", hub.endpoint]
+    with LocalSwarm(base_dir, num_servers=1) as swarm:
+        options += ["--initial-peers", swarm.initial_peers[0]]
+        training = subprocess.Popen([sys.executable, "-c", TRAINING, str(out), REPO, *options])
+        try:
+            deadline = time.monotonic() + WAIT_S
+            while not (out / "log.txt").exists() or "evaluating capitals" not in (out / "log.txt").read_text():
+                assert training.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            started = psutil.Process(training.pid).children(recursive=True)
+            assert len(started) > 1  # the command, and its daemon
+        finally:
+            training.kill()
+            training.wait()
+        _, alive = psutil.wait_procs(started, WAIT_S)
+        for process in alive:
+            process.kill()
+    assert alive == []
+    assert (out / "results.jsonl").read_text() == ""
