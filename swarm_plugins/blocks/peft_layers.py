@@ -130,6 +130,11 @@ class Structure(NamedTuple):
             result: Tensor = functional_call(self.layer, {**values, **computed}, (hidden,))
         return result
 
+    @property
+    def has_scaling(self) -> bool:
+        """Whether the layer multiplies its update by a number of its own."""
+        return _NAME in getattr(self.layer, "scaling", ())
+
     @contextmanager
     def _dropping(self, mask: Tensor | None) -> Iterator[None]:
         if mask is None or not self.dropout:
@@ -170,7 +175,8 @@ def check_part(part: PeftPart, linear_of: Callable[[PeftLayer], nn.Linear], *, m
         _check_numbers(part, entry, where)
         linear = linear_of(entry)
         shapes = tuple(part.shapes[place] for place in entry.places)
-        key = (entry.options, entry.names, shapes, linear.in_features, linear.out_features)
+        sizes = (shapes, linear.in_features, linear.out_features)
+        key = (entry.options, entry.names, entry.scaling is None, *sizes)
         if key in checked:
             continue
         if len(checked) == _MAX_STRUCTURES:
@@ -178,7 +184,9 @@ def check_part(part: PeftPart, linear_of: Callable[[PeftLayer], nn.Linear], *, m
                 f"the adapter has more than {_MAX_STRUCTURES} different layers: use fewer different ranks"
             )
         _check_options(method, entry, where, max_rank)
-        _check_shapes(structure_of(part.method, entry, linear), entry, shapes, linear, where)
+        structure = structure_of(part.method, entry, linear)
+        _check_scaling(structure, entry, part.method, where)
+        _check_shapes(structure, entry, shapes, linear, where)
         checked.add(key)
 
 
@@ -358,6 +366,14 @@ def _check_options(method: PeftMethod, entry: PeftLayer, where: str, max_rank: i
         most = min(option.most, max_rank) if name in _RANKS else option.most
         if isinstance(value, (str, bool)) or not abs(value) <= most:
             raise ConfigError(f"{name} of {where} is {str(value)[:64]}; expected a number up to {most}")
+
+
+def _check_scaling(structure: Structure, entry: PeftLayer, method: str, where: str) -> None:
+    # Structures are shared: a layer without its scaling would run with that of another client.
+    if structure.has_scaling and entry.scaling is None:
+        raise ConfigError(f"{where} has no scaling; {method} needs a number: send the layer's")
+    if not structure.has_scaling and entry.scaling is not None:
+        raise ConfigError(f"{where} has the scaling {entry.scaling}; {method} has none: send no scaling")
 
 
 def _check_shapes(

@@ -70,6 +70,7 @@ def checked(spec: AdapterSpec, pair: Pair, limits: AdapterLimits | None = None) 
         pytest.param({"options": (("r", 4), ("alpha", float("nan")))}, r"alpha of .* is nan", id="nan"),
         pytest.param({"options": (("r", 3.5), ("alpha", 8))}, r"does not fit|has shape", id="fraction"),
         pytest.param({"scaling": float("inf")}, r"scaling .* is inf", id="scaling"),
+        pytest.param({"scaling": None}, r"q_proj has no scaling; LOHA needs a number", id="no-scaling"),
         pytest.param({"dropout": 1.0}, r"dropout .* is 1.0", id="dropout"),
     ],
 )
@@ -145,6 +146,18 @@ def test_options_that_would_cost_too_much_are_refused(
     layer = loha(options=given, names=(), places=(), scaling=None)
     with pytest.raises(ConfigError, match=message):
         checked(spec_of(layer, method=method, shapes=()), llama)
+
+
+def test_a_scaling_is_refused_where_the_layer_has_none(llama: Pair) -> None:
+    layer = loha(options=(("r", 4),), names=("vera_lambda_b", "vera_lambda_d", "vera_A", "vera_B"))
+    with pytest.raises(ConfigError, match=r"q_proj has the scaling 2\.0; VERA has none: send no scaling"):
+        checked(spec_of(layer, method="VERA", shapes=((32,), (4,), (4, 32), (32, 4))), llama)
+
+
+def test_each_layer_needs_its_scaling(llama: Pair) -> None:
+    """Equal layers are checked once, and share one structure."""
+    with pytest.raises(ConfigError, match="block 2, self_attn.q_proj has no scaling"):
+        checked(spec_of(loha(), loha(block=2, scaling=None)), llama)
 
 
 def test_shared_tensors_may_be_larger_but_must_fit_each_other(llama: Pair) -> None:
