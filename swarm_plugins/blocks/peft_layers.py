@@ -29,11 +29,8 @@ from swarm_plugins.errors import ConfigError
 _NAME = "default"
 _MAX_STRUCTURES = 32
 """Different layers of one adapter: a few sizes of modules, and a few ranks."""
-_MAX_OPTION = 1 << 16
 _RANKS = ("r", "init_r")
 _KEPT_STRUCTURES = 64
-_MAX_COMPUTED = 1 << 24
-"""Elements of a layer that is built with values, as some of its tensors follow from its options."""
 _TRIED_TOKENS = 2
 _KEPT_NORMS = 4
 _NORMS: WeakKeyDictionary[nn.Module, OrderedDict[object, tuple[object, Tensor]]] = WeakKeyDictionary()
@@ -109,8 +106,6 @@ class Structure(NamedTuple):
     """The layer's attribute with its dropouts. Empty: none."""
     shapes: Mapping[str, tuple[int, ...]]
     """Of the tensors that are shipped, by name."""
-    computed: Mapping[str, Tensor]
-    """Values of the others."""
 
     def run(
         self,
@@ -123,11 +118,10 @@ class Structure(NamedTuple):
     ) -> Tensor:
         """Returns the layer's result on ``[..., width]``; ``mask`` is what its dropout multiplies with."""
         values = {_with_adapter(name): tensor for name, tensor in tensors.items()}
-        computed = {_with_adapter(name): tensor.to(hidden.device) for name, tensor in self.computed.items()}
         if entry.scaling is not None:
             self.layer.scaling[_NAME] = entry.scaling
         with self.base.running(module, base), self._dropping(mask):
-            result: Tensor = functional_call(self.layer, {**values, **computed}, (hidden,))
+            result: Tensor = functional_call(self.layer, values, (hidden,))
         return result
 
     @property
@@ -218,27 +212,19 @@ def structure_of(method: str, entry: PeftLayer, linear: nn.Linear) -> Structure:
 def _structure(
     method: str, options: tuple[tuple[str, PeftValue], ...], width_in: int, width_out: int, has_bias: bool
 ) -> Structure:
-    built = _build(method, dict(options), width_in, width_out, has_bias, "meta")
-    tensors = _tensors(built)
+    built = _build(method, dict(options), width_in, width_out, has_bias)
     ends = PEFT_METHODS[method].computed
-    shapes = {name: tuple(one.shape) for name, one in tensors.items() if not (ends and name.endswith(ends))}
-    computed: dict[str, Tensor] = {}
-    if len(shapes) < len(tensors):
-        size = sum(one.numel() for one in tensors.values())
-        if size > _MAX_COMPUTED:
-            raise ValueError(f"its tensors have {size} elements; the limit is {_MAX_COMPUTED}")
-        real = _tensors(_build(method, dict(options), width_in, width_out, has_bias, "cpu"))
-        computed = {name: real[name] for name in tensors if name not in shapes}
+    shapes = {name: tuple(one.shape) for name, one in _tensors(built).items() if not (ends and name.endswith(ends))}
     base = BorrowedLinear(built.base_layer)
     built.base_layer = base
     for dora in getattr(built, "lora_magnitude_vector", nn.ModuleDict()).values():
         dora.forward = functools.partial(_dora_result, dora)
-    return Structure(built.eval(), base, PEFT_METHODS[method].dropout, shapes, computed)
+    for rotation in getattr(built, "oft_R", nn.ModuleDict()).values():
+        rotation._pytorch_skew_symmetric = _skew_symmetric
+    return Structure(built.eval(), base, PEFT_METHODS[method].dropout, shapes)
 
 
-def _build(
-    method: str, options: Mapping[str, PeftValue], width_in: int, width_out: int, has_bias: bool, device: str
-) -> Any:
+def _build(method: str, options: Mapping[str, PeftValue], width_in: int, width_out: int, has_bias: bool) -> Any:
     # Some hundred milliseconds, of a server that may never need it.
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
@@ -246,11 +232,22 @@ def _build(
     config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
     known = PEFT_METHODS[method]
     config = config_class(target_modules=["linear"], **{**known.fixed, **known.given, **options})
-    with torch.device(device):
+    with torch.device("meta"):
         holder = _Holder(width_in, width_out, has_bias)
         tuner_class: Any = PEFT_TYPE_TO_TUNER_MAPPING[kind]
         tuner_class(holder, {_NAME: config}, _NAME)
     return holder.linear
+
+
+def _skew_symmetric(vector: Tensor, size: int) -> Tensor:
+    """Returns ``[batch, size, size]`` with ``[batch, size * (size - 1) / 2]`` above the diagonal, as OFT's layer does.
+
+    PEFT keeps the places in buffers, which have no values here.
+    """
+    rows, columns = torch.triu_indices(size, size, 1, device=vector.device)
+    matrix = vector.new_zeros(len(vector), size, size)
+    matrix[:, rows, columns] = vector
+    return matrix - matrix.transpose(-2, -1)
 
 
 def _dora_result(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from blocks_kit import BLOCKS, WIDTH, Pair, states
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.adapter_spec import PEFT_METHODS, AdapterModule, AdapterSpec, PeftLayer, PeftPart, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
@@ -22,6 +23,24 @@ from swarm_plugins.offload.formats.linears import QuantizedLinear
 
 LOHA_NAMES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 LOHA_SHAPES = ((32, 4), (4, 32), (32, 4), (4, 32))
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"init_r": 4, "lora_alpha": 8},
+    "BEFT": {},
+    "C3A": {"block_size": 8},
+    "GRALORA": {"r": 4, "alpha": 8, "hybrid_r": 0, "gralora_k": 2},
+    "HIRA": {"r": 4},
+    "LILY": {"r": 4, "stride_A": 1, "num_B": 2, "scaling": 1.0},
+    "LOHA": {"r": 4, "alpha": 8},
+    "LOKR": {"r": 2, "alpha": 3, "decompose_both": True, "decompose_factor": 4},
+    "LORA": {"r": 4, "lora_alpha": 8, "use_dora": True, "lora_bias": False},
+    "MISS": {"r": 4, "mini_r": 1, "init_weights": True},
+    "OFT": {"oft_block_size": 8, "block_share": False, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5},
+    "RANDLORA": {"r": 4, "randlora_alpha": 8},
+    "ROAD": {"variant": "road_1", "group_size": 8},
+    "VBLORA": {"r": 4, "num_vectors": 8, "vector_length": 8, "topk": 2},
+    "VERA": {"r": 4},
+}
 
 
 def loha(**changes: Any) -> PeftLayer:
@@ -127,21 +146,7 @@ def test_a_client_cannot_make_a_server_build_without_end(llama: Pair, monkeypatc
 def test_options_that_would_cost_too_much_are_refused(
     llama: Pair, method: str, options: dict[str, Any], message: str
 ) -> None:
-    usual: dict[str, dict[str, Any]] = {
-        "OFT": {
-            "oft_block_size": 8,
-            "block_share": False,
-            "use_cayley_neumann": True,
-            "num_cayley_neumann_terms": 5,
-        },
-        "ROAD": {"variant": "road_1", "group_size": 8},
-        "C3A": {"block_size": 8},
-        "LILY": {"r": 4, "stride_A": 1, "num_B": 2, "scaling": 1.0},
-        "VBLORA": {"r": 4, "num_vectors": 8, "vector_length": 8, "topk": 2},
-        "MISS": {"r": 4, "mini_r": 1, "init_weights": True},
-        "GRALORA": {"r": 4, "alpha": 8, "hybrid_r": 0, "gralora_k": 2},
-    }
-    given = tuple({**usual[method], **options}.items())
+    given = tuple({**OPTIONS[method], **options}.items())
     assert dict(given).keys() == PEFT_METHODS[method].options.keys()
     layer = loha(options=given, names=(), places=(), scaling=None)
     with pytest.raises(ConfigError, match=message):
@@ -156,7 +161,7 @@ def test_a_scaling_is_refused_where_the_layer_has_none(llama: Pair) -> None:
 
 def test_each_layer_needs_its_scaling(llama: Pair) -> None:
     """Equal layers are checked once, and share one structure."""
-    with pytest.raises(ConfigError, match="block 2, self_attn.q_proj has no scaling"):
+    with pytest.raises(ConfigError, match=r"block 2, self_attn\.q_proj has no scaling"):
         checked(spec_of(loha(), loha(block=2, scaling=None)), llama)
 
 
@@ -171,13 +176,7 @@ def test_shared_tensors_may_be_larger_but_must_fit_each_other(llama: Pair) -> No
 
 
 def test_layers_built_in_a_session_take_gradients_later(llama: Pair) -> None:
-    options = (
-        ("oft_block_size", 8),
-        ("block_share", False),
-        ("use_cayley_neumann", True),
-        ("num_cayley_neumann_terms", 5),
-    )
-    layer = loha(options=options, names=("oft_R.weight",), places=(0,), scaling=None)
+    layer = loha(options=tuple(OPTIONS["OFT"].items()), names=("oft_R.weight",), places=(0,), scaling=None)
     adapter = checked(spec_of(layer, method="OFT", shapes=((4, 28),)), llama)
     peft_layers._OWN.structures.clear()
     hidden = states(1, 3, WIDTH)
@@ -191,11 +190,33 @@ def test_layers_built_in_a_session_take_gradients_later(llama: Pair) -> None:
     assert leaves.tensors[0].grad is not None
 
 
-def test_structures_hold_no_memory(llama: Pair) -> None:
-    module = llama.span.module(1, "self_attn.q_proj")
-    assert isinstance(module, nn.Linear)
-    structure = peft_layers.structure_of("LOHA", loha(), module)
-    assert {tensor.device.type for tensor in structure.layer.parameters()} == {"meta"}
+class _LargestMade(TorchDispatchMode):
+    """Notes the largest tensor with memory that is made inside the ``with`` block."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(one, Tensor) and not one.is_meta:
+                self.elements = max(self.elements, one.numel())
+        return made
+
+
+@pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*")
+@pytest.mark.parametrize("method", sorted(PEFT_METHODS))
+def test_a_check_allocates_nothing_and_structures_hold_nothing(method: str) -> None:
+    linear = nn.Linear(512, 256, bias=False, device="meta")
+    options = tuple(OPTIONS[method].items())
+    with _LargestMade() as made:
+        structure = peft_layers.structure_of(method, loha(options=options), linear)
+        names, shapes = tuple(structure.shapes), tuple(structure.shapes.values())
+        scaling = 1.0 if structure.has_scaling else None
+        layer = loha(options=options, names=names, places=tuple(range(len(names))), scaling=scaling)
+        part = PeftPart(method=method, shapes=shapes, layers=(layer,))
+        peft_layers.check_part(part, lambda _: linear, max_rank=64)
+    assert made.elements <= 1
+    assert all(tensor.is_meta for tensor in (*structure.layer.parameters(), *structure.layer.buffers()))
 
 
 def test_plain_adapters_are_encoded_as_before() -> None:
