@@ -336,6 +336,8 @@ class NormsRequest(BaseMessage, kw_only=True):
 
     digest: str
     """An adapter that the server holds."""
+    num_bytes: int
+    """Size of all norms; a larger answer is refused."""
 
 
 class NormsResponse(BaseMessage, kw_only=True):

@@ -44,17 +44,28 @@ async def weight_norms(servers: Servers, adapter: LoadedAdapter, blocks: range) 
 
 
 async def _asked(servers: Servers, peer: str, part: LoadedAdapter) -> dict[tuple[int, str], Tensor]:
-    request = NormsRequest(digest=part.digest)
+    layers = [layer for layer in part.spec.peft.layers if layer.needs_norm] if part.spec.peft else []
+    factors = part.tensors[len(part.tensors) - len(part.spec.peft.shapes) :] if part.spec.peft else ()
+    # A norm has the type of its layer's second factor, `[out, r]`.
+    seconds = [factors[layer.places[layer.names.index("lora_B.weight")]] for layer in layers]
+    size = sum(len(factor) * factor.element_size() for factor in seconds)
+    request = NormsRequest(digest=part.digest, num_bytes=size)
     answer = await servers.peers.with_adapters(
         peer, [part], lambda: servers.peers.request(peer, "rpc_adapter", request, NormsResponse)
     )
-    layers = [layer for layer in part.spec.peft.layers if layer.needs_norm] if part.spec.peft else []
-    shapes = part.spec.peft.shapes if part.spec.peft else ()
-    expected = [shapes[layer.places[layer.names.index("lora_B.weight")]][:1] for layer in layers]
-    if [tuple(norm.shape) for norm in answer.norms] != expected:
-        raise ProtocolError(f"server {peer} answered with {len(answer.norms)} norms of wrong sizes")
-    if not all(norm.is_floating_point() and bool((norm.isfinite() & (norm >= 0)).all()) for norm in answer.norms):
-        raise ProtocolError(f"server {peer} answered with norms that are no lengths")
+    found, expected = [list(norm.shape) for norm in answer.norms], [[len(factor)] for factor in seconds]
+    if found != expected:
+        raise ProtocolError(f"server {peer} answered with norms of shapes {found[:8]}; expected {expected[:8]}")
+    for norm in answer.norms:
+        _check_norm(peer, norm)
     return {
         (layer.block, layer.module): norm.to(torch.float32) for layer, norm in zip(layers, answer.norms, strict=True)
     }
+
+
+def _check_norm(peer: str, norm: Tensor) -> None:
+    if not norm.is_floating_point():
+        raise ProtocolError(f"server {peer} answered with norms of {norm.dtype}; expected floating point")
+    wrong = norm[~(norm.isfinite() & (norm >= 0))]
+    if len(wrong):
+        raise ProtocolError(f"server {peer} answered with a norm of {float(wrong[0])}, negative or not finite")

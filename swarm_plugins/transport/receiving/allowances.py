@@ -16,6 +16,7 @@ from swarm_plugins.transport.messages import (
     ExpertsRequest,
     ForwardRequest,
     Message,
+    NormsRequest,
     PushedHidden,
     SessionOpen,
     SessionStep,
@@ -82,7 +83,7 @@ def _tensor_bytes(message: Message) -> int | None:
     match message:
         case InfoRequest() | SessionOpen() | AdapterUpload() | CommitRequest() | DrainRequest() | RunStatus():
             found = 0
-        case BlobRequest():
+        case BlobRequest() | NormsRequest():
             found = message.num_bytes
         case EchoRequest():
             found = message.payload.nbytes

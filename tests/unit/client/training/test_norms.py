@@ -30,7 +30,8 @@ class Answering:
         return await ask()
 
     async def request(self, peer: str, rpc: str, message: NormsRequest, kind: type[NormsResponse]) -> NormsResponse:
-        assert (rpc, message.digest) == ("rpc_adapter", "d")
+        # Six norms of float32.
+        assert (rpc, message.digest, message.num_bytes) == ("rpc_adapter", "d", 24)
         return NormsResponse(norms=self.norms)
 
 
@@ -57,12 +58,12 @@ def test_norms_come_by_block_and_module() -> None:
 @pytest.mark.parametrize(
     ("norms", "message"),
     [
-        pytest.param((), "0 norms of wrong sizes", id="none"),
-        pytest.param((torch.ones(6), torch.ones(6)), "2 norms of wrong sizes", id="too-many"),
-        pytest.param((torch.ones(7),), "1 norms of wrong sizes", id="size"),
-        pytest.param((torch.ones(6, dtype=torch.int64),), "norms that are no lengths", id="type"),
-        pytest.param((-torch.ones(6),), "norms that are no lengths", id="negative"),
-        pytest.param((torch.full((6,), float("nan")),), "norms that are no lengths", id="nan"),
+        pytest.param((), r"norms of shapes \[\]; expected \[\[6\]\]", id="none"),
+        pytest.param((torch.ones(6), torch.ones(6)), r"shapes \[\[6\], \[6\]\]; expected \[\[6\]\]", id="too-many"),
+        pytest.param((torch.ones(7),), r"shapes \[\[7\]\]; expected \[\[6\]\]", id="size"),
+        pytest.param((torch.ones(6, dtype=torch.int64),), r"norms of torch\.int64; expected floating point", id="type"),
+        pytest.param((-torch.ones(6),), r"a norm of -1\.0, negative or not finite", id="negative"),
+        pytest.param((torch.full((6,), float("nan")),), "a norm of nan, negative or not finite", id="nan"),
     ],
 )
 def test_nonsense_is_refused(norms: tuple[Tensor, ...], message: str) -> None:
