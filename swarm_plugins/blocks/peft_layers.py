@@ -14,15 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from swarm_plugins.adapter_spec import PEFT_METHODS, PeftLayer, PeftMethod, PeftPart, PeftValue
-from swarm_plugins.block_io import LoadedAdapter
+from swarm_plugins.blocks.norms import weight_norm
 from swarm_plugins.blocks.quantize import plain_weight
 from swarm_plugins.errors import ConfigError
 
@@ -32,9 +30,6 @@ _MAX_STRUCTURES = 32
 _RANKS = ("r", "init_r")
 _KEPT_STRUCTURES = 64
 _TRIED_TOKENS = 2
-_KEPT_NORMS = 4
-_NORMS: WeakKeyDictionary[nn.Module, OrderedDict[object, tuple[object, Tensor]]] = WeakKeyDictionary()
-"""Norms of each module's rows under DoRA, by LoRA's factors."""
 _OWN = threading.local()
 """Each thread's structures: a call lends them tensors."""
 
@@ -274,48 +269,6 @@ def _dora_result(
         base_result = base_result - base_layer.bias
     result: Tensor = (factor - 1) * base_result + factor * product * scaling
     return result
-
-
-def weight_norm(module: nn.Linear, factor_a: Tensor, factor_b: Tensor, scaling: float) -> Tensor:
-    """Returns the norm of each row of a module's weight with a low-rank update, ``[out]``; without a gradient.
-
-    The last ones of each module are kept: the factors do not change while tokens are generated.
-    """
-    key: list[StorageWeakRef] = []
-    factors = (factor_a, factor_b)
-    if not (factor_a.is_meta or factor_a.is_inference() or factor_b.is_inference()):
-        # The storages' own addresses, which are not used again while something refers to them weakly.
-        key = [StorageWeakRef(one.untyped_storage()) for one in factors]
-    kept = _NORMS.setdefault(module, OrderedDict())
-    name = (scaling, *(_place(one, ref) for one, ref in zip(factors, key, strict=False)))
-    if name in kept:
-        kept.move_to_end(name)
-        return kept[name][1]
-    # A tensor of inference mode could not go into a graph later.
-    with torch.inference_mode(mode=False), torch.no_grad():
-        weight = plain_weight(module) + scaling * (factor_b @ factor_a)
-        norm: Tensor = torch.linalg.norm(weight, dim=1).to(factor_b.dtype)
-    if key:
-        kept[name] = key, norm
-        while len(kept) > _KEPT_NORMS:
-            kept.popitem(last=False)
-    return norm
-
-
-def _place(tensor: Tensor, storage: StorageWeakRef) -> tuple[object, ...]:
-    return storage.cdata, tensor.storage_offset(), tensor.shape, tensor._version
-
-
-def weight_norms(adapter: LoadedAdapter, linear_of: Callable[[PeftLayer], nn.Linear]) -> tuple[Tensor, ...]:
-    """Returns the norms that the layers of a checked adapter start from, in their order."""
-    part, found = adapter.spec.peft, []
-    tensors = adapter.tensors[len(adapter.tensors) - len(part.shapes) :] if part else ()
-    for layer in part.layers if part else ():
-        if layer.needs_norm:
-            named = {name: tensors[place] for name, place in zip(layer.names, layer.places, strict=True)}
-            factors = named["lora_A.weight"], named["lora_B.weight"]
-            found.append(weight_norm(linear_of(layer), *factors, 1.0 if layer.scaling is None else layer.scaling))
-    return tuple(found)
 
 
 def layer_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
 from swarm_plugins.blocks.cut_model import CutModel
 from swarm_plugins.blocks.kv import KVCache, KVPool
-from swarm_plugins.blocks.peft_layers import weight_norms
+from swarm_plugins.blocks.norms import weight_norms
 from swarm_plugins.blocks.probe import Traits, has_fixed_positions
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.errors import ConfigError
