@@ -66,12 +66,14 @@ class PeftOption(msgspec.Struct, frozen=True, kw_only=True):
     """The layer's attribute that holds the value of each adapter. Empty: the config."""
     allowed: tuple[PeftValue, ...] = ()
     """The values that servers take. Empty: numbers."""
+    least: int = 0
+    """Smallest number."""
     most: int = 1 << 16
-    """Largest number, also of negative ones."""
+    """Largest number."""
 
 
 class PeftMethod(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a PEFT method's config a server needs to build its layer; see `PEFT_METHODS`."""
+    """Config fields a server needs to build a method's layer; see `PEFT_METHODS`."""
 
     options: Mapping[str, PeftOption] = {}
     """What clients ship."""
@@ -80,7 +82,7 @@ class PeftMethod(msgspec.Struct, frozen=True, kw_only=True):
     local: tuple[str, ...] = ()
     """Fields that matter only where the adapter is initialised, trained or saved."""
     given: Mapping[str, PeftValue] = {}
-    """Those of them that PEFT asks for also where a server builds the layer."""
+    """Local fields PEFT requires on the server too."""
     computed: tuple[str, ...] = ()
     """Ends of the names of tensors that follow from the options and are not shipped."""
     dropout: str = ""
@@ -88,12 +90,14 @@ class PeftMethod(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _RANK = PeftOption(source="r")
-_NUMBER, _FLAG = PeftOption(), PeftOption(allowed=(False, True))
+_SIZE, _FLAG = PeftOption(), PeftOption(allowed=(False, True))
+_FACTOR, _ALPHA = PeftOption(least=-(1 << 16)), PeftOption(source="alpha", least=-(1 << 16))
+_LORA_ALPHA = PeftOption(source="lora_alpha", least=-(1 << 16))
 _LYCORIS: Mapping[str, PeftValue | None] = {"rank_dropout": 0.0, "module_dropout": 0.0, "use_effective_conv2d": False}
 _PROJECTED = ("projection_prng_key", "save_projection")
 PEFT_METHODS: Mapping[str, PeftMethod] = MappingProxyType({
     "ADALORA": PeftMethod(
-        options={"init_r": _RANK, "lora_alpha": PeftOption(source="lora_alpha")},
+        options={"init_r": _RANK, "lora_alpha": _LORA_ALPHA},
         local=(
             *("r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step"),
             *("init_lora_weights", "lora_dropout"),
@@ -104,21 +108,21 @@ PEFT_METHODS: Mapping[str, PeftMethod] = MappingProxyType({
     "BEFT": PeftMethod(),
     "C3A": PeftMethod(options={"block_size": PeftOption(source="block_size")}, local=("block_size_pattern",)),
     "GRALORA": PeftMethod(
-        options={"r": _RANK, "alpha": _NUMBER, "hybrid_r": _NUMBER, "gralora_k": PeftOption(most=64)},
+        options={"r": _RANK, "alpha": _FACTOR, "hybrid_r": _SIZE, "gralora_k": PeftOption(most=64)},
         local=("gralora_dropout",),
         dropout="gralora_dropout",
     ),
     "HIRA": PeftMethod(options={"r": _RANK}, local=("hira_dropout",), dropout="hira_dropout"),
     "LILY": PeftMethod(
-        options={"r": _RANK, "stride_A": _NUMBER, "num_B": PeftOption(most=1024), "scaling": _NUMBER},
+        options={"r": _RANK, "stride_A": _SIZE, "num_B": PeftOption(most=1024), "scaling": _FACTOR},
     ),
-    "LOHA": PeftMethod(options={"r": _RANK, "alpha": PeftOption(source="alpha")}, fixed=_LYCORIS),
+    "LOHA": PeftMethod(options={"r": _RANK, "alpha": _ALPHA}, fixed=_LYCORIS),
     "LOKR": PeftMethod(
         options={
             "r": _RANK,
-            "alpha": PeftOption(source="alpha"),
+            "alpha": _ALPHA,
             "decompose_both": _FLAG,
-            "decompose_factor": _NUMBER,
+            "decompose_factor": PeftOption(least=-1),
         },
         fixed={**_LYCORIS, "rank_dropout_scale": False},
     ),
@@ -126,7 +130,7 @@ PEFT_METHODS: Mapping[str, PeftMethod] = MappingProxyType({
     "LORA": PeftMethod(
         options={
             "r": _RANK,
-            "lora_alpha": PeftOption(source="lora_alpha"),
+            "lora_alpha": _LORA_ALPHA,
             "use_dora": PeftOption(source="use_dora", allowed=(False, True)),
             "lora_bias": PeftOption(source="lora_bias", allowed=(False, True)),
         },
@@ -153,7 +157,7 @@ PEFT_METHODS: Mapping[str, PeftMethod] = MappingProxyType({
         computed=(".rows", ".cols"),
     ),
     "RANDLORA": PeftMethod(
-        options={"r": _RANK, "randlora_alpha": _NUMBER},
+        options={"r": _RANK, "randlora_alpha": _FACTOR},
         local=(*_PROJECTED, "sparse", "very_sparse", "randlora_dropout"),
         dropout="randlora_dropout",
     ),
@@ -164,7 +168,7 @@ PEFT_METHODS: Mapping[str, PeftMethod] = MappingProxyType({
         }
     ),
     "VBLORA": PeftMethod(
-        options={"r": _RANK, "num_vectors": _NUMBER, "vector_length": _NUMBER, "topk": PeftOption(most=64)},
+        options={"r": _RANK, "num_vectors": _SIZE, "vector_length": _SIZE, "topk": PeftOption(most=64)},
         local=("save_only_topk_weights", "init_vector_bank_bound", "init_logits_std", "vblora_dropout"),
         dropout="vblora_dropout",
     ),

@@ -314,8 +314,9 @@ def _check_options(method: PeftMethod, entry: PeftLayer, where: str, max_rank: i
                 raise ConfigError(f"{name} of {where} is {value!r}; allowed are {', '.join(map(repr, option.allowed))}")
             continue
         most = min(option.most, max_rank) if name in _RANKS else option.most
-        if isinstance(value, (str, bool)) or not abs(value) <= most:
-            raise ConfigError(f"{name} of {where} is {str(value)[:64]}; expected a number up to {most}")
+        if isinstance(value, (str, bool)) or not option.least <= value <= most:
+            allowed = f"expected a number from {option.least} to {most}"
+            raise ConfigError(f"{name} of {where} is {str(value)[:64]}; {allowed}")
 
 
 def _check_scaling(structure: Structure, entry: PeftLayer, method: str, where: str) -> None:

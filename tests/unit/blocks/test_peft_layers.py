@@ -82,10 +82,17 @@ def checked(spec: AdapterSpec, pair: Pair, limits: AdapterLimits | None = None) 
         pytest.param({"options": (("r", 4),)}, r"options \['r'\]; expected alpha, r, each once", id="option-missing"),
         pytest.param({"options": (("r", 4), ("r", 4), ("alpha", 1))}, r"each once", id="option-twice"),
         pytest.param({"options": (("r", 4), ("alpha", 8), ("init_weights", True))}, r"each once", id="option-more"),
-        pytest.param({"options": (("r", 65), ("alpha", 8))}, r"r of .* is 65; expected a number up to 64", id="rank"),
+        pytest.param(
+            {"options": (("r", 65), ("alpha", 8))}, r"r of .* is 65; expected a number from 0 to 64", id="rank"
+        ),
+        pytest.param(
+            {"options": (("r", -4), ("alpha", 8))}, r"r of .* is -4; expected a number from 0", id="rank-negative"
+        ),
         pytest.param({"options": (("r", 0), ("alpha", 8))}, r"does not fit .* positive integer", id="rank-0"),
         pytest.param({"options": (("r", "4"), ("alpha", 8))}, r"r of .* is 4; expected a number", id="text"),
-        pytest.param({"options": (("r", 4), ("alpha", 1e300))}, r"alpha of .* is 1e\+300", id="large"),
+        pytest.param(
+            {"options": (("r", 4), ("alpha", 1e300))}, r"1e\+300; expected a number from -65536 to 65536", id="large"
+        ),
         pytest.param({"options": (("r", 4), ("alpha", float("nan")))}, r"alpha of .* is nan", id="nan"),
         pytest.param({"options": (("r", 3.5), ("alpha", 8))}, r"does not fit|has shape", id="fraction"),
         pytest.param({"scaling": float("inf")}, r"scaling .* is inf", id="scaling"),
@@ -128,19 +135,20 @@ def test_a_client_cannot_make_a_server_build_without_end(llama: Pair, monkeypatc
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("OFT", {"oft_block_size": 1 << 20}, "oft_block_size of .* is 1048576; expected a number up to 1024"),
-        ("OFT", {"num_cayley_neumann_terms": 1 << 16}, "expected a number up to 32"),
+        ("OFT", {"oft_block_size": 1 << 20}, "oft_block_size of .* is 1048576; expected a number from 0 to 1024"),
+        ("OFT", {"num_cayley_neumann_terms": 1 << 16}, "expected a number from 0 to 32"),
         ("OFT", {"block_share": "yes"}, "block_share of .* is 'yes'; allowed are False, True"),
         ("OFT", {"block_share": 1}, "block_share of .* is 1; allowed are False, True"),
         ("ROAD", {"variant": "road_3"}, "variant of .* is 'road_3'; allowed are 'road_1', 'road_2', 'road_4'"),
+        ("OFT", {"oft_block_size": -8}, "oft_block_size of .* is -8; expected a number from 0 to 1024"),
         ("ROAD", {"group_size": 0}, "does not fit"),
         ("C3A", {"block_size": 7}, "does not fit .* factor of the input size"),
         ("C3A", {"block_size": 0}, "does not fit"),
-        ("LILY", {"num_B": 1 << 16}, "num_B of .* expected a number up to 1024"),
-        ("VBLORA", {"topk": 1 << 16}, "topk of .* expected a number up to 64"),
+        ("LILY", {"num_B": 1 << 16}, "num_B of .* expected a number from 0 to 1024"),
+        ("VBLORA", {"topk": 1 << 16}, "topk of .* expected a number from 0 to 64"),
         ("VBLORA", {"vector_length": 0}, "does not fit"),
         ("MISS", {"init_weights": "olora"}, "init_weights of .* is 'olora'; allowed are True, False, 'bat', 'mini'"),
-        ("GRALORA", {"gralora_k": 1 << 16}, "gralora_k of .* expected a number up to 64"),
+        ("GRALORA", {"gralora_k": 1 << 16}, "gralora_k of .* expected a number from 0 to 64"),
     ],
 )
 def test_options_that_would_cost_too_much_are_refused(
