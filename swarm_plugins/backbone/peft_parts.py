@@ -18,10 +18,11 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from swarm_plugins.adapter_spec import PEFT_METHODS, AdapterSpec, PeftLayer, PeftPart, PeftValue
+from swarm_plugins.adapter_spec import AdapterSpec, PeftLayer, PeftPart, PeftValue
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.checkpoint.hollow import is_hollow
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.peft_methods import PEFT_METHODS, shipped_tensors
 
 _CONFIGS = "_swarm_configs"
 
@@ -116,10 +117,10 @@ def read_part(items: Iterable[tuple[int, str, Any]], name: str) -> tuple[PeftPar
     places: dict[int, int] = {}
     tensors: list[Tensor] = []
     for block, path, layer in items:
-        found = _layer_tensors(layer, name)
+        method = method_of(layer)
+        found = shipped_tensors(layer, name, method)
         if not found:
             continue
-        method = method_of(layer)
         methods.add(method)
         for tensor in found.values():
             if id(tensor) not in places:
@@ -145,17 +146,6 @@ def read_part(items: Iterable[tuple[int, str, Any]], name: str) -> tuple[PeftPar
         )
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     return PeftPart(method=methods.pop(), shapes=shapes, layers=tuple(layers)), tensors
-
-
-def _layer_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter in a layer that servers cannot compute, by names without the adapter's."""
-    computed = PEFT_METHODS[method_of(layer)].computed
-    found: dict[str, Tensor] = {}
-    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        first, *rest = name.split(".")
-        if first != "base_layer" and rest[:1] == [adapter] and not (computed and name.endswith(computed)):
-            found[".".join([first, *rest[1:]])] = tensor
-    return found
 
 
 def _options(layer: Any, name: str, method: str) -> tuple[tuple[str, PeftValue], ...]:

@@ -18,9 +18,9 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from swarm_plugins.adapter_spec import PEFT_METHODS
 from swarm_plugins.backbone.peft_parts import method_of
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.peft_methods import PEFT_METHODS
 
 SUPPORTED_LAYERS = (LoraLinear, ParamWrapper, IA3Linear)
 """Layers of PEFT that servers can apply."""

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from swarm_plugins.adapter_spec import PEFT_METHODS, PeftLayer, PeftMethod, PeftPart, PeftValue
+from swarm_plugins.adapter_spec import PeftLayer, PeftPart, PeftValue
 from swarm_plugins.blocks.norms import weight_norm
 from swarm_plugins.blocks.quantize import plain_weight
 from swarm_plugins.errors import ConfigError
+from swarm_plugins.peft_methods import PEFT_METHODS, PeftMethod, shipped_tensors
 
 _NAME = "default"
 _MAX_STRUCTURES = 32
@@ -208,8 +209,7 @@ def _structure(
     method: str, options: tuple[tuple[str, PeftValue], ...], width_in: int, width_out: int, has_bias: bool
 ) -> Structure:
     built = _build(method, dict(options), width_in, width_out, has_bias)
-    ends = PEFT_METHODS[method].computed
-    shapes = {name: tuple(one.shape) for name, one in _tensors(built).items() if not (ends and name.endswith(ends))}
+    shapes = {name: tuple(tensor.shape) for name, tensor in shipped_tensors(built, _NAME, method).items()}
     base = BorrowedLinear(built.base_layer)
     built.base_layer = base
     for dora in getattr(built, "lora_magnitude_vector", nn.ModuleDict()).values():
@@ -269,20 +269,6 @@ def _dora_result(
         base_result = base_result - base_layer.bias
     result: Tensor = (factor - 1) * base_result + factor * product * scaling
     return result
-
-
-def layer_tensors(layer: nn.Module, adapter: str) -> dict[str, Tensor]:
-    """Returns the tensors of an adapter in one of PEFT's layers, by their names without the adapter's."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        first, *rest = name.split(".")
-        if first != "base_layer" and rest[:1] == [adapter]:
-            found[".".join([first, *rest[1:]])] = tensor
-    return found
-
-
-def _tensors(layer: nn.Module) -> dict[str, Tensor]:
-    return layer_tensors(layer, _NAME)
 
 
 def _with_adapter(name: str) -> str:

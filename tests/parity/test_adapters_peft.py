@@ -14,7 +14,7 @@ import torch
 from adapter_cases import IDS, MASK, nothing_kept, step, trained, tuned, worst_error
 from peft import PeftConfig, PeftModel, get_peft_model
 
-from swarm_plugins.adapter_spec import PEFT_METHODS
+from swarm_plugins.peft_methods import PEFT_METHODS
 
 # PEFT warns of layers without bias, and of methods that it cannot merge.
 pytestmark = pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*")

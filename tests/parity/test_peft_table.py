@@ -12,9 +12,9 @@ from adapter_cases import IDS, MASK, step, trained, tuned, worst_error
 from package_imports import ROOT
 from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 
-from swarm_plugins.adapter_spec import PEFT_METHODS
 from swarm_plugins.backbone.refusals import REFUSED_METHODS, check_config
 from swarm_plugins.errors import UnsupportedError
+from swarm_plugins.peft_methods import PEFT_METHODS
 
 # What PEFT says of layers, of prompts and of methods that it wants to be used otherwise.
 pytestmark = [

@@ -12,7 +12,7 @@ from blocks_kit import BLOCKS, WIDTH, Pair, states
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swarm_plugins.adapter_spec import PEFT_METHODS, AdapterModule, AdapterSpec, PeftLayer, PeftPart, adapter_digest
+from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, PeftLayer, PeftPart, adapter_digest
 from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks import AdapterUse, StepInputs, norms, peft_layers
 from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
@@ -20,6 +20,7 @@ from swarm_plugins.blocks.quantize import plain_weight, quantize_block
 from swarm_plugins.errors import ConfigError, UnsupportedError
 from swarm_plugins.offload.formats.experts import matrix_format
 from swarm_plugins.offload.formats.linears import QuantizedLinear
+from swarm_plugins.peft_methods import PEFT_METHODS
 
 LOHA_NAMES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 LOHA_SHAPES = ((32, 4), (4, 32), (32, 4), (4, 32))
