@@ -40,8 +40,11 @@ class AdapterLimits:
     max_modules: int = 1 << 16
     """Largest number of adapted modules."""
 
+    max_run_bytes: int = 1 << 62
+    """Most memory that a layer's call may take whatever its input: some make matrices as large as their module."""
+
     def __post_init__(self) -> None:
-        for name in ("max_rank", "max_bytes", "max_modules"):
+        for name in ("max_rank", "max_bytes", "max_modules", "max_run_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -57,7 +60,8 @@ def check_adapter(
     """Checks an adapter and moves it to the span's device.
 
     Raises:
-        ConfigError: If the adapter does not fit the span or exceeds a limit.
+        CapacityError: If a layer needs more memory than its call may take.
+        ConfigError: If the adapter does not fit the span or exceeds another limit.
     """
     limits = limits or AdapterLimits()
     _check_size(spec, tensors, limits)
@@ -69,7 +73,12 @@ def check_adapter(
         seen.add(key)
         _check_entry(entry, span, limits)
     if spec.peft is not None:
-        check_part(spec.peft, lambda layer: _linear(layer, _module(layer, span)), max_rank=limits.max_rank)
+        check_part(
+            spec.peft,
+            lambda layer: _linear(layer, _module(layer, span)),
+            max_rank=limits.max_rank,
+            max_run_bytes=limits.max_run_bytes,
+        )
     return LoadedAdapter(
         digest=adapter_digest(spec, tensors) if digest is None else digest,
         spec=spec,

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm_plugins.adapter_spec import PeftLayer, PeftPart, PeftValue
 from swarm_plugins.blocks.norms import weight_norm
 from swarm_plugins.blocks.quantize import plain_weight
-from swarm_plugins.errors import ConfigError
+from swarm_plugins.errors import CapacityError, ConfigError
 from swarm_plugins.peft_methods import PEFT_METHODS, PeftMethod, shipped_tensors
 
 _NAME = "default"
@@ -141,15 +142,34 @@ class Structure(NamedTuple):
             self.layer.training = isinstance(outer, _Masked)
 
 
-def check_part(part: PeftPart, linear_of: Callable[[PeftLayer], nn.Linear], *, max_rank: int) -> None:
+class _Made(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made inside the ``with`` block; views have none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not any(one.alias_info for one in func._schema.returns):
+            found = made if isinstance(made, (tuple, list)) else (made,)
+            self.num_bytes += sum(one.nbytes for one in found if isinstance(one, Tensor))
+        return made
+
+
+def check_part(
+    part: PeftPart, linear_of: Callable[[PeftLayer], nn.Linear], *, max_rank: int, max_run_bytes: int
+) -> None:
     """Checks layers against the modules they are for; allocates nothing.
 
     Args:
         part: The layers.
         linear_of: Returns the module of a layer, or raises.
         max_rank: Largest value of the option ``r``.
+        max_run_bytes: Most memory that a layer's call may take whatever its input: some make whole matrices.
 
     Raises:
+        CapacityError: If a layer takes more than ``max_run_bytes``.
         ConfigError: If a layer does not fit its module, or its options or sizes are not allowed.
     """
     method = PEFT_METHODS.get(part.method)
@@ -176,7 +196,13 @@ def check_part(part: PeftPart, linear_of: Callable[[PeftLayer], nn.Linear], *, m
         _check_options(method, entry, where, max_rank)
         structure = structure_of(part.method, entry, linear)
         _check_scaling(structure, entry, part.method, where)
-        _check_shapes(structure, entry, shapes, linear, where)
+        _check_shapes(structure, entry, shapes, where)
+        made = _tried(structure, entry, shapes, linear, where)
+        if made > max_run_bytes:
+            raise CapacityError(
+                f"{where}: a call of a layer of {part.method} makes {made} bytes, the limit is {max_run_bytes} bytes: "
+                "adapt this module with LoRA, or use a server with more memory"
+            )
         checked.add(key)
 
 
@@ -313,9 +339,7 @@ def _check_scaling(structure: Structure, entry: PeftLayer, method: str, where: s
         raise ConfigError(f"{where} has the scaling {entry.scaling}; {method} has none: send no scaling")
 
 
-def _check_shapes(
-    structure: Structure, entry: PeftLayer, shapes: Sequence[tuple[int, ...]], linear: nn.Linear, where: str
-) -> None:
+def _check_shapes(structure: Structure, entry: PeftLayer, shapes: Sequence[tuple[int, ...]], where: str) -> None:
     if sorted(entry.names) != sorted(structure.shapes):
         raise ConfigError(
             f"{where} has the tensors {', '.join(entry.names)[:256]}; expected {', '.join(structure.shapes)}"
@@ -325,13 +349,21 @@ def _check_shapes(
         # Layers of different sizes may share a tensor that is as large as the largest of them needs.
         if len(shape) != len(expected) or any(have < need for have, need in zip(shape, expected, strict=True)):
             raise ConfigError(f"{name} of {where} has shape {list(shape)}; expected {list(expected)}")
+
+
+def _tried(
+    structure: Structure, entry: PeftLayer, shapes: Sequence[tuple[int, ...]], linear: nn.Linear, where: str
+) -> int:
+    """Runs a layer on ``meta`` for a few tokens; returns how many bytes it would make."""
     given = {name: torch.empty(shape, device="meta") for name, shape in zip(entry.names, shapes, strict=True)}
     hidden = torch.empty(1, _TRIED_TOKENS, linear.in_features, device="meta")
     plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    made = _Made()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), made:
             result = structure.run(given, plain, functools.partial(nn.Linear.forward, plain), entry, hidden)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise ConfigError(f"the tensors of {where} do not fit each other: {error}") from error
     if result.shape != (1, _TRIED_TOKENS, linear.out_features):
         raise ConfigError(f"the tensors of {where} give {list(result.shape)} for {_TRIED_TOKENS} tokens")
+    return made.num_bytes

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from swarm_plugins.adapter_spec import AdapterSpec
 from swarm_plugins.block_io import LoadedAdapter, SpanInputs, SpanOutputs
-from swarm_plugins.blocks.adapter_checks import check_adapter
+from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
 from swarm_plugins.blocks.kv import KVCache
 from swarm_plugins.blocks.runner import SpanSpec, StepInputs
 from swarm_plugins.blocks.span import Span
@@ -104,13 +104,16 @@ class HostedSpans:
         blocks = [layer.block for layer in adapter.spec.layers] or [self.spec.blocks.start]
         return self._holding(range(min(blocks), max(blocks) + 1)).weight_norms(adapter)
 
-    def check_adapter(self, digest: str, spec: AdapterSpec, tensors: tuple[Tensor, ...]) -> LoadedAdapter:
-        """Checks an uploaded adapter against the span that holds its blocks."""
+    def check_adapter(
+        self, digest: str, spec: AdapterSpec, tensors: tuple[Tensor, ...], run_bytes: int
+    ) -> LoadedAdapter:
+        """Checks an uploaded adapter against the span that holds its blocks, and the memory of a run."""
         blocks = [layer.block for layer in spec.layers]
         fitting = [span for span in self._spans if all(block in span.blocks for block in blocks)]
         if not self._spans:
             raise _gone(range(min(blocks, default=0), max(blocks, default=0) + 1))
-        return check_adapter(spec, tensors, (fitting or self._spans)[-1], digest=digest)
+        limits = AdapterLimits(max_run_bytes=run_bytes)
+        return check_adapter(spec, tensors, (fitting or self._spans)[-1], limits, digest=digest)
 
     def _close(self, spans: Sequence[Span]) -> None:
         self._spans = [span for span in self._spans if span not in spans]

@@ -28,8 +28,8 @@ from swarm_plugins.server.state.slots import Slots
 from swarm_plugins.transport.identity import Identity
 from swarm_plugins.transport.server_info import ServerInfo
 
-AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...]], LoadedAdapter]
-"""Checks digest, structure and tensors of an upload against the span before anything is kept."""
+AdapterCheck = Callable[[str, AdapterSpec, tuple[torch.Tensor, ...], int], LoadedAdapter]
+"""Checks digest, structure and tensors of an upload against the span and the memory of a run, before it is kept."""
 
 MAX_REQUEST_BYTES = 4 << 30
 """Most bytes of all requests that are being received, worked on and answered, unless the server says otherwise."""

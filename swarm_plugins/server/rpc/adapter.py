@@ -68,6 +68,6 @@ def _checked(service: Service, upload: AdapterUpload) -> LoadedAdapter:
             f"the adapter is named {upload.digest[:64]!r}, its content hashes to {found!r}: "
             "send tensors uncompressed and name the adapter by adapter_digest()",
         )
-    adapter = service.check_adapter(upload.digest, upload.spec, upload.tensors)
+    adapter = service.check_adapter(upload.digest, upload.spec, upload.tensors, service.run_limits.run_bytes)
     # Tensors of a message are views of it: kept as they are, they would keep all of its bytes alive, uncounted.
     return adapter.map(torch.clone)

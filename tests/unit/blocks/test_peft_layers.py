@@ -17,10 +17,11 @@ from swarm_plugins.block_io import LoadedAdapter
 from swarm_plugins.blocks import AdapterUse, StepInputs, norms, peft_layers
 from swarm_plugins.blocks.adapter_checks import AdapterLimits, check_adapter
 from swarm_plugins.blocks.quantize import plain_weight, quantize_block
-from swarm_plugins.errors import ConfigError, UnsupportedError
+from swarm_plugins.errors import CapacityError, ConfigError, UnsupportedError
 from swarm_plugins.offload.formats.experts import matrix_format
 from swarm_plugins.offload.formats.linears import QuantizedLinear
 from swarm_plugins.peft_methods import PEFT_METHODS
+from swarm_plugins.server.hosted import HostedSpans
 
 LOHA_NAMES = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 LOHA_SHAPES = ((32, 4), (4, 32), (32, 4), (4, 32))
@@ -199,6 +200,18 @@ def test_layers_built_in_a_session_take_gradients_later(llama: Pair) -> None:
     assert leaves.tensors[0].grad is not None
 
 
+def check_on_wide_module(method: str, *, max_run_bytes: int = 1 << 62) -> peft_layers.Structure:
+    linear = nn.Linear(512, 256, bias=False, device="meta")
+    options = tuple(OPTIONS[method].items())
+    structure = peft_layers.structure_of(method, loha(options=options), linear)
+    names, shapes = tuple(structure.shapes), tuple(structure.shapes.values())
+    scaling = 1.0 if structure.has_scaling else None
+    layer = loha(options=options, names=names, places=tuple(range(len(names))), scaling=scaling)
+    part = PeftPart(method=method, shapes=shapes, layers=(layer,))
+    peft_layers.check_part(part, lambda _: linear, max_rank=64, max_run_bytes=max_run_bytes)
+    return structure
+
+
 class _LargestMade(TorchDispatchMode):
     """Notes the largest tensor with memory that is made inside the ``with`` block."""
 
@@ -215,17 +228,32 @@ class _LargestMade(TorchDispatchMode):
 @pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*")
 @pytest.mark.parametrize("method", sorted(PEFT_METHODS))
 def test_a_check_allocates_nothing_and_structures_hold_nothing(method: str) -> None:
-    linear = nn.Linear(512, 256, bias=False, device="meta")
-    options = tuple(OPTIONS[method].items())
     with _LargestMade() as made:
-        structure = peft_layers.structure_of(method, loha(options=options), linear)
-        names, shapes = tuple(structure.shapes), tuple(structure.shapes.values())
-        scaling = 1.0 if structure.has_scaling else None
-        layer = loha(options=options, names=names, places=tuple(range(len(names))), scaling=scaling)
-        part = PeftPart(method=method, shapes=shapes, layers=(layer,))
-        peft_layers.check_part(part, lambda _: linear, max_rank=64)
+        structure = check_on_wide_module(method)
     assert made.elements <= 64, "a module or its adapter was made with memory"
     assert all(tensor.is_meta for tensor in (*structure.layer.parameters(), *structure.layer.buffers()))
+
+
+@pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*")
+@pytest.mark.parametrize("method", sorted(PEFT_METHODS))
+def test_a_matrix_as_large_as_the_module_counts_for_the_memory_of_a_run(method: str) -> None:
+    matrix_bytes = 512 * 256 * 4
+    if method in ("HIRA", "LOHA", "LOKR", "LORA", "RANDLORA"):
+        with pytest.raises(
+            CapacityError, match=rf"q_proj: a call of a layer of {method} makes .* limit is 524288 bytes"
+        ):
+            check_on_wide_module(method, max_run_bytes=matrix_bytes)
+    else:
+        check_on_wide_module(method, max_run_bytes=matrix_bytes)
+    check_on_wide_module(method, max_run_bytes=6 * matrix_bytes)
+
+
+def test_a_server_refuses_layers_that_take_more_than_a_run(llama: Pair) -> None:
+    spec, spans = spec_of(loha()), HostedSpans(llama.span)
+    tensors = tuple(torch.zeros(shape) for shape in LOHA_SHAPES)
+    with pytest.raises(CapacityError, match=r"makes .* the limit is 4096 bytes: adapt this module with LoRA"):
+        spans.check_adapter("d", spec, tensors, 4096)
+    assert spans.check_adapter("d", spec, tensors, 1 << 20).digest == "d"
 
 
 def test_plain_adapters_are_encoded_as_before() -> None:

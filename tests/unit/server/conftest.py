@@ -37,7 +37,7 @@ def service(runner: FakeRunner, scheduler: Scheduler) -> Service:
         runner=runner,
         scheduler=scheduler,
         info=lambda: replace_info(info, load=scheduler.load),
-        check_adapter=lambda digest, spec, tensors: LoadedAdapter(digest=digest, spec=spec, tensors=tensors),
+        check_adapter=lambda digest, spec, tensors, run_bytes: LoadedAdapter(digest=digest, spec=spec, tensors=tensors),
         limits=ServiceLimits(
             max_batch_tokens=256, max_session_tokens=100, max_sessions_per_peer=3, max_peer_kv_share=1.0
         ),

@@ -15,9 +15,11 @@ from fake_server import play as play_all
 
 from swarm_plugins.adapter_spec import AdapterModule, AdapterSpec, adapter_digest
 from swarm_plugins.block_io import CacheOp, LoadedAdapter
+from swarm_plugins.errors import CapacityError
 from swarm_plugins.server.failures import RequestError
 from swarm_plugins.server.service import Service
 from swarm_plugins.server.state.adapter_store import MAX_ADAPTERS, AdapterStore
+from swarm_plugins.server.state.cutting import RunLimits
 from swarm_plugins.server.state.sessions import MAX_OPS, apply_ops
 from swarm_plugins.transport.messages import (
     AdapterStored,
@@ -125,6 +127,21 @@ def test_kept_adapter_does_not_hold_the_message_it_came_in(service: Service) -> 
         assert isinstance(await ask(upload), AdapterStored)
         with service.adapters.using("alice", [upload.digest]) as (held,):
             assert [tensor.untyped_storage().nbytes() for tensor in held.tensors] == [8, 12]
+
+    play(service, "rpc_adapter", scene)
+
+
+def test_an_upload_is_checked_against_the_memory_of_a_run(service: Service) -> None:
+    def check(digest: str, spec: AdapterSpec, tensors: tuple[torch.Tensor, ...], run_bytes: int) -> LoadedAdapter:
+        raise CapacityError(f"the limit is {run_bytes} bytes")
+
+    spec = AdapterSpec(modules=())
+    service.check_adapter, service.run_limits = check, RunLimits(run_bytes=12345)
+
+    async def scene(ask: Ask) -> None:
+        answer = await ask(AdapterUpload(digest=adapter_digest(spec, ()), spec=spec, tensors=()))
+        assert isinstance(answer, Failure)
+        assert (answer.kind, answer.message) == ("out_of_memory", "the limit is 12345 bytes")
 
     play(service, "rpc_adapter", scene)
 
