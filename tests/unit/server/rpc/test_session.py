@@ -138,7 +138,7 @@ def test_wrong_opening_is_refused_and_the_stream_lives_on(
         pytest.param(
             step_of(1, 4, adapter_rows=(0,)),
             "bad_request",
-            "adapter 0, expected -1 .none. to -1",
+            "adapter 0 from token 0 on, expected -1 .none. to -1",
             id="adapter-rows",
         ),
         pytest.param(

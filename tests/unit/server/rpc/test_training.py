@@ -225,7 +225,9 @@ def test_answers_have_the_clients_dtype(service: Service, dtype: torch.dtype) ->
             {"position_ids": torch.zeros(1, 3)}, "bad_request", "float32, expected int64", id="float-positions"
         ),
         pytest.param({"attention_mask": torch.ones(2, 3)}, "bad_request", "float32, expected bool", id="float-mask"),
-        pytest.param({"adapter_rows": (0, 0)}, "bad_request", "names adapter 0, expected -1", id="rows"),
+        pytest.param(
+            {"adapter_rows": (0, 0)}, "bad_request", "names adapter 0 from token 0 on, expected -1", id="rows"
+        ),
         pytest.param({"adapter_rows": (-1,)}, "bad_request", "1 entries, the batch has 2 rows", id="too-few-rows"),
         pytest.param({"dropout_seed": -1}, "bad_request", "dropout_seed is -1, expected 0 to", id="seed"),
         pytest.param(
