@@ -302,6 +302,39 @@ def codec(
 
 
 @app.command()
+def together(
+    model: ModelFolder,
+    peers: Annotated[int, typer.Option(help="Trainers of the run, and as many that train alone.", min=2, max=16)] = 3,
+    seconds: Annotated[float, typer.Option(help="How long each trains.", min=1)] = 240.0,
+    seeds: Annotated[int, typer.Option(help="Trainings of each kind.", min=1, max=100)] = 3,
+    steps_per_round: Annotated[int, typer.Option(help="Local steps between two rounds.", min=1)] = 10,
+    documents: Annotated[
+        int, typer.Option(help="Addresses of all peers; an eighth is held out.", min=16, max=235)
+    ] = 24,
+    learning_rate: Annotated[float, typer.Option(help="Of the peers' own optimizers.", min=1e-7)] = 1e-3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the losses over time to this file.", dir_okay=False)] = None,
+    json: Json = None,
+) -> None:
+    """Measure held-out loss after equal time: several Trainers that train one adapter, against each alone."""
+
+    def run(progress: Progress) -> Report:
+        from swarm_plugins.bench.together.compare import Comparison
+
+        comparison = Comparison(
+            directory=model,
+            peers=peers,
+            seconds=seconds,
+            seeds=seeds,
+            steps_per_round=steps_per_round,
+            documents=documents,
+            learning_rate=learning_rate,
+        )
+        return comparison.report(plot, progress)
+
+    measure("together", run, json)
+
+
+@app.command()
 def verify(model: ModelFolder, servers: Servers = 1, rounds: Rounds = 5, json: Json = None) -> None:
     """Measure what receipts and spot checks cost at their floor, against the same calls without them."""
 

@@ -189,6 +189,17 @@ class SharedRun:
         return RunProgress(now.state.round, 1 + len(living), now.state.samples + self._samples + sum(here), tuple(late))
 
     @property
+    def state(self) -> SharedState:
+        """The shared state that the module's weights come from; after `finish`, the last one.
+
+        Raises:
+            ProtocolError: If the run has not been joined.
+        """
+        if self._base is None:
+            raise ProtocolError(f"run {self.run_id!r} has not been joined: call start() first")
+        return self._base
+
+    @property
     def is_publisher(self) -> bool:
         """Whether this peer publishes the adapter for all; after `finish`, whether it was to do so then."""
         return self._is_publisher if self._peer is None else self._peer.is_publisher
