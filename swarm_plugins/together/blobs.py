@@ -1,14 +1,15 @@
-"""Updates and states by their content: served in parts to others, fetched in parts from whoever has them."""
+"""Updates and states by their content: served in parts to others, fetched in parts from any holder."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Collection, Iterable
 
 import torch
 
-from swarm_plugins.errors import ProtocolError, TransportError, printable
+from swarm_plugins.errors import ProtocolError, SwarmError, TransportError, printable
 from swarm_plugins.together.outer import blob_digest
 from swarm_plugins.transport.channel import Channel, Opener
 from swarm_plugins.transport.messages import Failure
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 RPC = "rpc_run"
 _OPEN_S = 10.0
+_AGAIN_S = 2.0
+"""Pause after all peers have been asked in vain."""
+_LEAST_S = 30.0
+"""Time that each peer has at least."""
 _PART_S = 60.0
 """Longest wait for one part: at 16 KiB a second it comes in time."""
 
@@ -37,8 +42,8 @@ class Blobs:
         self._transfer_s = transfer_s
         self._kept: dict[bytes, bytes] = {}
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
-        self.failed: dict[bytes, int] = {}
-        """How often all peers have been asked for a blob in vain."""
+        self._failed: dict[bytes, tuple[int, float]] = {}
+        """How often all peers have been asked for a blob in vain, and when last."""
 
     def keep(self, blob: bytes) -> bytes:
         """Keeps a blob, and returns its digest."""
@@ -54,7 +59,7 @@ class Blobs:
         """Drops all blobs, and stops fetching them, but some."""
         wanted = set(digests)
         self._kept = {digest: blob for digest, blob in self._kept.items() if digest in wanted}
-        self.failed = {digest: count for digest, count in self.failed.items() if digest in wanted}
+        self._failed = {digest: tries for digest, tries in self._failed.items() if digest in wanted}
         for digest in set(self._fetching) - wanted:
             self._fetching.pop(digest).cancel()
 
@@ -64,11 +69,16 @@ class Blobs:
         data = bytearray(blob[request.offset : request.offset + request.num_bytes])
         return BlobPart(data=torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
 
+    def tries(self, digest: bytes) -> int:
+        """Returns how often all peers have been asked for a blob in vain."""
+        return self._failed.get(digest, (0, 0.0))[0]
+
     def want(self, digest: bytes, num_bytes: int, peers: Collection[str]) -> bool:
         """Returns whether a blob is here; starts to fetch it otherwise, from the first of ``peers`` that has it."""
         if digest in self._kept:
             return True
-        if digest not in self._fetching and peers:
+        _, failed_at = self._failed.get(digest, (0, float("-inf")))
+        if digest not in self._fetching and peers and time.monotonic() - failed_at >= _AGAIN_S:
             self._fetching[digest] = asyncio.create_task(
                 self._fetched(digest, num_bytes, list(peers)), name="fetch a blob of a run"
             )
@@ -82,18 +92,17 @@ class Blobs:
             await asyncio.wait(tasks, timeout=_OPEN_S)
 
     async def _fetched(self, digest: bytes, num_bytes: int, peers: list[str]) -> None:
+        each_s = max(_LEAST_S, self._transfer_s / len(peers))
         try:
-            async with asyncio.timeout(self._transfer_s):
-                for peer in peers:
-                    try:
+            for peer in peers:
+                try:
+                    async with asyncio.timeout(each_s):
                         self._kept[digest] = await self._fetch(digest, num_bytes, peer)
-                    except TransportError as error:
-                        log.debug("%s: %s", peer, error)
-                    else:
-                        return
-            self.failed[digest] = self.failed.get(digest, 0) + 1
-        except TimeoutError:
-            self.failed[digest] = self.failed.get(digest, 0) + 1
+                except (SwarmError, TimeoutError) as error:
+                    log.debug("no blob from %s: %s", peer, error)
+                else:
+                    return
+            self._failed[digest] = (self.tries(digest) + 1, time.monotonic())
         finally:
             if self._fetching.get(digest) is asyncio.current_task():
                 del self._fetching[digest]
@@ -113,7 +122,8 @@ class Blobs:
     async def _fetch_part(self, channel: Channel, digest: bytes, offset: int, num_bytes: int) -> bytes:
         await channel.send(BlobRequest(run=self._run, digest=digest, offset=offset, num_bytes=num_bytes))
         answer = await channel.receive(timeout_s=_PART_S)
-        if isinstance(answer, BlobPart) and answer.data.dtype == torch.uint8 and 0 < answer.data.numel() <= num_bytes:
+        # Whole parts only: bytes in drops would take as long as all waits together.
+        if isinstance(answer, BlobPart) and answer.data.dtype == torch.uint8 and answer.data.numel() == num_bytes:
             return answer.data.numpy().tobytes()
         why = printable(answer.message) if isinstance(answer, Failure) else "it does not have it"
         raise TransportError(f"a part of a run's blob did not come: {why}")

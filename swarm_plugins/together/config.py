@@ -13,14 +13,15 @@ from swarm_plugins.transport.config import NodeConfig
 from swarm_plugins.transport.run_messages import MAX_RUN_PEERS
 
 _AGGREGATIONS = ("mean", "trimmed_mean")
+_SHARED_NUMBERS = ("outer_lr", "outer_momentum", "max_norm_ratio", "straggler_s", "dead_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Settings of a run in which several Trainers improve one adapter (DiLoCo, arXiv 2311.08105).
 
-    All peers of a run must agree on ``outer_lr``, ``outer_momentum``, ``alternate_lora``, ``aggregation`` and
-    ``max_norm_ratio``.
+    All peers of a run must agree on ``outer_lr``, ``outer_momentum``, ``alternate_lora``, ``aggregation``,
+    ``max_norm_ratio``, ``straggler_s`` and ``dead_s``.
     """
 
     steps_per_round: int = 50
@@ -80,6 +81,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("straggler_s", "poll_s", "dead_s", "transfer_s", "max_norm_ratio", "outer_lr"):
             _check_number(name, getattr(self, name), 0.0, math.inf)
+        if self.dead_s < 3 * self.poll_s:
+            raise ConfigError(
+                f"dead_s={self.dead_s} is too short for poll_s={self.poll_s}: living peers would count as lost; make "
+                "dead_s three times as long or more"
+            )
         if not (isinstance(self.outer_momentum, int | float) and 0 <= self.outer_momentum < 1):
             raise ConfigError(f"outer_momentum must be at least 0 and below 1, got {self.outer_momentum!r}")
         if type(self.steps_per_round) is not int or self.steps_per_round < 1:
@@ -98,8 +104,9 @@ class RunConfig:
     @property
     def rules(self) -> str:
         """What peers must agree on, for people."""
-        shared = ("outer_lr", "outer_momentum", "alternate_lora", "aggregation", "max_norm_ratio")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in shared)
+        named = {name: getattr(self, name) for name in ("alternate_lora", "aggregation")}
+        named |= {name: float(getattr(self, name)) for name in _SHARED_NUMBERS}
+        return ", ".join(f"{name}={value}" for name, value in named.items())
 
     def node(self, initial_peers: tuple[str, ...], swarm_secret: Path | None = None) -> NodeConfig:
         """Returns the settings of the node by which other peers reach this one."""
@@ -115,7 +122,7 @@ class RunConfig:
 
 def _check_number(name: str, value: object, above: float, below: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < below:
-        raise ConfigError(f"{name} must be a number above {above:g}, got {value!r}")
+        raise ConfigError(f"{name} must be a finite number above {above:g}, got {value!r}")
 
 
 def _texts(name: str, given: object) -> tuple[str, ...] | None:

@@ -1,15 +1,17 @@
-"""Finds the other peers of a run, and tells each the others' news: every peer asks every other one, again and again."""
+"""Discovers the other peers of a run, and exchanges statuses with each of them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from swarm_plugins.errors import ProtocolError, RefusedError, SwarmError, TransportError, printable
 from swarm_plugins.together.blobs import RPC
+from swarm_plugins.together.refusals import NotAdmittedError
 from swarm_plugins.transport.channel import Channel, Opener
 from swarm_plugins.transport.messages import Failure
 from swarm_plugins.transport.run_messages import MAX_RUN_PEERS, RunStatus
@@ -18,8 +20,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
 _SLOW_S = 0.5
-_AGAIN_S = 5.0
-"""A peer that cannot be reached is called again after so long."""
+_MOST_FAILURES = 20
 _LOOK_UP_S = 15.0
 _ANNOUNCED_S = 120.0
 
@@ -46,6 +47,7 @@ class Greetings:
         directory: Lists them.
         status_for: Returns what to tell a peer.
         heard: Takes what a peer has answered; raises ProtocolError if that cannot be.
+        again_s: Pause before a peer that could not be reached is called again.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Greetings:
         *,
         status_for: Callable[[str], RunStatus],
         heard: Callable[[str, RunStatus], None],
+        again_s: float,
     ) -> None:
         self._run = run
         self._me = me
@@ -64,9 +67,12 @@ class Greetings:
         self._directory = directory
         self._status_for = status_for
         self._heard = heard
+        self._again_s = again_s
         self._channels: dict[str, Channel] = {}
         self._known: dict[str, float] = {}
         """Peers, and when each may be called again."""
+        self._failures: Counter[str] = Counter()
+        """Calls in vain, one after the other."""
         self._greeting: dict[str, asyncio.Task[None]] = {}
         self._look_up_at = float("-inf")
         self._looking: asyncio.Task[None] | None = None
@@ -76,8 +82,14 @@ class Greetings:
     def learn(self, peers: Iterable[str]) -> None:
         """Notes the ids of peers that may take part."""
         for peer in peers:
-            if peer != self._me and len(self._known) < 2 * MAX_RUN_PEERS:
-                self._known.setdefault(peer, float("-inf"))
+            if peer == self._me or peer in self._known:
+                continue
+            if len(self._known) >= 2 * MAX_RUN_PEERS:
+                worst = max(self._known, key=lambda one: self._failures[one])
+                if not self._failures[worst]:
+                    return
+                self._forget(worst)
+            self._known[peer] = float("-inf")
 
     async def look_up(self) -> None:
         """Announces this peer, and learns of the others.
@@ -110,7 +122,7 @@ class Greetings:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self._greet(peer) for peer in list(self._channels)))
+        await asyncio.gather(*(self._greet(peer) for peer in list(self._channels)), return_exceptions=True)
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()
@@ -128,14 +140,15 @@ class Greetings:
             async with asyncio.timeout(_ANSWER_S):
                 status = await self._exchange(peer)
             self._heard(peer, status)
-        except RefusedError as error:
+        except (RefusedError, NotAdmittedError) as error:
             self.refusals[peer] = str(error)
             await self._give_up(peer)
-        except (TransportError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a peer's answer does, others are asked on
             log.debug("peer %s of the run does not answer: %s", peer, error)
             await self._give_up(peer)
         else:
             self.refusals.pop(peer, None)
+            self._failures.pop(peer, None)
             self.learn(status.peers)
         finally:
             self._greeting.pop(peer, None)
@@ -154,8 +167,17 @@ class Greetings:
             raise TransportError("it has closed the stream")
         raise ProtocolError(f"it answered with {type(answer).__name__}")
 
+    def _forget(self, peer: str) -> None:
+        """Drops a peer; the directory, or another peer, may name it again."""
+        self._known.pop(peer, None)
+        self._failures.pop(peer, None)
+        self.refusals.pop(peer, None)
+
     async def _give_up(self, peer: str) -> None:
-        self._known[peer] = time.monotonic() + _AGAIN_S
+        self._known[peer] = time.monotonic() + self._again_s
+        self._failures[peer] += 1
+        if self._failures[peer] >= _MOST_FAILURES:
+            self._forget(peer)
         channel = self._channels.pop(peer, None)
         if channel is not None:
             await channel.close()

@@ -28,7 +28,7 @@ class RunNode:
 
     def __init__(self, config: NodeConfig) -> None:
         self._node = SwarmNode(config)
-        self._lock = asyncio.Lock()
+        self._renewal: asyncio.Task[None] | None = None
         self._handler: Handler | None = None
 
     async def start(self) -> Identity:
@@ -67,21 +67,27 @@ class RunNode:
 
     async def close(self) -> None:
         """Leaves the swarm. Idempotent."""
-        async with self._lock:
-            await self._node.close()
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.wait({self._renewal})
+        await self._node.close()
 
     async def _living(self) -> SwarmNode:
         if self._node.is_alive:
             return self._node
-        async with self._lock:
-            if not self._node.is_alive:
-                dead = self._node
-                log.warning("the libp2p daemon of this peer has died; starting a new one")
-                node = dead.successor()
-                await node.start()
-                if self._handler is not None:
-                    await node.serve({RPC: self._handler})
-                self._node = node
-                with contextlib.suppress(SwarmError):
-                    await dead.close()
-            return self._node
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._renew(), name="start another node for a run")
+        # Callers have deadlines of their own, which must not end the start in the middle.
+        await asyncio.shield(self._renewal)
+        return self._node
+
+    async def _renew(self) -> None:
+        dead = self._node
+        log.warning("the libp2p daemon of this peer has died; starting a new one")
+        node = dead.successor()
+        await node.start()
+        if self._handler is not None:
+            await node.serve({RPC: self._handler})
+        self._node = node
+        with contextlib.suppress(SwarmError):
+            await dead.close()

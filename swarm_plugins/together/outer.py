@@ -27,13 +27,18 @@ from swarm_plugins.errors import NumericError, ProtocolError
 Array = NDArray[np.float32]
 Shape = tuple[int, ...]
 
-_HEADER = struct.Struct("<8sQQ")
+_HEADER = struct.Struct("<8sQQdd")
 _MAGIC = b"swarmrun"
 _LARGEST = 32_767
-_LARGEST_SCALE = 1e6 / _LARGEST
-"""No honest round moves a weight by a million."""
-_MAX_WEIGHT_RATIO = 4.0
-"""No peer counts for more than so many times the median's samples."""
+_LARGEST_CHANGE = 100.0
+"""No honest round moves a weight of an adapter so far."""
+_LARGEST_SCALE = np.float32(_LARGEST_CHANGE / _LARGEST)
+_MOST_GROWTH = 4.0
+"""By how much the typical norm may differ from the one two rounds before, when the same half of a LoRA was trained."""
+_MAX_WEIGHT_RATIO = 2.0
+"""Largest weight of a peer, as a multiple of the median samples: one of three never has more than the other two."""
+_MOST_SAMPLES = 1 << 60
+"""Counted in a run."""
 _TRIMMED = 0.2
 """Part of the updates left out at each end by the trimmed mean."""
 _A, _B = ("lora_A.", "lora_embedding_A."), ("lora_B.", "lora_embedding_B.")
@@ -53,12 +58,14 @@ class SharedState:
     """Samples in all rounds so far."""
     weights: tuple[Array, ...]
     momentum: tuple[Array, ...]
+    typical: tuple[float, float] = (0.0, 0.0)
+    """Median norm of the updates in the last even and in the last odd round; 0 before there was one."""
 
     @cached_property
     def blob(self) -> bytes:
         """All of it, as it travels."""
         parts = (part.astype("<f4").tobytes() for part in (*self.weights, *self.momentum))
-        return _HEADER.pack(_MAGIC, self.round, self.samples) + b"".join(parts)
+        return _HEADER.pack(_MAGIC, self.round, self.samples, *self.typical) + b"".join(parts)
 
     @cached_property
     def digest(self) -> bytes:
@@ -84,12 +91,14 @@ def read_state(blob: bytes, shapes: Sequence[Shape]) -> SharedState:
     """
     if len(blob) != state_bytes(shapes) or not blob.startswith(_MAGIC):
         raise ProtocolError(f"a shared state of {len(blob)} bytes, expected {state_bytes(shapes)} for these tensors")
-    _, round_, samples = _HEADER.unpack_from(blob)
+    _, round_, samples, even, odd = _HEADER.unpack_from(blob)
     values = np.frombuffer(blob, "<f4", offset=_HEADER.size)
-    if not np.isfinite(values).all():
+    if not (np.isfinite(values).all() and 0 <= even < math.inf and 0 <= odd < math.inf):
         raise ProtocolError("a shared state with NaN or infinity")
+    if samples > _MOST_SAMPLES:
+        raise ProtocolError(f"a shared state of {samples} samples, at most {_MOST_SAMPLES} can be")
     parts = _split(values.astype(np.float32), (*shapes, *shapes))
-    return SharedState(round_, samples, tuple(parts[: len(shapes)]), tuple(parts[len(shapes) :]))
+    return SharedState(round_, samples, tuple(parts[: len(shapes)]), tuple(parts[len(shapes) :]), (even, odd))
 
 
 def active_tensors(names: Sequence[str], round_: int, *, alternate_lora: bool) -> list[int]:
@@ -115,8 +124,11 @@ class Update:
     @property
     def norm(self) -> float:
         """Euclidean norm; integers are added exactly, in whatever order a machine adds them."""
-        sums = (int(np.square(part.astype(np.int64)).sum()) for part in self.values)
-        return math.sqrt(sum(scale * scale * total for scale, total in zip(self.scales, sums, strict=True)))
+        squared = 0.0
+        for scale, part in zip(self.scales, self.values, strict=True):
+            # A loop: sum() of floats rounds differently in Python 3.11 and 3.12.
+            squared += scale * scale * int(np.square(part.astype(np.int64)).sum())
+        return math.sqrt(squared)
 
     def part(self, index: int) -> NDArray[np.float64]:
         """Returns the change of one tensor."""
@@ -135,11 +147,12 @@ def write_update(changes: Sequence[Array]) -> bytes:
         NumericError: If a change is NaN or infinite.
     """
     scales, values = [], []
-    for change in changes:
+    for index, change in enumerate(changes):
         largest = float(np.abs(change).max(initial=0.0))
         if not math.isfinite(largest):
             raise NumericError(
-                "the update of this round has NaN or infinity: lower the learning rate or clip gradients"
+                f"the change of trained tensor {index} in this round is {largest}: lower the learning rate or clip "
+                "gradients, and resume from a checkpoint"
             )
         scale = np.float32(largest / _LARGEST)
         scales.append(scale)
@@ -158,39 +171,44 @@ def read_update(blob: bytes, shapes: Sequence[Shape]) -> Update:
         raise ProtocolError(f"an update of {len(blob)} bytes, expected {update_bytes(shapes)} for these tensors")
     scales = np.frombuffer(blob, "<f4", count=len(shapes))
     if not ((scales >= 0) & (scales <= _LARGEST_SCALE)).all():  # false for NaN
-        raise ProtocolError("an update with NaN, infinity, a negative scale or one beyond all reason")
+        raise ProtocolError(f"an update with a scale of {_worst(scales)}; allowed are 0 to {_LARGEST_SCALE:g}")
     values = np.frombuffer(blob, "<i2", offset=scales.nbytes).astype(np.int16)
     return Update([float(scale) for scale in scales], _split(values, shapes))
 
 
 def combine(
-    updates: Sequence[tuple[Update, int]], *, aggregation: str, max_norm_ratio: float
-) -> list[NDArray[np.float64]]:
-    """Returns the mean of updates, each with its samples.
+    updates: Sequence[tuple[Update, int]], *, aggregation: str, max_norm_ratio: float, typical: float = 0.0
+) -> tuple[list[NDArray[np.float64]], float]:
+    """Returns the mean of updates, each with its samples, and their median norm.
 
-    Norms are clipped to ``max_norm_ratio`` times the round's (lower) median, and samples to four times theirs, so that
-    one peer moves the mean by no more than others do.
+    Samples are clipped to twice their median, and norms to ``max_norm_ratio`` times theirs, in which each update counts
+    by its samples: a short update of a peer that leaves must not clip the long ones of others. The median itself is
+    kept near the ``typical`` norm of such a round, if there was one, so that no round of a few peers is far out.
     """
     if not updates:
-        return []
+        return [], typical
+    most = _MAX_WEIGHT_RATIO * _lower_median([(samples, 1.0) for _, samples in updates if samples > 0])
+    weights = [min(float(samples), most) for _, samples in updates]
     norms = [update.norm for update, _ in updates]
-    bound = max_norm_ratio * _lower_median([norm for norm in norms if norm > 0])
+    median = _lower_median([pair for pair in zip(norms, weights, strict=True) if pair[0] > 0])
+    if typical > 0:
+        median = min(max(median, typical / _MOST_GROWTH), typical * _MOST_GROWTH)
+    bound = max_norm_ratio * median
     factors = [min(1.0, bound / norm) if norm > 0 else 0.0 for norm in norms]
     num_tensors = len(updates[0][0].values)
     if aggregation == "trimmed_mean":
-        return [
+        trimmed = [
             _trimmed([u.part(i) * f for (u, _), f in zip(updates, factors, strict=True)]) for i in range(num_tensors)
         ]
-    most = _MAX_WEIGHT_RATIO * _lower_median([samples for _, samples in updates if samples > 0])
-    weights = [min(float(samples), most) for _, samples in updates]
-    total = sum(weights) or 1.0
+        return trimmed, median
+    total = math.fsum(weights) or 1.0
     means = []
     for index in range(num_tensors):
         mean = np.zeros(updates[0][0].values[index].shape, np.float64)
         for (update, _), factor, weight in zip(updates, factors, weights, strict=True):
             mean = mean + update.part(index) * (factor * weight / total)
         means.append(mean)
-    return means
+    return means, median
 
 
 def outer_step(
@@ -201,6 +219,7 @@ def outer_step(
     samples: int,
     lr: float,
     momentum: float,
+    typical: float = 0.0,
 ) -> SharedState:
     """Returns the state after a Nesterov step on the active tensors, with the mean of the updates as gradient."""
     weights, velocity = list(state.weights), list(state.momentum)
@@ -208,7 +227,14 @@ def outer_step(
         moved = velocity[index].astype(np.float64) * momentum + mean
         stepped = weights[index].astype(np.float64) - (mean + moved * momentum) * lr
         weights[index], velocity[index] = stepped.astype(np.float32), moved.astype(np.float32)
-    return SharedState(state.round + 1, state.samples + samples, tuple(weights), tuple(velocity))
+    even, odd = state.typical
+    return SharedState(
+        state.round + 1,
+        min(state.samples + samples, _MOST_SAMPLES),
+        tuple(weights),
+        tuple(velocity),
+        (even, typical) if state.round % 2 else (typical, odd),
+    )
 
 
 def _trimmed(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -220,9 +246,18 @@ def _trimmed(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     return total / len(kept)
 
 
-def _lower_median(values: Sequence[float]) -> float:
-    """Of two values the smaller one: a large one must not raise its own bound."""
-    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
+def _lower_median(weighted: Sequence[tuple[float, float]]) -> float:
+    """Returns the median of values with weights; of two in the middle the smaller one, which cannot raise its bound."""
+    half, passed = math.fsum(weight for _, weight in weighted) / 2, 0.0
+    for value, weight in sorted(weighted):
+        passed += weight
+        if passed >= half:
+            return value
+    return 0.0
+
+
+def _worst(scales: Array) -> float:
+    return next(float(scale) for scale in scales if not 0 <= scale <= _LARGEST_SCALE)
 
 
 def _split(values: NDArray[Any], shapes: Sequence[Shape]) -> list[NDArray[Any]]:

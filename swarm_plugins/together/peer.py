@@ -7,7 +7,7 @@ A round goes like this at every peer:
    that the round is closing, and contribute as well.
 3. Everybody fetches the updates of all. The coordinator, the first of all living peers by a hash of the round, lists
    those that are here, once all have contributed or ``straggler_s`` is over, and signs the list: the round's record.
-4. Everybody who has the record and its updates computes the next state, and passes the record on.
+4. Each peer with the record and its updates computes the next state, and passes the record on.
 
 If the coordinator is lost or stuck, the next one by the hash lists anew; by then a record that any living peer has is
 known to all. Peers that find themselves with different states take the one that most have.
@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 
 from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError, TransportError
 from swarm_plugins.together.blobs import Blobs
@@ -39,11 +38,10 @@ log = logging.getLogger(__name__)
 _IDLE_S = 60.0
 _HURRY = 5
 """While a round closes, peers are asked so many times as often."""
-_MOST_TRIES = 3
+_MOST_TRIES = 5
 """An update that no peer has had so many times is given up."""
-_PAST_ROUNDS = 16
 _FIRST_S = 10.0
-"""Longest wait for the first answers of peers; a run must not be founded beside one that there is."""
+"""Longest wait for the first answers of peers; avoids founding a second run."""
 _LONG_BYTES = 4 << 20
 """Larger states are computed outside of the event loop."""
 
@@ -83,12 +81,24 @@ class RunPeer:
         self._roster = Roster(seal.run, self.me, dead_s=config.dead_s, max_peers=config.max_peers)
         self._blobs = Blobs(seal.run, network, transfer_s=config.transfer_s)
         self._greetings = Greetings(
-            seal.run, self.me, network, directory, status_for=self._status_for, heard=self._heard
+            seal.run,
+            self.me,
+            network,
+            directory,
+            status_for=self._status_for,
+            heard=self._heard,
+            again_s=min(5.0, config.dead_s / 3),
         )
         self._round: Round | None = None
-        self._past: deque[bytes] = deque(maxlen=_PAST_ROUNDS)
+        self._past: set[bytes] = set()
+        self._partners: set[str] = set()
+        """Peers with whom this one has trained, or whose state it has taken over when it joined."""
+        self._is_joining = True
+        self._record_since = 0.0
         self._last_record: RoundRecord | None = None
-        """Of the round before; None if this peer has taken over its state."""
+        """Of the round before; None if it is not known."""
+        self._offered: RoundRecord | None = None
+        """The last record of this round that another peer has passed on, taken or not."""
         self._moved = asyncio.Event()
         self._wake = asyncio.Event()
         self._is_leaving = False
@@ -107,7 +117,7 @@ class RunPeer:
 
     def active_in(self, state: SharedState) -> list[int]:
         """Returns the indices of the tensors that are trained in the round that begins with a state."""
-        return Round(state, self._tensors, self._config).active
+        return Round(state, self.me, self._tensors, self._config).active
 
     @property
     def living(self) -> dict[str, RunStatus]:
@@ -132,10 +142,14 @@ class RunPeer:
         """
         await self._greetings.look_up()
         await self._greetings.greet(patience_s=_FIRST_S)
-        if self._greetings.refusals and not self.living:
-            raise refused(self.run_id, self._greetings.refusals)
+        refusals = self._greetings.refusals
+        if refusals and not self.living:
+            raise refused(self.run_id, refusals)
+        for peer, why in refusals.items():
+            log.warning("run %s: cannot train with peer %s: %s", self.run_id, peer, why)
         # A fresh start gives way to any peer, a resumed one only to those that have come further.
         place = self._place() if self.round.state.round else None
+        self._partners |= set(self.living)
         try:
             async with asyncio.timeout(self._config.transfer_s):
                 while not await self._catch_up(place):
@@ -146,6 +160,7 @@ class RunPeer:
                 f"the state of run {self.run_id!r} did not come within {self._config.transfer_s:g} s from "
                 f"{len(self.living)} peer(s): check this machine's network, or raise transfer_s"
             ) from error
+        self._is_joining = False
         self._task = asyncio.create_task(self._run(), name=f"run {self.run_id}")
 
     async def contribute(self, blob: bytes, *, base: bytes, samples: int) -> bool | None:
@@ -164,7 +179,7 @@ class RunPeer:
         self.round.add(self.me, self._seal.contribution(round_=state.round, base=base, blob=digest, samples=samples))
         self._wake.set()
         config = self._config
-        limit_s = 2 * (config.straggler_s + config.transfer_s) + 8 * config.dead_s
+        limit_s = config.straggler_s + config.max_peers * config.dead_s + 3 * config.transfer_s
         try:
             async with asyncio.timeout(limit_s):
                 await moved.wait()
@@ -173,10 +188,19 @@ class RunPeer:
                 f"round {state.round} of run {self.run_id!r} was not closed within {limit_s:g} s: check this machine's "
                 "network; training can be resumed from a checkpoint"
             ) from error
+        if self.round.state.round == state.round:
+            return False
         record = self._last_record
         if record is None or (record.round, record.base) != (state.round, base):
             return None
         return any(one.blob == digest for one in record.contributions)
+
+    async def linger(self) -> None:
+        """Waits, for ``dead_s`` at most, until the others have what they need of this peer to end its last round."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.dead_s):
+                while any(status.round < self.round.state.round for status in self.living.values()):
+                    await asyncio.sleep(self._config.poll_s / _HURRY)
 
     async def leave(self) -> None:
         """Tells the others, and ends. Idempotent."""
@@ -184,8 +208,8 @@ class RunPeer:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
-            self._is_leaving = True
-            await self._greetings.leave()
+        self._is_leaving = True
+        await self._greetings.leave()
         await self._blobs.close()
 
     async def answer(self, channel: Channel) -> None:
@@ -219,7 +243,8 @@ class RunPeer:
             proof=self._seal.proof_for(peer),
             spec=self._spec,
             round=state.round,
-            state=state.digest,
+            # A state that was only begun with has no say.
+            state=b"" if self._is_joining else state.digest,
             steps=steps if is_current else 0,
             samples=samples if is_current else 0,
             contribution=now.contributions.get(self.me),
@@ -234,16 +259,24 @@ class RunPeer:
         if not self._roster.heard(peer, status, time.monotonic()):
             raise NotAdmittedError("refused", f"run {self.run_id!r} is full: {self._config.max_peers} peers take part")
         self._greetings.learn((peer,))
-        if status.contribution is not None:
+        if status.contribution is not None and not status.is_leaving:
             if self._seal.contributor(status.contribution) != peer:
                 raise ProtocolError("a contribution signed by another peer")
             if self.round.add(peer, status.contribution):
                 self._wake.set()
-        record = status.record
-        if record is not None and Place(record.round, record.base) == self._place() and record != self.round.record:
-            self._seal.check_record(record)
-            if self.round.consider(record):
-                self._wake.set()
+        if status.record is not None and status.record != self.round.record:
+            self._consider(status.record)
+
+    def _consider(self, record: RoundRecord) -> None:
+        """Takes a record of this round, if its coordinator and all that it lists are peers of the run."""
+        if Place(record.round, record.base) != self._place():
+            return
+        coordinator, contributors = self._seal.check_record(record)
+        self._offered = record
+        is_known = {coordinator, *contributors} <= self._roster.known
+        if is_known and self.round.consider(record, {**self.living, self.me: self._status_for(self.me)}):
+            self._record_since = time.monotonic()
+            self._wake.set()
 
     def _check(self, peer: str, status: RunStatus) -> None:
         if status.run != self._seal.run:
@@ -252,9 +285,9 @@ class RunPeer:
             raise NotAdmittedError("refused", f"peer {peer} is not among the allowed peers of run {self.run_id!r}")
         if not self._seal.is_proved(peer, status.proof):
             raise NotAdmittedError("refused", f"the secret of run {self.run_id!r} is another one, or is missing")
-        if status.spec != self._spec:
-            why = difference(self._spec, status.spec)
-            raise NotAdmittedError("wrong_run", f"run {self.run_id!r} trains something else: {why}")
+        why = difference(self._spec, status.spec)
+        if why is not None:
+            raise NotAdmittedError("wrong_run", why)
 
     async def _run(self) -> None:
         while True:
@@ -263,6 +296,8 @@ class RunPeer:
                 await self._turn()
             except SwarmError as error:
                 log.warning("run %s: %s", self.run_id, error)
+            except Exception:  # a fault here must not leave the trainer waiting
+                log.exception("run %s: this turn has failed; the next one follows", self.run_id)
             pause_s = self._config.poll_s / (_HURRY if self.round.closing_s else 1)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -282,23 +317,43 @@ class RunPeer:
             is_long = len(now.state.blob) > _LONG_BYTES
             state = await asyncio.to_thread(now.after, record) if is_long else now.after(record)
             self._last_record = record
-            self._enter(state)
-            log.info("run %s: round %d begins, %d peers in the last", self.run_id, state.round, len(now.contributions))
-        elif now.record is None:
+            listed = {peer for peer, one in now.contributions.items() if one in record.contributions}
+            self._partners |= listed
+            self._enter(state, absent=frozenset(living) - listed)
+            late = sorted(set(living) - listed)
+            log.info(
+                "run %s: round %d had %d peers%s",
+                self.run_id,
+                record.round,
+                len(record.contributions),
+                f", without {', '.join(late)}" if late else "",
+            )
+        elif now.record is None or time.monotonic() - self._record_since > self._config.dead_s:
             await self._catch_up(self._place())
+            self._drop_stuck(now)
+
+    def _drop_stuck(self, now: Round) -> None:
+        """Gives up a record whose updates have not come in time."""
+        if now.record is not None and time.monotonic() - self._record_since > self._config.transfer_s:
+            for digest in now.missing:
+                now.give_up(digest)
 
     def _fetch(self, digest: bytes) -> None:
         now = self.round
         owners = [peer for peer, one in now.contributions.items() if one.blob == digest]
-        if self._blobs.want(digest, update_bytes(now.shapes), list(dict.fromkeys((*owners, *self.living)))):
+        # Whoever has closed the round has all its updates; an owner may be gone.
+        ahead = [peer for peer, status in self.living.items() if status.round > now.state.round]
+        if self._blobs.want(digest, update_bytes(now.shapes), list(dict.fromkeys((*ahead, *owners, *self.living)))):
             now.add_update(digest, self._blobs.get(digest) or b"")
-        elif self._blobs.failed.get(digest, 0) >= _MOST_TRIES:
+        elif self._blobs.tries(digest) >= _MOST_TRIES:
             log.warning("run %s: an update to round %d is lost", self.run_id, now.state.round)
             now.give_up(digest)
 
     async def _catch_up(self, own: Place | None) -> bool:
         """Takes over the state that most peers have; returns whether this peer has it."""
-        best = self._roster.most_agreed(own, self._past, time.monotonic())
+        # Before it has work of its own, a peer follows all; later those whom it knows.
+        partners = self._partners if own is not None and own.round else None
+        best = self._roster.most_agreed(own, self._past, partners, time.monotonic())
         if best is None or best == self._place():
             return True
         holders = [peer for peer, status in self.living.items() if status.state == best.digest]
@@ -308,21 +363,23 @@ class RunPeer:
         if state.round != best.round:
             raise ProtocolError(f"a shared state of round {state.round}, announced as one of round {best.round}")
         log.info("run %s: took over the state of round %d from %d peer(s)", self.run_id, state.round, len(holders))
-        self._last_record = None
+        # It tells whether this peer's update is in.
+        self._last_record = self._offered if best.round == self.round.state.round + 1 else None
         self._enter(state)
         return True
 
     def _place(self) -> Place:
         return Place(self.round.state.round, self.round.state.digest)
 
-    def _enter(self, state: SharedState) -> None:
+    def _enter(self, state: SharedState, *, absent: frozenset[str] = frozenset()) -> None:
         """Begins a round."""
         before = self._round
-        self._round = Round(state, self._tensors, self._config)
+        self._round = Round(state, self.me, self._tensors, self._config, absent)
+        self._offered = None
         # Slower peers still fetch the updates of the round before.
         kept = [] if before is None else [one.blob for one in before.contributions.values()]
         if before is not None:
-            self._past.append(before.state.digest)
+            self._past.add(before.state.digest)
         self._blobs.keep_only((*kept, self._blobs.keep(state.blob)))
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()

@@ -17,23 +17,26 @@ class NotAdmittedError(ProtocolError):
         self.kind: Literal["wrong_run", "refused"] = kind
 
 
-def difference(ours: RunSpec, theirs: RunSpec) -> str:
-    """Returns what two peers do not have in common."""
-    named = (("base", "base model"), ("adapter", "adapter"), ("rules", "rules"), ("tensors", "trained tensors"))
-    for name, words in named:
-        mine, its = getattr(ours, name), getattr(theirs, name)
-        if mine != its and isinstance(mine, str):
-            return f"its {words} is {printable(mine)}, not {printable(its)}"
-        if mine != its:
-            return f"its {words} have other names or shapes"
-    return "nothing"
+def difference(ours: RunSpec, theirs: RunSpec) -> str | None:
+    """Returns what two peers do not have in common; None if they can train together."""
+    if ours.base != theirs.base:
+        return _differ("base model", f"{ours.model} ({ours.base})", f"{theirs.model} ({theirs.base})")
+    for name, words in (("adapter", "adapter"), ("rules", "rules")):
+        if getattr(ours, name) != getattr(theirs, name):
+            return _differ(words, getattr(ours, name), getattr(theirs, name))
+    if ours.tensors != theirs.tensors:
+        return "the run's trained tensors have other names or shapes than yours, or its adapter other settings"
+    return None
+
+
+def _differ(words: str, ours: str, theirs: str) -> str:
+    return f"the run's {words}: {printable(ours)}; yours: {printable(theirs)}"
 
 
 def refused(run_id: str, refusals: Mapping[str, str]) -> ConfigError:
     """Returns the error of a peer that all others refuse."""
     reasons = sorted(set(refusals.values()))
     return ConfigError(
-        f"cannot take part in run {run_id!r}: {reasons[0]} (says {'each' if len(reasons) == 1 else 'one'} of "
-        f"{len(refusals)} peer(s)); train the same base, adapter and rules with the same secret, or choose another "
-        "run_id"
+        f"cannot take part in run {run_id!r} ({len(refusals)} peer(s) refuse): {reasons[0]}; train the same base, "
+        "adapter and rules with the same secret, or choose another run_id"
     )

@@ -44,21 +44,31 @@ class Roster:
         self._dead_s = dead_s
         self._max_others = max_peers - 1
         self._seen: dict[str, _Seen] = {}
+        self._heard_at: dict[str, float] = {}
+        """Of all peers that have been admitted, those that have left too."""
 
     def heard(self, peer: str, status: RunStatus, now: float) -> bool:
         """Notes what a peer said of itself; returns False if the run is full."""
+        # Never changed in place: the trainer's thread reads it.
+        forgotten_s = _FORGOTTEN * self._dead_s
+        self._seen = {one: seen for one, seen in self._seen.items() if now - seen.at <= forgotten_s}
+        self._heard_at = {one: at for one, at in self._heard_at.items() if now - at <= forgotten_s}
         if status.is_leaving:
-            self._seen.pop(peer, None)
+            self._seen = {one: seen for one, seen in self._seen.items() if one != peer}
             return True
         if peer not in self._seen and len(self.living(now)) >= self._max_others:
             return False
-        self._seen[peer] = _Seen(status, now)
+        self._seen = {**self._seen, peer: _Seen(status, now)}
+        self._heard_at[peer] = now
         return True
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Peers that have been heard in this run lately, those that have left too, and this one."""
+        return frozenset((*self._heard_at, self._me))
 
     def living(self, now: float) -> dict[str, RunStatus]:
         """Returns the peers that have been heard of lately."""
-        forgotten_s = _FORGOTTEN * self._dead_s
-        self._seen = {peer: seen for peer, seen in self._seen.items() if now - seen.at <= forgotten_s}
         return {peer: seen.status for peer, seen in self._seen.items() if now - seen.at <= self._dead_s}
 
     def turn(self, round_: int, peers: Iterable[str]) -> int:
@@ -70,16 +80,23 @@ class Roster:
         """Returns the peer that publishes for all."""
         return min((*self.living(now), self._me), key=lambda peer: self._rank("publisher", peer))
 
-    def most_agreed(self, own: Place | None, past: Collection[bytes], now: float) -> Place | None:
+    def most_agreed(
+        self, own: Place | None, past: Collection[bytes], partners: Collection[str] | None, now: float
+    ) -> Place | None:
         """Returns the shared state that most peers have; of equals the furthest.
 
         Args:
             own: This peer's state. None: it takes any other.
             past: Digests of states that this peer has left behind: those who have them are on their way.
+            partners: The only peers that count, with whom this one has trained. None: all.
             now: In seconds of a steady clock.
         """
-        others = (Place(status.round, status.state) for status in self.living(now).values())
-        counts = Counter(place for place in others if place.digest not in past)
+        others = (
+            Place(status.round, status.state)
+            for peer, status in self.living(now).items()
+            if partners is None or peer in partners
+        )
+        counts = Counter(place for place in others if place.digest and place.digest not in past)
         if own is not None:
             counts[own] += 1
         return max(counts, key=lambda place: (counts[place], place), default=None)

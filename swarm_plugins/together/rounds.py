@@ -33,12 +33,18 @@ class Round:
 
     Args:
         state: The shared state with which the round begins.
+        me: Id of this peer.
         tensors: What is trained.
         config: Settings.
+        absent: Peers that were left out of the round before; they are not waited for until they contribute.
     """
 
-    def __init__(self, state: SharedState, tensors: Tensors, config: RunConfig) -> None:
+    def __init__(
+        self, state: SharedState, me: str, tensors: Tensors, config: RunConfig, absent: frozenset[str] = frozenset()
+    ) -> None:
         self.state = state
+        self._me = me
+        self._absent = absent
         self._config = config
         self.active = active_tensors(tensors.names, state.round, alternate_lora=config.alternate_lora)
         self.shapes = [tensors.shapes[index] for index in self.active]
@@ -47,7 +53,7 @@ class Round:
         self.record: RoundRecord | None = None
         """What closes the round, once it is known."""
         self._updates: dict[bytes, Update | None] = {}
-        """Those that are here, by their digest; None for one that is none."""
+        """Those that are here, by their digest; None: invalid."""
         self._lost: set[bytes] = set()
         self._closing_since: float | None = None
 
@@ -66,7 +72,8 @@ class Round:
     def add(self, peer: str, contribution: Contribution) -> bool:
         """Notes a peer's first contribution to this round; returns whether it is new."""
         is_of_this = (contribution.round, contribution.base) == (self.state.round, self.state.digest)
-        if not is_of_this or peer in self.contributions:
+        is_full = len(self.contributions) >= self._config.max_peers
+        if not is_of_this or is_full or peer in self.contributions:
             return False
         self.contributions[peer] = contribution
         if self._closing_since is None:
@@ -83,40 +90,57 @@ class Round:
             self._updates[digest] = None
 
     def give_up(self, digest: bytes) -> None:
-        """Notes that no peer has an update any more, and so that nobody can have closed the round with it."""
+        """Marks an update as lost; a record that lists it is dropped."""
         self._lost.add(digest)
         if self.record is not None and any(one.blob == digest for one in self.record.contributions):
             self.record = None
 
-    def consider(self, record: RoundRecord) -> bool:
-        """Takes a record if it lists more than the one before; returns whether it did."""
-        blobs = {one.blob for one in record.contributions}
-        if blobs & self._lost or (self.record is not None and _weight(record) <= _weight(self.record)):
+    def consider(self, record: RoundRecord, living: Mapping[str, RunStatus]) -> bool:
+        """Takes a record if it lists more than the one before; returns whether it did.
+
+        A coordinator cannot leave others out as it likes. Before the deadline, no living peer may be late as far as
+        this peer knows, itself included, and all that have contributed are listed; after it, at least half of them.
+        """
+        listed = {one.blob for one in record.contributions}
+        if listed & self._lost or (self.record is not None and _weight(record) <= _weight(self.record)):
+            return False
+        held = [one.blob for one in self._usable(living).values() if one.blob in self._updates]
+        named = sum(blob in listed for blob in held)
+        is_over = self.closing_s > self._config.straggler_s
+        if (named < len(held) or self.late(living)) and not (is_over and 2 * named >= len(held)):
             return False
         self.record = record
         return True
 
+    def _usable(self, living: Mapping[str, RunStatus]) -> dict[str, Contribution]:
+        """Returns the contributions of living peers, this one included, that are not lost or broken."""
+        return {
+            peer: one
+            for peer, one in sorted(self.contributions.items())
+            if (peer in living or peer == self._me)
+            and one.blob not in self._lost
+            and self._updates.get(one.blob, ...) is not None
+        }
+
     def late(self, living: Mapping[str, RunStatus]) -> list[str]:
-        """Returns those of some peers that the round waits for: they train in it, or are about to enter it."""
+        """Returns the peers the round waits for: they train in it, or are about to enter it."""
         return sorted(
             peer
             for peer, status in living.items()
             if peer not in self.contributions
-            and (status.steps > 0 if status.state == self.state.digest else status.round < self.state.round)
+            and peer not in self._absent
+            and status.state
+            and (status.state == self.state.digest or status.round < self.state.round)
         )
 
     def due(self, living: Mapping[str, RunStatus], turn: int) -> dict[str, Contribution]:
         """Returns the contributions with which this peer closes the round now; empty if it does not.
 
-        The first in ``turn`` does when all living peers, this one included, have contributed, or when it is too late;
-        each other one a while after that, so that no two do.
+        The first in ``turn`` closes it when all living peers, this one included, have contributed, or when the deadline
+        is over; the next in turn ``dead_s`` later.
         """
-        contributors = {
-            peer: one
-            for peer, one in self.contributions.items()
-            if peer in living and one.blob not in self._lost and self._updates.get(one.blob, ...) is not None
-        }
-        here = {peer: one for peer, one in sorted(contributors.items()) if one.blob in self._updates}
+        contributors = self._usable(living)
+        here = {peer: one for peer, one in contributors.items() if one.blob in self._updates}
         is_complete = len(here) == len(contributors) and not self.late(living)
         is_over = self.closing_s > self._config.straggler_s + turn * self._config.dead_s
         return here if is_over or (is_complete and turn == 0) else {}
@@ -141,7 +165,13 @@ class Round:
         config = self._config
         found = [(self._updates[one.blob], one.samples) for one in record.contributions]
         updates = [(update, samples) for update, samples in found if update is not None]
-        means = combine(updates, aggregation=config.aggregation, max_norm_ratio=config.max_norm_ratio)
+        half = self.state.round % 2
+        means, typical = combine(
+            updates,
+            aggregation=config.aggregation,
+            max_norm_ratio=config.max_norm_ratio,
+            typical=self.state.typical[half],
+        )
         return outer_step(
             self.state,
             self.active if updates else (),
@@ -149,6 +179,7 @@ class Round:
             samples=sum(samples for _, samples in updates),
             lr=config.outer_lr,
             momentum=config.outer_momentum,
+            typical=typical,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from swarm_plugins.errors import CheckpointError, ProtocolError, SwarmError
+from swarm_plugins.errors import CheckpointError, ProtocolError, SwarmError, one_line
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.node import RunNode
 from swarm_plugins.together.outer import SharedState, read_state, write_update
@@ -45,8 +45,10 @@ class SharedRun:
     Args:
         run_id: Name of the run.
         parameters: The trained parameters, by name.
-        base: Version of the base model.
+        base: Version of the base model's weights.
+        model: Name of the base model, for messages.
         adapter: Method, rank and target modules, for messages.
+        settings: All settings of the adapter, which peers must have in common.
         config: Settings of the run.
         node: Settings of the node by which other peers reach this one.
     """
@@ -57,7 +59,9 @@ class SharedRun:
         parameters: Mapping[str, nn.Parameter],
         *,
         base: str,
+        model: str,
         adapter: str,
+        settings: str,
         config: RunConfig,
         node: NodeConfig,
     ) -> None:
@@ -65,8 +69,9 @@ class SharedRun:
         self._tensors = TrainedTensors(parameters)
         self._spec = RunSpec(
             base=base[:_TEXT_CHARS],
+            model=model[:_TEXT_CHARS],
             adapter=adapter[:_TEXT_CHARS],
-            tensors=self._tensors.digest,
+            tensors=self._tensors.digest(settings),
             rules=config.rules,
         )
         self._config = config
@@ -98,11 +103,15 @@ class SharedRun:
             self.close()
             raise
         self._base = self._peer.round.state
-        if resumed is not None and self._base.digest == own.digest:
-            self._tensors.resume(own)
-        else:
+        if resumed is None:
             self._tensors.load(self._base)
             self._steps = self._samples = 0
+        else:
+            self._tensors.resume(own)
+            if self._base.digest != own.digest:
+                # The others have gone on: what was trained since the checkpoint's round began is added to a later one.
+                active = self._peer.active_in(own)
+                self._settle(active, self._tensors.changes(active), is_counted=False)
         self._tell()
         progress = self.progress
         log.info("joined run %s: round %d, %d peer(s)", self.run_id, progress.round, progress.peers)
@@ -123,12 +132,17 @@ class SharedRun:
         )
         peer.begin(own)
         await self._node.serve(peer.answer)
-        await peer.join()
+        try:
+            await peer.join()
+        except BaseException:
+            await peer.leave()
+            raise
         return peer
 
     def before_step(self) -> None:
         """Prepares the gradients for the optimizer's step: tensors that rest in this round have none."""
-        self._tensors.freeze(self.peer.round.active)
+        if self._base is not None:
+            self._tensors.freeze(self.peer.active_in(self._base))
 
     def after_step(self, samples: int) -> None:
         """Counts a step of the optimizer. At the end of a round, waits for the others and takes over its result.
@@ -152,9 +166,11 @@ class SharedRun:
             return
         if self._peer.round.state is not self._base:
             self._follow()
-        if self._steps:
+        if self._steps or self._samples:
+            # The samples of one that was left out of the last round are owed.
             self._contribute()
         progress, self._is_publisher = self.progress, self._peer.is_publisher
+        self._loop.run(self._peer.linger())
         log.info("left run %s after round %d: %d samples", self.run_id, progress.round, progress.samples)
         self.close()
 
@@ -162,11 +178,10 @@ class SharedRun:
         """Leaves without a contribution. Idempotent."""
         peer, self._peer = self._peer, None
         node, self._node = self._node, None
-        with contextlib.suppress(SwarmError):
-            if peer is not None:
-                self._loop.run(peer.leave())
-            if node is not None:
-                self._loop.run(node.close())
+        for work in (peer and peer.leave, node and node.close):
+            if work:
+                with contextlib.suppress(SwarmError):
+                    self._loop.run(work())
         self._loop.close()
 
     @property
@@ -214,7 +229,8 @@ class SharedRun:
         if self._base is None:
             return {}
         blob = torch.frombuffer(bytearray(self._base.blob), dtype=torch.uint8)
-        return {"run": self.run_id, "state": blob, "steps": self._steps, "samples": self._samples}
+        counts = {"steps": self._steps, "samples": self._samples}
+        return {"run": self.run_id, "state": blob, "owed": self._tensors.owed, **counts}
 
     def _resumed(self, kept: Mapping[str, Any]) -> SharedState:
         if kept.get("run") != self.run_id:
@@ -224,9 +240,12 @@ class SharedRun:
             )
         try:
             state = read_state(kept["state"].numpy().tobytes(), self._tensors.tensors.shapes)
-        except ProtocolError as error:
-            raise CheckpointError(f"the checkpoint does not fit run {self.run_id!r}: {error}") from error
-        self._steps, self._samples = int(kept["steps"]), int(kept["samples"])
+            self._tensors.restore_owed(kept["owed"])
+            self._steps, self._samples = int(kept["steps"]), int(kept["samples"])
+        except (ProtocolError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not fit run {self.run_id!r}: {one_line(error, with_kind=True)}"
+            ) from error
         return state
 
     def _contribute(self) -> None:
@@ -234,8 +253,10 @@ class SharedRun:
         base = now.state
         changes = self._tensors.changes(now.active)
         work = self.peer.contribute(write_update(changes), base=base.digest, samples=self._samples)
-        are_in = self._loop.run(work)
-        self._settle(now.active, changes, are_in=are_in is not False)
+        is_counted = self._loop.run(work)
+        if is_counted is None:
+            log.info("run %s: it is not known whether round %d counts this peer", self.run_id, base.round)
+        self._settle(now.active, changes, is_counted=is_counted is not False)
 
     def _follow(self) -> None:
         """Takes over a state that the other peers have come to without this one."""
@@ -243,25 +264,26 @@ class SharedRun:
         if before is None or before.round == after.round:
             # Two peers have founded the run, or a network was divided: what was trained here stays.
             if before is not None:
-                self._tensors.rebase(before, after)
+                self._tensors.rebase(after)
             self._base = after
             self._tell()
             return
         active = self.peer.active_in(before)
-        self._settle(active, self._tensors.changes(active), are_in=False)
+        self._settle(active, self._tensors.changes(active), is_counted=False)
 
-    def _settle(self, active: list[int], changes: list[Any], *, are_in: bool) -> None:
-        if not are_in and self._base is not None:
+    def _settle(self, active: list[int], changes: list[Any], *, is_counted: bool) -> None:
+        """Takes over the state of the round that has begun."""
+        if not is_counted and self._base is not None:
             log.warning(
                 "run %s: round %d was closed without this peer; its %d samples are added to a later one",
                 self.run_id,
                 self._base.round,
                 self._samples,
             )
-        self._tensors.settle(active, changes, are_in=are_in)
+        self._tensors.settle(active, changes, is_counted=is_counted)
         self._base = self.peer.round.state
         self._tensors.load(self._base)
-        self._steps, self._samples = 0, 0 if are_in else self._samples
+        self._steps, self._samples = 0, 0 if is_counted else self._samples
         self._tell()
 
     def _tell(self) -> None:

@@ -82,27 +82,27 @@ class Seal:
         """
         return self._signer(_CONTRIBUTION, contribution)
 
-    def check_record(self, record: RoundRecord) -> list[str]:
-        """Returns the contributors of a record, in its order.
+    def check_record(self, record: RoundRecord) -> tuple[str, list[str]]:
+        """Returns the coordinator that has signed a record, and its contributors in order.
 
         Raises:
             ProtocolError: If a signature is wrong, a peer may not take part or is listed twice, or a contribution is of
                 another round.
         """
-        self._signer(_RECORD, record)
+        coordinator = self._signer(_RECORD, record)
         peers = [self.contributor(one) for one in record.contributions]
         if peers != sorted(set(peers)):
             raise ProtocolError("a record whose peers are not in order, or not distinct")
         if any((one.round, one.base) != (record.round, record.base) for one in record.contributions):
             raise ProtocolError("a record with a contribution of another round")
-        return peers
+        return coordinator, peers
 
     def _signer(self, domain: bytes, signed: Contribution | RoundRecord) -> str:
         peer = peer_id_of(signed.public_key)
         if not self.allows(peer):
-            raise ProtocolError(f"signed by {peer}, which may not take part")
+            raise ProtocolError(f"signed by peer {peer}, which is not among the allowed peers of the run")
         if not is_signed_by(signed.public_key, self._bytes(domain, signed), signed.signature):
-            raise ProtocolError(f"a wrong signature of {peer}")
+            raise ProtocolError(f"a wrong signature under the name of peer {peer}")
         return peer
 
     def _bytes(self, domain: bytes, signed: Contribution | RoundRecord) -> bytes:

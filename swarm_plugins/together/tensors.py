@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from swarm_plugins.errors import CheckpointError, ConfigError
 from swarm_plugins.together.outer import Array, SharedState, first_state
 from swarm_plugins.together.rounds import Tensors
 
@@ -19,9 +20,14 @@ class TrainedTensors:
 
     Args:
         parameters: The trained parameters, by name.
+
+    Raises:
+        ConfigError: If there are none.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        if not parameters:
+            raise ConfigError("nothing to train together: no parameter requires a gradient when training starts")
         # Modules that hold the same model under another name train the same tensors.
         paths = [name.split(".") for name in parameters]
         common = 0
@@ -32,12 +38,11 @@ class TrainedTensors:
         self._start: list[Array] = []
         """Values with which this round began here."""
         self._owed: dict[int, Array] = {}
-        """Changes that no round has in it yet, by tensor."""
+        """Changes not yet contributed, by tensor."""
 
-    @property
-    def digest(self) -> bytes:
-        """Hash of names and shapes."""
-        return hashlib.blake2b(repr(self.tensors).encode(), digest_size=20).digest()
+    def digest(self, settings: str) -> bytes:
+        """Returns the hash of names, shapes and the adapter's settings."""
+        return hashlib.blake2b(f"{self.tensors}{settings}".encode(), digest_size=20).digest()
 
     def first_state(self) -> SharedState:
         """Returns the state of a run that begins with the values of now."""
@@ -54,7 +59,7 @@ class TrainedTensors:
         self.load(state)
         self._write(now)
 
-    def rebase(self, before: SharedState, after: SharedState) -> None:
+    def rebase(self, after: SharedState) -> None:
         """Exchanges the state that the round began with; what has been trained since stays."""
         changed = [start - now for start, now in zip(self._start, self._values(), strict=True)]
         self.load(after)
@@ -65,12 +70,29 @@ class TrainedTensors:
         now = self._values()
         return [self._start[i] - now[i] + self._owed.get(i, np.float32(0.0)) for i in active]
 
-    def settle(self, active: Sequence[int], changes: Sequence[Array], *, are_in: bool) -> None:
-        """Notes whether a round has changes in it; they are added to the next round of the same tensors otherwise."""
+    def settle(self, active: Sequence[int], changes: Sequence[Array], *, is_counted: bool) -> None:
+        """Notes whether a round counts some changes; they are added to the next round of the same tensors otherwise."""
         for index, change in zip(active, changes, strict=True):
             self._owed.pop(index, None)
-            if not are_in:
+            if not is_counted:
                 self._owed[index] = change
+
+    @property
+    def owed(self) -> dict[str, Tensor]:
+        """Changes not yet contributed, for a checkpoint."""
+        return {str(index): torch.from_numpy(change) for index, change in self._owed.items()}
+
+    def restore_owed(self, kept: Mapping[str, Tensor]) -> None:
+        """Restores the changes of a checkpoint.
+
+        Raises:
+            CheckpointError: If they belong to other tensors.
+        """
+        for name, change in kept.items():
+            index = int(name)
+            if not 0 <= index < len(self.tensors.shapes) or tuple(change.shape) != self.tensors.shapes[index]:
+                raise CheckpointError(f"the checkpoint has changes of tensor {name}, which this adapter does not have")
+            self._owed[index] = change.float().numpy()
 
     def freeze(self, active: Collection[int]) -> None:
         """Drops the gradients of all other tensors, so that the optimizer leaves them as they are."""
@@ -95,4 +117,4 @@ class TrainedTensors:
     @torch.no_grad()
     def _write(self, values: Sequence[Array]) -> None:
         for parameter, value in zip(self._parameters.values(), values, strict=True):
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)).to(parameter.device))
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(value)).reshape(parameter.shape).to(parameter.device))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import base58
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
 
@@ -76,7 +76,7 @@ def is_signed_by(public_key: bytes, data: bytes, signature: bytes) -> bool:
                 return False
             key.verify(signature, data, padding.PKCS1v15(), hashes.SHA256())
             return True
-    except (ValueError, InvalidSignature):
+    except (ValueError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return False
 

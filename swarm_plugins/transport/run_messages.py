@@ -21,17 +21,21 @@ Signature = Annotated[bytes, msgspec.Meta(max_length=1024)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 PeerName = Annotated[str, msgspec.Meta(max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Samples = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+"""Of one peer in one round."""
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all peers of a run must have in common; its texts are shown to people."""
 
     base: Text
-    """Version of the base model."""
+    """Version of the base model's weights."""
+    model: Text
+    """Name of the base model, which may differ: a copy in a directory is the same model."""
     adapter: Text
     """Method, rank and target modules."""
     tensors: Hash
-    """Hash of the names and shapes of the trained tensors."""
+    """Hash of the names and shapes of the trained tensors, and of the adapter's settings."""
     rules: Text
     """How rounds are combined."""
 
@@ -44,7 +48,7 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Digest of the shared state that the peer started from."""
     blob: Hash
     """Digest of its encoded update."""
-    samples: Count
+    samples: Samples
     """Samples it was trained on."""
     public_key: PublicKey
     """In libp2p's encoding; the peer id follows from it."""
@@ -75,7 +79,7 @@ class RunStatus(BaseMessage, frozen=True, kw_only=True):
     """Digest of the shared state that the round began with."""
     steps: Count
     """Local steps in this round so far."""
-    samples: Count
+    samples: Samples
     """Samples in this round so far."""
     contribution: Contribution | None = None
     """What it adds to this round; None while it trains."""

@@ -189,13 +189,13 @@ def test_peers_that_do_not_belong_are_told_why_and_others_train_on(
     options = {"enable_checkpointing": False}
     with pytest.raises(ConfigError, match="the secret of run 'me/run' is another one, or is missing"):
         fit(model, 2, strategy(secret_file=secret(tmp_path)), **options)
-    with pytest.raises(ConfigError, match=r"its rules is .*outer_lr=0.7.*, not .*outer_lr=0.5"):
+    with pytest.raises(ConfigError, match=r"rules: .*outer_lr=0.7.*; yours: .*outer_lr=0.5"):
         fit(model, 2, strategy(outer_lr=0.5), **options)
     with monkeypatch.context() as patch:
         patch.setattr(
             trainer_kit, "with_lora", lambda base: get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
         )
-        with pytest.raises(ConfigError, match=r"LORA r=4 .*q_proj,v_proj.*, not LORA r=2 .*q_proj"):
+        with pytest.raises(ConfigError, match=r"adapter: LORA r=4 .*q_proj,v_proj.*; yours: LORA r=2 .*q_proj"):
             fit(model, 2, strategy(), **options)
     with monkeypatch.context() as patch:
         patch.setattr(swarm_plugins.transport.dht, "time", SimpleNamespace(time=lambda: time.time() + 3600))

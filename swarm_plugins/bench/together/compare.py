@@ -14,7 +14,7 @@ from rich.table import Table
 from swarm_plugins.bench.arms import check_directory
 from swarm_plugins.bench.figures import Report, new_table
 from swarm_plugins.bench.pictures import check_picture, picture
-from swarm_plugins.bench.together.member import Go, Job, Ready, Trained
+from swarm_plugins.bench.together.member import Job, Ready, Trained
 from swarm_plugins.child import Child
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm
@@ -116,12 +116,14 @@ class Comparison:
     def _train(self, seed: int, swarm: LocalSwarm, run_id: str | None) -> list[Trained]:
         with contextlib.ExitStack() as stack:
             members = [stack.enter_context(Child(_MEMBER, f"member {number}")) for number in range(self.peers)]
-            for number, member in enumerate(members):
-                member.send(self._job(seed, number, swarm.initial_peers, run_id))
+            jobs = [self._job(seed, number, swarm.initial_peers, run_id) for number in range(self.peers)]
+            for member, job in zip(members, jobs, strict=True):
+                member.send(job)
             for member in members:
                 member.receive(Ready)
-            for member in members:
-                member.send(Go())
+            # All begin at the same time.
+            for member, job in zip(members, jobs, strict=True):
+                member.send(job)
             return [member.receive(Trained) for member in members]
 
     def _job(self, seed: int, number: int, initial_peers: Sequence[str], run_id: str | None) -> Job:

@@ -47,10 +47,6 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """Weights that are trained."""
 
 
-class Go(msgspec.Struct, frozen=True, kw_only=True):
-    """Begin now."""
-
-
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """What a member has reached."""
 
@@ -102,10 +98,8 @@ class _Looks(pl.Callback):
 def main() -> None:
     """Trains when told to."""
     torch.set_num_threads(1)
-    messages = jobs(Job | Go)
+    messages = jobs(Job)
     job = next(messages)
-    if not isinstance(job, Job):
-        raise TypeError(f"expected a job first, got {type(job).__name__}")
     pl.seed_everything(job.seed, verbose=False)
     tuner = AdapterTuner(
         job.directory,
@@ -157,7 +151,7 @@ class _Start(pl.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         answer(Ready(parameters=sum(one.numel() for one in _trained(pl_module))))
-        next(self._messages)
+        next(self._messages)  # the job once more
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

@@ -15,6 +15,7 @@ from swarm_plugins.strategy.swarm.joining import make_run
 from swarm_plugins.strategy.swarm.member import SwarmMember, check_precision
 from swarm_plugins.strategy.swarm.state import (
     KEY,
+    KEY_OF_RUN,
     check_base,
     describe_base,
     load_trained,
@@ -32,8 +33,8 @@ class FabricStrategy(SwarmMember, _Base):
     """Mixed in before the `SingleDeviceStrategy` of either package."""
 
     _is_remote = False
-    _trained: nn.Module | None = None
     _samples = 0
+    _resumed_run: dict[str, Any] | None = None
 
     @property
     def precision(self) -> Any:
@@ -63,21 +64,22 @@ class FabricStrategy(SwarmMember, _Base):
             check_remote(module)
             self._is_remote = True
         if self.run_id is not None and has_remote_blocks(module):
-            self._trained = module
             module.register_forward_pre_hook(self._count, with_kwargs=True)
         return super().setup_module(module)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not module.training or self.run_id is None:
+            return
+        if self.shared_run is None:
+            self.shared_run = make_run(module, self.run_id, self.run or RunConfig(), self.settings)
+            self.shared_run.start(self._resumed_run)
         rows = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), None)
-        self._samples += 0 if rows is None or not module.training else rows.shape[0]
+        self._samples += 0 if rows is None else rows.shape[0]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Makes a step, and one of the run that is trained together; the first one joins it."""
-        if self._trained is None or self.run_id is None:
-            return super().optimizer_step(optimizer, **kwargs)
+        """Makes a step, and one of the run that is trained together, which the first forward in training has joined."""
         if self.shared_run is None:
-            self.shared_run = make_run(self._trained, self.run_id, self.run or RunConfig(), self.settings)
-            self.shared_run.start()
+            return super().optimizer_step(optimizer, **kwargs)
         self.shared_run.before_step()
         output = super().optimizer_step(optimizer, **kwargs)
         self.shared_run.after_step(self._samples)
@@ -124,6 +126,8 @@ class FabricStrategy(SwarmMember, _Base):
         """Saves a checkpoint that names the version of the base model."""
         modules = _remote_in(state)
         described = {**state, KEY: describe_base(modules[0])} if modules else state
+        if modules and self.shared_run is not None:
+            described = {**described, KEY_OF_RUN: self.shared_run.state_dict()}
         super().save_checkpoint(path, described, *args, **kwargs)
 
     def load_checkpoint(
@@ -147,6 +151,7 @@ class FabricStrategy(SwarmMember, _Base):
             # A second time (it is small): a refused checkpoint must not change anything.
             described = super().load_checkpoint(path, state, strict, weights_only=True)
         described.pop(KEY, None)
+        self._resumed_run = described.pop(KEY_OF_RUN, None) or None
         return described
 
 

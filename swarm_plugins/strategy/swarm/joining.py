@@ -13,7 +13,17 @@ from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.shared_run import SharedRun
 
 _SHOWN = ("r", "lora_alpha", "target_modules", "target_parameters", "num_virtual_tokens", "use_rslora")
-"""What is said of an adapter."""
+"""Settings of an adapter shown in messages."""
+_OWN = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+    "peft_version",
+    "revision",
+    "runtime_config",
+)
+"""Settings in which peers may differ: all take over the same weights."""
 
 
 def make_run(module: nn.Module, run_id: str, config: RunConfig, settings: SwarmSettings | None) -> SharedRun:
@@ -27,26 +37,37 @@ def make_run(module: nn.Module, run_id: str, config: RunConfig, settings: SwarmS
             f"run {run_id!r} needs a swarm, in which its peers find each other: pass initial_peers=[...] to the "
             "strategy, or set SWARM_INITIAL_PEERS"
         )
+    if settings.config.discovery == "static":
+        raise ConfigError(
+            f"run {run_id!r} needs a swarm with a DHT, in which its peers find each other; this one has none "
+            "(discovery='static'): use discovery='dht'"
+        )
+    versions = base_versions(module)
+    configs = [one for part in module.modules() for one in (getattr(part, "peft_config", None) or {}).values()]
     return SharedRun(
         run_id,
         {name: one for name, one in module.named_parameters() if one.requires_grad},
-        base=", ".join(str(version) for version in base_versions(module)),
-        adapter=_described(module),
+        base=", ".join(version.key for version in versions),
+        model=", ".join(version.name for version in versions),
+        adapter="; ".join(dict.fromkeys(map(_described, configs))) or "none of PEFT's",
+        settings="; ".join(dict.fromkeys(map(_settings, configs))),
         config=config,
         node=config.node(settings.initial_peers, settings.config.secret_file),
     )
 
 
-def _described(module: nn.Module) -> str:
-    """Returns method, rank and target modules of a module's adapters, for people."""
-    texts = []
-    for part in module.modules():
-        for config in (getattr(part, "peft_config", None) or {}).values():
-            fields = {name: getattr(config, name, None) for name in _SHOWN}
-            shown = [f"{name}={_text(value)}" for name, value in fields.items() if value]
-            texts.append(" ".join([str(getattr(config.peft_type, "value", config.peft_type)), *shown]))
-    return "; ".join(dict.fromkeys(texts)) or "none of PEFT's"
+def _described(config: Any) -> str:
+    """Returns method, rank and target modules of an adapter, for people."""
+    fields = {name: getattr(config, name, None) for name in _SHOWN}
+    shown = [f"{name}={_text(value)}" for name, value in fields.items() if value]
+    return " ".join([str(getattr(config.peft_type, "value", config.peft_type)), *shown])
+
+
+def _settings(config: Any) -> str:
+    """Returns all settings that decide what an adapter's tensors mean."""
+    fields = {name: _text(value) for name, value in sorted(config.to_dict().items()) if name not in _OWN}
+    return repr(fields)
 
 
 def _text(value: Any) -> str:
-    return ",".join(sorted(value)) if isinstance(value, (set, list, tuple)) else str(value)
+    return ",".join(sorted(map(str, value))) if isinstance(value, (set, list, tuple)) else str(value)

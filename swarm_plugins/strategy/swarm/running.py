@@ -5,15 +5,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback as UnifiedCallback
 from lightning.pytorch.utilities.data import extract_batch_size
 from pytorch_lightning.callbacks import Callback as StandaloneCallback
 
+from swarm_plugins.errors import TransportError
 from swarm_plugins.strategy.swarm.joining import make_run
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.shared_run import SharedRun
+
+log = logging.getLogger(__name__)
 
 
 class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  # two Trainer types
@@ -27,6 +33,8 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
         self._strategy = strategy
         self._resumed: dict[str, Any] | None = None
         self._samples = self._steps = 0
+        self._is_told = False
+        self._shown = contextlib.ExitStack()
 
     @property
     def _run(self) -> SharedRun:
@@ -48,7 +56,26 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Counts samples."""
-        self._samples += extract_batch_size(batch)
+        self._samples += self._size(batch)
+
+    def _size(self, batch: Any) -> int:
+        try:
+            # An iterator would be used up.
+            return 1 if batch is None or hasattr(batch, "__next__") else extract_batch_size(batch)
+        except (RuntimeError, MisconfigurationException):
+            if not self._is_told:
+                log.warning("run %s: a batch of unknown size counts as one sample", self._run.run_id)
+            self._is_told = True
+            return 1
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validates the weights that all peers share."""
+        if self._strategy.shared_run is not None and trainer.training:
+            self._shown.enter_context(self._run.shared)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Goes on with this peer's own weights."""
+        self._shown.close()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Leaves tensors that rest in this round as they are."""
@@ -68,7 +95,12 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends the round, takes over its result, and leaves the run."""
-        self._run.finish()
+        try:
+            self._run.finish()
+        except TransportError as error:
+            # Callbacks that come after this one still save and publish what this peer has.
+            log.warning("run %s: its last round is not in this peer's weights: %s", self._run.run_id, error)
+            self._run.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leaves the run."""
@@ -76,6 +108,7 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leaves the run if it is still under way."""
+        self._shown.close()
         if self._strategy.shared_run is not None:
             self._strategy.shared_run.close()
 

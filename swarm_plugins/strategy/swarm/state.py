@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 KEY = "swarm_plugins"
 """Key of a checkpoint under which it describes its base."""
+KEY_OF_RUN = "swarm_plugins_run"
+"""Key of a checkpoint of Fabric for the state of a run that is trained together."""
 _MAX_NAMES = 3
 
 

@@ -19,7 +19,7 @@ from swarm_plugins.transport.identity import Identity, peer_id_of
 from swarm_plugins.transport.run_messages import RunSpec
 
 TENSORS = Tensors(("q.lora_A.w", "q.lora_B.w", "head"), ((2, 3), (3, 2), (4,)))
-SPEC = RunSpec(base="me/base@1", adapter="LORA r=2", tensors=b"t", rules="mean")
+SPEC = RunSpec(base="1", model="me/base", adapter="LORA r=2", tensors=b"t", rules="mean")
 QUICK = RunConfig(steps_per_round=4, straggler_s=20.0, poll_s=1.0, dead_s=5.0, transfer_s=30.0)
 
 
@@ -112,6 +112,7 @@ class Trainee:
     async def _train(self, until_round: int) -> None:
         while self.peer.round.state.round < until_round:
             await self.one_round()
+        await self.peer.linger()
         await self.peer.leave()
 
     async def one_round(self) -> None:
@@ -130,8 +131,8 @@ class Trainee:
 
     async def kill(self) -> None:
         """Makes it vanish in the middle of whatever it does."""
-        # It may have closed a round of which nobody has heard.
-        self.digests.pop(max(self.digests))
+        # It may have closed a round unknown to the others.
+        self.digests.pop(max(self.digests, default=0), None)
         await self.world.transport.kill(self.peer_id)
         for task in (self._training, self.peer._task):
             if task is not None:

@@ -281,9 +281,9 @@ def test_an_update_that_is_announced_and_never_served_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"base": "me/other@2"}, r"base model is me/base@1, not me/other@2", id="base"),
-        pytest.param({"adapter": "LORA r=4"}, r"adapter is LORA r=2, not LORA r=4", id="rank"),
-        pytest.param({"rules": "median"}, r"rules is mean, not median", id="rules"),
+        pytest.param({"base": "2"}, r"the run's base model: me/base \(1\); yours: me/base \(2\)", id="base"),
+        pytest.param({"adapter": "LORA r=4"}, r"the run's adapter: LORA r=2; yours: LORA r=4", id="rank"),
+        pytest.param({"rules": "median"}, r"the run's rules: mean; yours: median", id="rules"),
         pytest.param({"tensors": b"u"}, r"trained tensors have other names or shapes", id="targets"),
     ],
 )
