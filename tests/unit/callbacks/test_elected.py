@@ -1,0 +1,60 @@
+"""In a run that is trained together, one peer publishes for all, and what all have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm_plugins import HubAdapterCallback
+
+
+class Run:
+    """Notes whether its weights are shown."""
+
+    run_id = "me/run"
+
+    def __init__(self, *, is_publisher: bool) -> None:
+        self.is_publisher = is_publisher
+        self.is_shown = False
+
+    @property
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        self.is_shown = True
+        yield
+        self.is_shown = False
+
+
+def trainer(run: Run | None) -> Any:
+    return SimpleNamespace(
+        strategy=SimpleNamespace(shared_run=run), global_step=3, callback_metrics={}, sanity_checking=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "published"),
+    [
+        pytest.param(None, [("save", False), ("best", False), ("end", False)], id="alone"),
+        pytest.param(Run(is_publisher=True), [("save", True), ("best", True), ("end", True)], id="elected"),
+        pytest.param(Run(is_publisher=False), [], id="another"),
+    ],
+)
+def test_one_peer_publishes_the_shared_weights(
+    run: Run | None, published: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback = HubAdapterCallback("me/adapter", monitor="loss")
+    events: list[tuple[str, bool]] = []
+
+    def note(event: str) -> None:
+        events.append((event, run is not None and run.is_shown))
+
+    monkeypatch.setattr(callback, "publish", lambda event, *_: note(event))
+    monkeypatch.setattr(callback, "publish_if_best", lambda *_: note("best"))
+    callback.on_save_checkpoint(trainer(run), None, {})
+    callback.on_validation_end(trainer(run), None)
+    callback.on_train_end(trainer(run), None)
+    assert events == published
