@@ -110,7 +110,7 @@ THIRD_PARTY_BORDERS: dict[str, frozenset[str]] = {
     "hivemind": frozenset({"transport"}),
     "lm_eval": frozenset({"evaluation"}),
     "jsonargparse": frozenset({"recipes"}),
-    "lightning": frozenset({"strategy", "callbacks", "recipes", "study", "demo", "cli"}),
+    "lightning": frozenset({"strategy", "callbacks", "recipes", "study", "bench", "demo", "cli"}),
     "pytorch_lightning": frozenset({"strategy", "callbacks", "cli"}),
     "lightning_fabric": frozenset({"strategy", "callbacks", "cli"}),
     "peft": frozenset({"backbone", "blocks", "callbacks", "recipes", "web"}),

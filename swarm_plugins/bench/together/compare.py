@@ -14,7 +14,7 @@ from rich.table import Table
 from swarm_plugins.bench.arms import check_directory
 from swarm_plugins.bench.figures import Report, new_table
 from swarm_plugins.bench.pictures import check_picture, picture
-from swarm_plugins.bench.together.member import Job, Ready, Trained
+from swarm_plugins.bench.together.records import Job, Ready, Trained
 from swarm_plugins.child import Child
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.local_swarm import LocalSwarm

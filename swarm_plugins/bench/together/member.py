@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import msgspec
 import torch
 from torch import Tensor, nn
 
+from swarm_plugins.bench.together.records import Job, Ready, Trained
 from swarm_plugins.child import answer, jobs
 from swarm_plugins.recipes import AdapterTuner, TextData
 from swarm_plugins.strategy.swarm.unified import SwarmStrategy
@@ -19,45 +19,6 @@ from swarm_plugins.together import RunConfig
 
 _BATCH = 2
 _LENGTH = 64
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member trains."""
-
-    directory: str
-    initial_peers: tuple[str, ...]
-    run_id: str | None
-    """None: it trains alone."""
-    steps_per_round: int
-    part: str
-    documents: int
-    seed: int
-    seconds: float
-    looks: int
-    """Number of adapters that are kept on the way, at equal distances, and evaluated afterwards."""
-    learning_rate: float
-    evaluates: bool
-    """Whether it measures the held-out loss: peers of a run have the same adapters."""
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """The model is loaded."""
-
-    parameters: int
-    """Weights that are trained."""
-
-
-class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member has reached."""
-
-    seconds: tuple[float, ...]
-    """Of each look, since the beginning."""
-    losses: tuple[float, ...]
-    """Held-out loss at each look, per token; empty if it was not measured."""
-    steps: int
-    rounds: int
-    digest: str
-    """Of the shared state at the end; empty if it trained alone."""
 
 
 class _Looks(pl.Callback):
