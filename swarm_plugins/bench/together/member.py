@@ -58,7 +58,6 @@ class _Looks(pl.Callback):
 
 def main() -> None:
     """Trains when told to."""
-    torch.set_num_threads(1)
     messages = jobs(Job)
     job = next(messages)
     pl.seed_everything(job.seed, verbose=False)
