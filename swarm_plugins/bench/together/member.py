@@ -19,6 +19,8 @@ from swarm_plugins.together import RunConfig
 
 _BATCH = 2
 _LENGTH = 64
+_HELD_OUT = 16
+"""Held-out batches of each look, evenly spread."""
 
 
 class _Looks(pl.Callback):
@@ -122,6 +124,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 def _losses(module: Any, adapters: Sequence[Sequence[Tensor]], data: TextData) -> list[float]:
     """Returns the held-out loss per token with each adapter."""
     batches = list(data.val_dataloader())
+    batches = batches[:: max(1, len(batches) // _HELD_OUT)]
     module.eval()
     losses = []
     for adapter in adapters:
