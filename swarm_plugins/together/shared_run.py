@@ -249,14 +249,15 @@ class SharedRun:
         return state
 
     def _contribute(self) -> None:
-        now = self.peer.round
-        base = now.state
-        changes = self._tensors.changes(now.active)
+        # The peer may move on meanwhile: the update belongs to the state that it was computed from.
+        base = self.state
+        active = self.peer.active_in(base)
+        changes = self._tensors.changes(active)
         work = self.peer.contribute(write_update(changes), base=base.digest, samples=self._samples)
         is_counted = self._loop.run(work)
         if is_counted is None:
             log.info("run %s: it is not known whether round %d counts this peer", self.run_id, base.round)
-        self._settle(now.active, changes, is_counted=is_counted is not False)
+        self._settle(active, changes, is_counted=is_counted is not False)
 
     def _follow(self) -> None:
         """Takes over a state that the other peers have come to without this one."""

@@ -73,6 +73,7 @@ class FabricStrategy(SwarmMember, _Base):
         if self.shared_run is None:
             self.shared_run = make_run(module, self.run_id, self.run or RunConfig(), self.settings)
             self.shared_run.start(self._resumed_run)
+            self._resumed_run = None
         rows = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()), None)
         self._samples += 0 if rows is None else rows.shape[0]
 

@@ -70,7 +70,8 @@ class RunCallback(UnifiedCallback, StandaloneCallback):  # type: ignore[misc]  #
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validates the weights that all peers share."""
-        if self._strategy.shared_run is not None and trainer.training:
+        # `trainer.training` is false meanwhile; a run may be left from an earlier fit.
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and self._strategy.shared_run is not None:
             self._shown.enter_context(self._run.shared)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
