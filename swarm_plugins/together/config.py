@@ -31,8 +31,9 @@ class RunConfig:
     outer_lr: float = 0.7
     """Learning rate of the outer step, with the mean of all updates as its gradient."""
 
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the outer step."""
+    outer_momentum: float = 0.5
+    """Nesterov momentum of the outer step. DiLoCo has 0.9 for hundreds of rounds; runs of tens of rounds overshoot
+    with that."""
 
     alternate_lora: bool = True
     """Whether LoRA's A and B are trained in alternating rounds (RoLoRA, arXiv 2502.01755). The mean of products B A is

@@ -24,7 +24,7 @@ from swarm_plugins.errors import ProtocolError, RequestTimeoutError, SwarmError,
 from swarm_plugins.together.blobs import Blobs
 from swarm_plugins.together.config import RunConfig
 from swarm_plugins.together.greetings import Greetings, RunDirectory
-from swarm_plugins.together.outer import SharedState, read_state, state_bytes, update_bytes
+from swarm_plugins.together.outer import SharedState, active_tensors, read_state, state_bytes, update_bytes
 from swarm_plugins.together.refusals import NotAdmittedError, difference, refused
 from swarm_plugins.together.roster import Place, Roster
 from swarm_plugins.together.rounds import Round, Tensors
@@ -94,6 +94,7 @@ class RunPeer:
         self._partners: set[str] = set()
         """Peers with whom this one has trained, or whose state it has taken over when it joined."""
         self._is_joining = True
+        self._has_warned = False
         self._record_since = 0.0
         self._last_record: RoundRecord | None = None
         """Of the round before; None if it is not known."""
@@ -117,7 +118,7 @@ class RunPeer:
 
     def active_in(self, state: SharedState) -> list[int]:
         """Returns the indices of the tensors that are trained in the round that begins with a state."""
-        return Round(state, self.me, self._tensors, self._config).active
+        return active_tensors(self._tensors.names, state.round, alternate_lora=self._config.alternate_lora)
 
     @property
     def living(self) -> dict[str, RunStatus]:
@@ -303,8 +304,17 @@ class RunPeer:
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
 
+    def _warn_of_others(self) -> None:
+        now, lasting_s = time.monotonic(), self._config.straggler_s + self._config.dead_s
+        apart = self._roster.apart(self._place(), self._past, self._partners, now)
+        if not self._has_warned and (lasting := [peer for peer, since in apart.items() if now - since > lasting_s]):
+            self._has_warned = True
+            what = "began this run apart from this peer and trains another adapter; the two do not merge: stop one side"
+            log.warning("run %s: %s %s, and start it again", self.run_id, ", ".join(lasting), what)
+
     async def _turn(self) -> None:
         await self._greetings.greet()
+        self._warn_of_others()
         now, living = self.round, self.living
         for digest in now.missing:
             self._fetch(digest)

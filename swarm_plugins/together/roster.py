@@ -46,6 +46,7 @@ class Roster:
         self._seen: dict[str, _Seen] = {}
         self._heard_at: dict[str, float] = {}
         """Of all peers that have been admitted, those that have left too."""
+        self._apart: dict[str, float] = {}
 
     def heard(self, peer: str, status: RunStatus, now: float) -> bool:
         """Notes what a peer said of itself; returns False if the run is full."""
@@ -100,6 +101,16 @@ class Roster:
         if own is not None:
             counts[own] += 1
         return max(counts, key=lambda place: (counts[place], place), default=None)
+
+    def apart(self, own: Place, past: Collection[bytes], partners: Collection[str], now: float) -> dict[str, float]:
+        """Returns living peers that have not trained with this one, and have other states; and since when."""
+        others = [
+            peer
+            for peer, status in self.living(now).items()
+            if peer not in partners and status.state and status.state != own.digest and status.state not in past
+        ]
+        self._apart = {peer: self._apart.get(peer, now) for peer in others}
+        return self._apart
 
     def _rank(self, purpose: str, peer: str) -> bytes:
         """Returns a peer's place in an order of all peers that no peer has chosen for itself alone."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import virtual_time
 from run_kit import QUICK, TENSORS, Trainee, World, agreed, identity_of
 
@@ -105,10 +106,10 @@ def test_peers_that_are_joining_have_no_say() -> None:
     run(main())
 
 
-def test_a_stranger_with_a_further_state_replaces_no_work() -> None:
+def test_a_stranger_with_a_further_state_replaces_no_work(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         world = World()
-        (alone,) = await honest(world, 1, 12)
+        (alone,) = await honest(world, 1, 20)
         await asyncio.sleep(12)
         hostile = Trainee(world, 9)
         weights = tuple(np.full(shape, 666.0, np.float32) for shape in TENSORS.shapes)
@@ -116,13 +117,16 @@ def test_a_stranger_with_a_further_state_replaces_no_work() -> None:
         hostile.peer._is_joining = False
         world.handlers[hostile.peer_id] = {"rpc_run": hostile.peer.answer}
         await hostile.peer._greetings.look_up()
-        for _ in range(20):
+        for _ in range(80):
             await hostile.peer._greetings.greet()
             await asyncio.sleep(0.5)
         await alone.done()
         await hostile.kill()
         await world.transport.close()
-        assert sorted(alone.digests) == list(range(13))
+        assert sorted(alone.digests) == list(range(21))
+        warnings = [one.message for one in caplog.records if "began this run apart" in one.message]
+        assert len(warnings) == 1
+        assert hostile.peer_id in warnings[0]
         assert max(np.abs(part).max() for part in alone.peer.round.state.weights) < 100
 
     run(main())
