@@ -7,11 +7,12 @@ import os
 import platform
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -34,7 +35,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report in JSON types."""
-        return asdict(self)
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     def print_tables(self, console: Console) -> None:
         """Prints the figures and describes the machine."""
@@ -106,7 +108,8 @@ class SwarmReport(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report in JSON types."""
-        return {**asdict(self), "figures": [{**asdict(one), "reached": one.reached} for one in self.figures]}
+        figures = [{**msgspec.to_builtins(one), "reached": one.reached} for one in self.figures]
+        return {**super().as_dict(), "figures": figures}
 
 
 def new_table(title: str, headings: Iterable[str], *, names: Collection[str] = ("",)) -> Table:

@@ -10,6 +10,7 @@ import typer
 from swarm_plugins.cli.support.arguments import Revision
 from swarm_plugins.cli.support.measuring import Json, ModelFolder, NewTokens, Rounds, Servers, check_json, measure, show
 from swarm_plugins.cli.support.output import one_sentence_errors
+from swarm_plugins.errors import naming_extras
 from swarm_plugins.noise import quiet_command, quiet_loading
 
 if TYPE_CHECKING:
@@ -307,17 +308,23 @@ def together(
     peers: Annotated[int, typer.Option(help="Trainers of the run, and as many that train alone.", min=2, max=16)] = 3,
     seconds: Annotated[float, typer.Option(help="How long each trains.", min=1)] = 240.0,
     seeds: Annotated[int, typer.Option(help="Trainings of each kind.", min=1, max=100)] = 3,
-    steps_per_round: Annotated[int, typer.Option(help="Local steps between two rounds.", min=1)] = 10,
+    steps_per_round: Annotated[int, typer.Option(help="Local steps between two rounds.", min=1)] = 5,
+    alternate_lora: Annotated[
+        bool, typer.Option(help="Train LoRA's A and B in alternating rounds, or both in each.")
+    ] = True,
     documents: Annotated[
-        int, typer.Option(help="Addresses of all peers; an eighth is held out.", min=16, max=235)
+        int, typer.Option(help="Texts of all peers together; an eighth is held out.", min=16, max=235)
     ] = 24,
-    learning_rate: Annotated[float, typer.Option(help="Of the peers' own optimizers.", min=1e-7)] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(help="Of the peers' own optimizers.", min=1e-7)] = 2e-3,
     plot: Annotated[Path | None, typer.Option(help="Draw the losses over time to this file.", dir_okay=False)] = None,
     json: Json = None,
 ) -> None:
     """Measure held-out loss after equal time: several Trainers that train one adapter, against each alone."""
 
     def run(progress: Progress) -> Report:
+        with naming_extras():
+            import lightning.pytorch  # noqa: F401  # the members' processes need it
+
         from swarm_plugins.bench.together.compare import Comparison
 
         comparison = Comparison(
@@ -326,6 +333,7 @@ def together(
             seconds=seconds,
             seeds=seeds,
             steps_per_round=steps_per_round,
+            alternate_lora=alternate_lora,
             documents=documents,
             learning_rate=learning_rate,
         )

@@ -143,6 +143,21 @@ def test_bench_of_codecs(tiny: Path, tmp_path: Path) -> None:
     assert "80 tokens of text.txt in 2 pieces" in result.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.swarm
+def test_bench_of_training_together(tiny: Path, tmp_path: Path) -> None:
+    path, plot = tmp_path / "figures.json", tmp_path / "together.svg"
+    words = ["--peers", "2", "--seconds", "3", "--seeds", "1", "--steps-per-round", "2", "--documents", "16"]
+    result = bench("together", *words, "--plot", str(plot), "--model", str(tiny), "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    [seed] = json.loads(path.read_text())["seeds"]
+    trained = (seed["together"], *seed["alone"])
+    assert [len(one["losses"]) == len(one["seconds"]) >= 3 for one in trained] == [True] * 3
+    assert len({one["losses"][0] for one in trained}) == 1, "all begin with the same adapter"
+    assert seed["together"]["rounds"] >= 1
+    assert "2 together" in plot.read_text()
+
+
 def test_bench_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     result = bench("decode", "--model", str(tmp_path))
     assert result.returncode == 2

@@ -39,7 +39,7 @@ class Seed:
 
     @property
     def gain(self) -> float:
-        """By how much the loss is lower together than that of the best alone."""
+        """Loss of the best alone minus that together."""
         return self.best_alone - self.together.losses[-1]
 
 
@@ -76,6 +76,7 @@ class Comparison:
     seconds: float
     seeds: int
     steps_per_round: int
+    alternate_lora: bool
     documents: int
     learning_rate: float
 
@@ -105,9 +106,11 @@ class Comparison:
                 if len({one.digest for one in together}) > 1:
                     raise SwarmError(f"peers of seed {seed} have ended with different adapters: report this")
                 report.seeds.append(Seed(seed=seed, together=together[0], alone=tuple(alone)))
+        order = "in turns" if self.alternate_lora else "at once"
         report.notes.append(
             f"{self.peers} Trainers at once in both arms, each on a part of {self.documents} documents; a LoRA on the "
-            f"attention, {self.steps_per_round} steps a round; gain: loss of the best alone minus that together"
+            f"attention, {self.steps_per_round} steps a round, A and B {order}; gain: loss of the best alone minus "
+            "that together"
         )
         if plot is not None:
             draw_losses(report, plot)
@@ -132,6 +135,7 @@ class Comparison:
             initial_peers=tuple(initial_peers),
             run_id=run_id,
             steps_per_round=self.steps_per_round,
+            alternate_lora=self.alternate_lora,
             part=f"{number + 1}/{self.peers}",
             documents=self.documents,
             seed=seed,
@@ -143,13 +147,16 @@ class Comparison:
 
 
 def draw_losses(report: TogetherReport, file: Path) -> None:
-    """Draws the losses over time: a line for each seed together, thin ones for all that trained alone."""
+    """Draws the losses over time: a line for each seed together, thin ones for all that trained alone.
+
+    The first look, before any training, is left out: it is the same for all, and far above the others.
+    """
     with picture(file, (6.0, 3.4)) as figure:
         axes = figure.subplots()
         for seed in report.seeds:
             for one in seed.alone:
-                axes.plot(one.seconds, one.losses, "-", color=MUTED, linewidth=0.8)
-            axes.plot(seed.together.seconds, seed.together.losses, "o-", color=GOOD, markersize=3)
+                axes.plot(one.seconds[1:], one.losses[1:], "-", color=MUTED, linewidth=0.8)
+            axes.plot(seed.together.seconds[1:], seed.together.losses[1:], "o-", color=GOOD, markersize=3)
         axes.plot([], [], "o-", color=GOOD, markersize=3, label=f"{report.peers} together")
         axes.plot([], [], "-", color=MUTED, linewidth=0.8, label="each alone")
         axes.set_xlabel("seconds")

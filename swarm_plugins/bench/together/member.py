@@ -17,9 +17,9 @@ from swarm_plugins.recipes import AdapterTuner, TextData
 from swarm_plugins.strategy.swarm.unified import SwarmStrategy
 from swarm_plugins.together import RunConfig
 
-_BATCH = 2
+_BATCH = 1
 _LENGTH = 64
-_HELD_OUT = 16
+_HELD_OUT = 32
 """Held-out batches of each look, evenly spread."""
 
 
@@ -39,9 +39,10 @@ class _Looks(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         passed_s = time.monotonic() - self._began
-        if passed_s >= self._job.seconds * len(self.seconds) / self._job.looks:
+        if passed_s >= self._job.seconds:
+            trainer.should_stop = True  # the last look comes after the end of the run
+        elif passed_s >= self._job.seconds * len(self.seconds) / self._job.looks:
             self.look(trainer, pl_module)
-        trainer.should_stop = passed_s >= self._job.seconds
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.look(trainer, pl_module)
@@ -78,7 +79,9 @@ def main() -> None:
     strategy = SwarmStrategy(
         job.initial_peers,
         run_id=job.run_id,
-        run=RunConfig(steps_per_round=job.steps_per_round, straggler_s=30.0, poll_s=0.5),
+        run=RunConfig(
+            steps_per_round=job.steps_per_round, alternate_lora=job.alternate_lora, straggler_s=30.0, poll_s=0.5
+        ),
     )
     looks = _Looks(job)
     trainer = pl.Trainer(
