@@ -39,7 +39,7 @@ _IDLE_S = 60.0
 _HURRY = 5
 """While a round closes, peers are asked so many times as often."""
 _MOST_TRIES = 5
-"""An update that no peer has had so many times is given up."""
+"""An update or a state that no peer has had so many times is given up."""
 _FIRST_S = 10.0
 """Longest wait for the first answers of peers; avoids founding a second run."""
 _LONG_BYTES = 4 << 20
@@ -368,6 +368,8 @@ class RunPeer:
             return True
         holders = [peer for peer, status in self.living.items() if status.state == best.digest]
         if not self._blobs.want(best.digest, state_bytes(self._tensors.shapes), holders):
+            if self._blobs.tries(best.digest) >= _MOST_TRIES:
+                self._past.add(best.digest)  # nobody serves it: the next one has a turn
             return False
         state = read_state(self._blobs.get(best.digest) or b"", self._tensors.shapes)
         if state.round != best.round:

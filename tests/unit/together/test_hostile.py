@@ -106,17 +106,44 @@ def test_peers_that_are_joining_have_no_say() -> None:
     run(main())
 
 
+async def far_ahead(world: World) -> Trainee:
+    """A stranger that claims to have a state of a late round."""
+    hostile = Trainee(world, 9)
+    weights = tuple(np.full(shape, 666.0, np.float32) for shape in TENSORS.shapes)
+    hostile.peer.begin(SharedState(1 << 50, 0, weights, weights))
+    hostile.peer._is_joining = False
+    world.handlers[hostile.peer_id] = {"rpc_run": hostile.peer.answer}
+    await hostile.peer._greetings.look_up()
+    return hostile
+
+
+def test_a_state_that_nobody_serves_does_not_keep_a_peer_from_joining() -> None:
+    async def main() -> None:
+        world = World()
+        (alone,) = await honest(world, 1, 20)
+        await asyncio.sleep(12)
+        hostile = await far_ahead(world)
+        served = hostile.peer._blobs.part
+        hostile.peer._blobs.part = lambda request: served(msgspec.structs.replace(request, digest=b""))  # type: ignore[method-assign]
+        joiner = Trainee(world, 2)
+        await joiner.join()
+        assert joiner.peer.round.state.digest.hex() in alone.digests.values()
+        joiner.train(20)
+        for one in (alone, joiner):
+            await one.done()
+        await hostile.kill()
+        await world.transport.close()
+        assert agreed(alone, joiner) > 5
+
+    run(main())
+
+
 def test_a_stranger_with_a_further_state_replaces_no_work(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         world = World()
         (alone,) = await honest(world, 1, 20)
         await asyncio.sleep(12)
-        hostile = Trainee(world, 9)
-        weights = tuple(np.full(shape, 666.0, np.float32) for shape in TENSORS.shapes)
-        hostile.peer.begin(SharedState(1 << 50, 0, weights, weights))
-        hostile.peer._is_joining = False
-        world.handlers[hostile.peer_id] = {"rpc_run": hostile.peer.answer}
-        await hostile.peer._greetings.look_up()
+        hostile = await far_ahead(world)
         for _ in range(80):
             await hostile.peer._greetings.greet()
             await asyncio.sleep(0.5)
