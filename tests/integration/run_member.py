@@ -39,11 +39,6 @@ class Member(trainer_kit.Tuner):
         self.tell()
         self.trainer.should_stop = self.trainer.should_stop or told_to_end.is_set()
 
-    def on_train_end(self) -> None:
-        # The run has ended by then: what the module has now is what all have.
-        weights = torch.cat([one.detach().ravel() for one in self.parameters() if one.requires_grad])
-        say(end=weights.sum().item(), publisher=self._run.is_publisher)
-
     @property
     def _run(self) -> Any:
         return self.trainer.strategy.shared_run

@@ -238,6 +238,17 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(model: Path, tmp_path
         assert not one.requires_grad or torch.equal(one, other)
 
 
+def test_a_checkpoint_joins_peers_that_have_gone_on(companion: Process, model: Path, tmp_path: Path) -> None:
+    callbacks = [ModelCheckpoint(dirpath=tmp_path, filename="last", save_top_k=-1)]
+    fit(model, 2, strategy(), callbacks=callbacks)
+    companion.reaches(max(companion.digests) + 3)
+    tuner = fit(model, 5, strategy(), enable_checkpointing=False, ckpt_path=tmp_path / "last.ckpt")
+    assert len(tuner.losses) == 3
+    state = tuner.trainer.strategy.shared_run.state
+    companion.reaches(state.round)
+    assert companion.digests[state.round] == state.digest.hex()
+
+
 def test_a_checkpoint_of_another_run_is_refused(model: Path, tmp_path: Path) -> None:
     callbacks = [ModelCheckpoint(dirpath=tmp_path, filename="last", save_top_k=-1)]
     fit(model, 2, strategy(), callbacks=callbacks)
