@@ -150,3 +150,16 @@ def nothing_kept(pair) -> Iterator[None]:
     yield
     for store, budget in zip(stores, budgets, strict=True):
         store.budget_bytes = budget
+
+
+def recomputed_error(pair, local: nn.Module, remote: nn.Module, tolerance: float) -> float:
+    """Compares a step of a remote model with the local one's; returns how far off gradients are without kept inputs."""
+    assert trained(local).keys() == trained(remote).keys()
+    loss, gradients = step(local)
+    kept_loss, kept = step(remote)
+    with nothing_kept(pair):
+        again_loss, again = step(remote)
+    assert kept_loss == pytest.approx(loss, rel=tolerance)
+    assert worst_error(kept, gradients) <= tolerance
+    assert again_loss == kept_loss
+    return worst_error(again, kept)

@@ -10,11 +10,25 @@ from typing import Any
 from swarm_plugins.errors import SwarmError
 from swarm_plugins.evaluation.evaluating import EvalJob, Evaluated, evaluate_versions
 from swarm_plugins.evaluation.versions import TaggedVersion
-from swarm_plugins.hub import RetryPlan
+from swarm_plugins.hub import EvalRecord, RetryPlan
 from swarm_plugins.local_hub import LocalHub
 from swarm_plugins.versions import ModelVersion
 
 REPO, BASE, OTHER = "me/adapter", ModelVersion("org/base", "a" * 40), ModelVersion("org/base", "b" * 40)
+RECORD = EvalRecord(
+    tag="v1",
+    commit="1" * 40,
+    base="org/base",
+    base_revision="a" * 40,
+    task="capitals",
+    task_digest="d" * 64,
+    metric="acc",
+    value=0.625,
+    stderr=0.125,
+    num_samples=16,
+    higher_is_better=True,
+    software={"lm_eval": "0.4.13"},
+)
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: data.jsonl}}}}

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from evaluation_kit import RECORD
 from matplotlib import image
 from numpy.typing import NDArray
 
@@ -15,21 +16,10 @@ from swarm_plugins.hub import EvalRecord
 from swarm_plugins.hub.results import BASE_TAG
 
 LINE, BASE = (0x09, 0x69, 0xDA), (0x65, 0x6D, 0x76)
-RECORD = EvalRecord(
-    tag="v1",
-    commit="1" * 40,
-    base="org/base",
-    base_revision="a" * 40,
-    task="capitals",
-    task_digest="d" * 64,
-    metric="acc",
-    value=0.5,
-    num_samples=16,
-)
 
 
 def record(tag: str, value: float, **changes: object) -> EvalRecord:
-    return msgspec.structs.replace(RECORD, **{"tag": tag, "value": value, **changes})
+    return msgspec.structs.replace(RECORD, **{"tag": tag, "value": value, "stderr": None, **changes})
 
 
 def pixels(*records: EvalRecord) -> NDArray[Any]:

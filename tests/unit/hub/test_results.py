@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from evaluation_kit import RECORD
 from huggingface_hub import ModelCard
 
 from swarm_plugins.errors import CheckpointError
@@ -23,20 +24,6 @@ from swarm_plugins.hub.results import (
 )
 from swarm_plugins.hub.results_card import results_table, with_results
 
-RECORD = EvalRecord(
-    tag="v1",
-    commit="1" * 40,
-    base="org/base",
-    base_revision="a" * 40,
-    task="capitals",
-    task_digest="d" * 64,
-    metric="acc",
-    value=0.625,
-    stderr=0.125,
-    num_samples=16,
-    higher_is_better=True,
-    software={"lm_eval": "0.4.13"},
-)
 CARD = card_text(AdapterFacts(repo_id="me/adapter", base_model="org/base"), Manifest(metrics={"val_loss": 1.5}))
 
 
