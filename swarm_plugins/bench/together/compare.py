@@ -58,7 +58,7 @@ class TogetherReport(Report):
         table = new_table(title, headings, names=("seed",))
         for one in self.seeds:
             ends = [trained.losses[-1] for trained in one.alone]
-            losses = (one.together.losses[0], one.together.losses[-1], min(ends), statistics.fmean(ends), one.gain)
+            losses = (one.together.losses[0], one.together.losses[-1], one.best_alone, statistics.fmean(ends), one.gain)
             steps = (one.together.rounds, one.together.steps)
             table.add_row(str(one.seed), *(f"{loss:.4f}" for loss in losses), *map(str, steps))
         gains = [one.gain for one in self.seeds]
@@ -85,7 +85,7 @@ class Comparison:
 
         Raises:
             ConfigError: If the directory does not hold a model, or ``plot`` cannot be written.
-            SwarmError: If peers of the run end with different adapters.
+            SwarmError: If peers of the run have different adapters after the same round.
         """
         check_directory(self.directory)
         if plot is not None:
@@ -103,8 +103,9 @@ class Comparison:
                 progress.advance(bar)
                 alone = self._train(seed, swarm, None)
                 progress.advance(bar)
-                if len({one.digest for one in together}) > 1:
-                    raise SwarmError(f"peers of seed {seed} have ended with different adapters: report this")
+                # One that was the first to end may lack the last round.
+                if len({(one.rounds, one.digest) for one in together}) > len({one.rounds for one in together}):
+                    raise SwarmError(f"peers of seed {seed} have ended a round with different adapters: report this")
                 report.seeds.append(Seed(seed=seed, together=together[0], alone=tuple(alone)))
         order = "in turns" if self.alternate_lora else "at once"
         report.notes.append(

@@ -115,7 +115,7 @@ class _Start(pl.Callback):
         self._messages = messages
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        answer(Ready(parameters=sum(one.numel() for one in _trained(pl_module))))
+        answer(Ready())
         next(self._messages)  # the job once more
 
 

@@ -28,9 +28,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """The model is loaded."""
 
-    parameters: int
-    """Weights that are trained."""
-
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """What a member has reached."""
