@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import pytest
 import torch
 import trainer_kit
 from safetensors.torch import load_file
@@ -17,12 +16,7 @@ from torch.utils.data import DataLoader
 from swarm_plugins import AutoSwarmModelForCausalLM, HubAdapterCallback, RunConfig, SwarmStrategy
 from swarm_plugins.local_hub import LocalHub
 
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.usefixtures("peers"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-]
+pytestmark = trainer_kit.IN_A_RUN
 model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
 
 

@@ -25,12 +25,7 @@ import swarm_plugins.transport.dht
 from swarm_plugins import AutoSwarmModelForCausalLM, FabricSwarmStrategy, RunConfig, SwarmStrategy
 from swarm_plugins.errors import CheckpointError, ConfigError
 
-pytestmark = [
-    pytest.mark.swarm,
-    pytest.mark.usefixtures("peers"),
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-]
+pytestmark = trainer_kit.IN_A_RUN
 # Fixtures.
 model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
 

@@ -18,6 +18,13 @@ from swarm_plugins.client import connect
 from swarm_plugins.client.training.micro_batches import BatchCall
 from swarm_plugins.testing.models import save_tiny
 
+IN_A_RUN = [
+    pytest.mark.swarm,
+    pytest.mark.usefixtures("peers"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+"""Marks of tests that train together with others."""
 ROWS = torch.randint(3, 100, (8, 12), generator=torch.Generator().manual_seed(0))
 
 
