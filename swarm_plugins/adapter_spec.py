@@ -66,7 +66,7 @@ class PeftLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     names: tuple[str, ...]
     """Names of the layer's tensors, as PEFT has them, without the adapter's."""
     places: tuple[int, ...]
-    """Index of each tensor among those of the part; two layers may name the same one."""
+    """For each name, the index of its tensor in the part; layers can share a tensor."""
     scaling: float | None = None
     """Factor of the update; None where the method knows none."""
     dropout: float = 0.0

@@ -332,7 +332,7 @@ def _check_options(method: PeftMethod, entry: PeftLayer, where: str, max_rank: i
 
 
 def _check_scaling(structure: Structure, entry: PeftLayer, method: str, where: str) -> None:
-    # Clients use one structure in turn: a layer without its own scaling would keep that of the client before.
+    # Clients share one structure: without a scaling of its own, a layer would use the previous client's.
     if structure.has_scaling and entry.scaling is None:
         raise ConfigError(f"{where} has no scaling; {method} needs a number: send the layer's")
     if not structure.has_scaling and entry.scaling is not None:
