@@ -18,6 +18,8 @@ from swarm_plugins.errors import SwarmError
 
 Message = TypeVar("Message")
 
+_ANSWER_S = 3600.0
+"""Benchmarks measure for minutes."""
 _LEAVE_S = 20.0
 _DIE_S = 10.0
 _PARENT_POLL_S = 0.5
@@ -92,10 +94,30 @@ class Child:
         except OSError as exc:
             raise self._ended() from exc
 
-    def receive(self, kind: type[Message]) -> Message:
-        """Waits for an answer; raises SwarmError if the process has ended (its error is on standard error)."""
-        pipe: Any = self.process.stdout
-        line = pipe.readline()
+    def receive(self, kind: type[Message], *, timeout_s: float = _ANSWER_S) -> Message:
+        """Waits for an answer.
+
+        Raises:
+            SwarmError: If the process has ended (its error is on standard error), or does not answer in time; then it
+                is killed.
+        """
+        process = self.process
+        pipe: Any = process.stdout
+        has_timed_out = threading.Event()
+
+        def end_it() -> None:
+            has_timed_out.set()
+            process.kill()
+
+        deadline = threading.Timer(timeout_s, end_it)
+        deadline.daemon = True
+        deadline.start()
+        try:
+            line = pipe.readline()
+        finally:
+            deadline.cancel()
+        if has_timed_out.is_set():
+            raise SwarmError(f"{self.label} did not answer within {timeout_s:g} s and was killed: try again")
         if not line:
             raise self._ended()
         return msgspec.json.decode(line, type=kind)

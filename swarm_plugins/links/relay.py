@@ -12,6 +12,8 @@ from swarm_plugins.child import Child, answer
 from swarm_plugins.links.link import Link
 from swarm_plugins.links.network import Network, Ports, Traffic
 
+_ANSWER_S = 60.0
+
 
 class _Setup(msgspec.Struct, frozen=True):
     num_servers: int
@@ -37,7 +39,7 @@ class Relay:
         """Starts the process and begins to listen; returns where."""
         self._child.start()
         self._child.send(self._setup)
-        return self._child.receive(Ports)
+        return self._child.receive(Ports, timeout_s=_ANSWER_S)
 
     def close(self) -> None:
         """Ends the process and all connections. Idempotent."""
@@ -57,7 +59,7 @@ class Relay:
 
     def _ask(self, order: _Order) -> Traffic:
         self._child.send(order)
-        return self._child.receive(Traffic)
+        return self._child.receive(Traffic, timeout_s=_ANSWER_S)
 
 
 def main() -> None:
