@@ -78,6 +78,14 @@ class LocalServer:
         return self._process.poll() is None
 
     @property
+    def ending(self) -> str:
+        """How the process has ended, as a verb for messages."""
+        status = self._process.poll()
+        if status is not None and status < 0:
+            return f"was killed by signal {-status} (if nobody did that, memory was short: start fewer servers)"
+        return "ended" if status else "was asked to end"
+
+    @property
     def log(self) -> str:
         """The server's warnings, errors and progress so far."""
         with contextlib.suppress(OSError):
