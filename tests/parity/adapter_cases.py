@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,15 +84,27 @@ METHODS: dict[str, tuple[Callable[[str], PeftConfig], tuple[str, ...]]] = {
 CASES = [(family, method) for family in FAMILIES for method, (_, families) in METHODS.items() if family in families]
 
 
-def parametrize(fixture: str, families: Sequence[str], scope: str) -> pytest.MarkDecorator:
+def parametrize(
+    fixture: str, families: Sequence[str], scope: str, *, slow: Collection[str] = ()
+) -> pytest.MarkDecorator:
     """Runs a test for every method of some families; ``fixture`` gets the family, ``case`` names both.
+
+    The ``slow`` ones are left to the long matrices.
 
     Without the scope pytest would make the fixture anew for each test, because ``case`` is not a fixture. Cases differ
     from each other, or pytest would sort equal ones together and switch between families.
     """
-    cases = [(family, (family, method)) for family, method in CASES if family in families]
-    names = [f"{family}-{method}" for family, (_, method) in cases]
-    return pytest.mark.parametrize((fixture, "case"), cases, indirect=[fixture], scope=scope, ids=names)
+    cases = [
+        pytest.param(
+            family,
+            (family, method),
+            id=f"{family}-{method}",
+            marks=[pytest.mark.slow] if family in slow else [],
+        )
+        for family, method in CASES
+        if family in families
+    ]
+    return pytest.mark.parametrize((fixture, "case"), cases, indirect=[fixture], scope=scope)
 
 
 def config_of(case: tuple[str, str]) -> PeftConfig:

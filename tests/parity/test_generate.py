@@ -16,6 +16,17 @@ def assistant() -> PreTrainedModel:
     return tiny_model("llama", seed=1, num_layers=1)
 
 
+FAMILIES = ("llama", "mixtral", "mixtral_sliding", "deepseek_v3", "gpt_oss")
+LIKE_MIXTRAL = ("qwen2_moe", "qwen3_moe", "olmoe")
+"""In attention, which is all that decoding keeps."""
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in LIKE_MIXTRAL)],
+    indirect=True,
+    scope="session",
+)
 @pytest.mark.parametrize("run", MODES.values(), ids=MODES)
 @torch.no_grad()
 def test_remote_says_what_local_says(pair, assistant: PreTrainedModel, run: Mode) -> None:
