@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 import hypothesis
 import psutil
 import pytest
+import warm_servers
+from warm_servers import WarmServers
 
 # A run says the same each time; who hunts for new counterexamples chooses another profile on the command line.
 # No example has a deadline of its own: a busy machine may stop any of them for a second.
@@ -52,6 +55,21 @@ ALLOWED_THREADS = (
 ALLOWED_CHILDREN = ("resource_tracker", "forkserver", "chromium", "chromedriver")
 SETTLE_S = 30.0
 """For what a test has ended; on a busy machine that may take a while."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm_servers() -> Iterator[WarmServers | None]:
+    if not sys.platform.startswith("linux"):
+        yield None
+        return
+    with warm_servers.used(ALLOWED_ENV) as warm:
+        yield warm
+
+
+@pytest.fixture
+def cold_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts the servers of local swarms as everywhere else: each imports what it needs."""
+    monkeypatch.setattr("swarm_plugins.local_swarm.server.subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -94,14 +112,15 @@ def _leaves_no_environment_variables() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_threads_or_processes() -> Iterator[None]:
+def _leaves_no_threads_or_processes(_warm_servers: WarmServers | None) -> Iterator[None]:
     threads_before = {thread.ident for thread in threading.enumerate()}
     children_before = {child.pid for child in children()}
     yield
     deadline = time.monotonic() + SETTLE_S
     while True:
         threads = [thread for thread in threading.enumerate() if is_leaked(thread, threads_before)]
-        processes = [child for child in children() if child.pid not in children_before]
+        kept = children_before | {None if _warm_servers is None else _warm_servers.pid}
+        processes = [child for child in children() if child.pid not in kept]
         if not (threads or processes) or time.monotonic() > deadline:
             break
         time.sleep(0.05)

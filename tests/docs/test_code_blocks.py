@@ -67,9 +67,12 @@ def groups() -> dict[str, list[Path]]:
 
 RUN_ALL = """
 import os, runpy, sys
-for script in sys.argv[1:]:
-    os.chdir(os.path.dirname(script))
-    runpy.run_path(script, run_name="__main__")
+sys.path.append(sys.argv[1])
+import warm_servers
+with warm_servers.used():
+    for script in sys.argv[2:]:
+        os.chdir(os.path.dirname(script))
+        runpy.run_path(script, run_name="__main__")
 """
 
 
@@ -89,7 +92,11 @@ def test_code_of_the_pages_runs_from_top_to_bottom(kind: str, tiny: dict[str, Pa
     # A page with a Hub of its own needs the client to ask it.
     environment = {**os.environ, "HF_HUB_OFFLINE": str(int(kind != "hub")), "PYTHONWARNINGS": "default"}
     result = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, *scripts], env=environment, capture_output=True, text=True, timeout=360
+        [sys.executable, "-c", RUN_ALL, ROOT / "tests", *scripts],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=360,
     )
     assert result.returncode == 0, result.stderr[-4000:]
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from swarm_plugins.cli.main import app
 from swarm_plugins.errors import ConfigError, TransportError
 from swarm_plugins.links import Way
 from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.testing.models import save_tiny
+
+pytestmark = pytest.mark.usefixtures("cold_servers")
 
 # What a parent's death costs: a poll of half a second, and leaving the swarm.
 GONE_S = 15.0
@@ -30,11 +38,9 @@ def trees(pids: list[int]) -> list[psutil.Process]:
     return [one for pid in pids for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
 
 
-def status(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "swarm_plugins", "status", "--timeout", "20", *arguments]
-    environment = {**os.environ, "COLUMNS": "160"}
-    environment.pop("SWARM_INITIAL_PEERS", None)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+def status(*arguments: str) -> Result:
+    runner = CliRunner(env={"COLUMNS": "160", "SWARM_INITIAL_PEERS": None})
+    return runner.invoke(app, ["status", "--timeout", "20", *arguments])
 
 
 @pytest.mark.swarm
@@ -60,12 +66,12 @@ def test_servers_serve_their_spans_and_status_names_what_is_missing(model: Path)
         second.kill()
         assert not second.is_alive
         shown = status("tiny-llama", "--initial-peers", swarm.initial_peers[0])
-        assert shown.returncode == 0
+        assert shown.exit_code == 0
         assert "missing blocks: 2:4" in shown.stdout
         assert first.peer_id in shown.stdout
 
         unknown = status("other-model", "--initial-peers", swarm.initial_peers[0])
-        assert unknown.returncode == 1
+        assert unknown.exit_code == 1
         assert "no server of this swarm serves 'other-model'" in unknown.stderr
     assert psutil.wait_procs(processes, GONE_S)[1] == []
     swarm.close()
@@ -126,6 +132,28 @@ def test_server_that_cannot_start_is_reported_with_its_last_words(tmp_path: Path
     with pytest.raises(TransportError, match=r"ended before it served \(pid \d+\):\n(?s:.*)nowhere"):
         LocalSwarm(tmp_path / "nowhere", num_servers=1).start()
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        pytest.param(signal.SIGKILL, "was killed by signal 9 (if nobody did that, memory was short", id="killed"),
+        pytest.param(signal.SIGTERM, "was asked to end before it served", id="asked"),
+    ],
+)
+@pytest.mark.swarm
+def test_server_that_is_ended_while_it_starts_is_reported(model: Path, number: signal.Signals, words: str) -> None:
+    swarm = LocalSwarm(model, num_servers=1)
+
+    def end_it() -> None:
+        while not (swarm.servers and psutil.Process(swarm.servers[0].pid).children()):
+            time.sleep(0.01)
+        os.kill(swarm.servers[0].pid, number)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(end_it)
+        with pytest.raises(TransportError, match=re.escape(words)):
+            swarm.start()
 
 
 @pytest.mark.swarm

@@ -1,0 +1,220 @@
+"""Starts the servers of local swarms from one process that has imported what a server needs.
+
+That takes a server some seconds, of which a suite with hundreds of servers feels each. The process forks for each
+server; the fork runs the same command, in the same environment. Tests of the processes themselves start them in the
+ordinary way: see the fixture ``cold_servers``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NoReturn
+
+_MOST_BYTES = 1 << 20
+"""Of a request: a command and an environment."""
+_IMPORT_S = 120.0
+
+
+class WarmServers:
+    """The process, and what stands for `subprocess` in the module that starts servers.
+
+    Args:
+        environment: Of the process. Servers with another one are started in the ordinary way: imports may have read it.
+        ignored: Variables that may differ.
+    """
+
+    PIPE = subprocess.PIPE
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, environment: dict[str, str], ignored: Collection[str]) -> None:
+        self._environment = environment
+        self._ignored = ignored
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process; None if it has not been needed yet."""
+        return None if self._process is None else self._process.pid
+
+    def Popen(self, command: Sequence[str], *, env: dict[str, str], **options: Any) -> Any:
+        """Starts a server."""
+        names = (env.keys() | self._environment.keys()) - set(self._ignored)
+        if any(env.get(name) != self._environment.get(name) for name in names):
+            return subprocess.Popen(command, env=env, **options)
+        line = self._line or self._start()
+        return WarmServer(line, {"command": list(command), "cwd": os.getcwd()}, options["stderr"].fileno())
+
+    def close(self) -> None:
+        """Ends the process, and servers that still run."""
+        if self._process is None or self._line is None:
+            return
+        self._line.close()
+        self._process.wait(_IMPORT_S)
+
+    def _start(self) -> socket.socket:
+        self._line, other = _line()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                env=self._environment,
+                stdin=other,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        return self._line
+
+
+@contextlib.contextmanager
+def used(ignored: Collection[str] = ()) -> Iterator[WarmServers]:
+    """Starts the servers of local swarms in that way while the ``with`` block runs."""
+    from swarm_plugins.local_swarm import server, swarm
+
+    warm = WarmServers(swarm._environment(1), ignored)
+    server.subprocess = warm  # type: ignore[assignment]
+    try:
+        yield warm
+    finally:
+        server.subprocess = subprocess
+        warm.close()
+
+
+class WarmServer:
+    """What `LocalServer` uses of a `subprocess.Popen`."""
+
+    def __init__(self, line: socket.socket, request: dict[str, Any], log: int) -> None:
+        stdin, to_stdin = os.pipe()
+        from_stdout, stdout = os.pipe()
+        self._news, news = _line()
+        with news:
+            socket.send_fds(line, [json.dumps(request).encode()], [stdin, stdout, log, news.fileno()])
+        for end in (stdin, stdout):
+            os.close(end)
+        self.stdin, self.stdout = open(to_stdin, "wb", 0), open(from_stdout, "rb", 0)  # noqa: SIM115
+        self._status: int | None = None
+        self.pid = int(self._told(_IMPORT_S) or 0)
+        assert self.pid, "the process that starts servers has ended: see what it printed"
+
+    def poll(self) -> int | None:
+        """Returns the exit status, None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float) -> int:
+        """Waits for the end; raises TimeoutExpired."""
+        if self._status is None:
+            self._status = int(self._told(timeout) or -signal.SIGKILL)
+            self._news.close()
+        return self._status
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _told(self, timeout: float) -> bytes:
+        if not select.select([self._news], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("swarm serve", timeout)
+        return self._news.recv(64)
+
+
+def _line() -> tuple[socket.socket, socket.socket]:
+    """Returns two ends of a line that keeps messages apart."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def main() -> None:
+    """Imports what servers need, and forks for each request until the other side has gone."""
+    from swarm_plugins.noise import no_bars_in_pipes
+
+    no_bars_in_pipes()
+    import numpy as np
+
+    import swarm_plugins.cli
+    import swarm_plugins.cli.support.options
+    import swarm_plugins.server.process
+    import swarm_plugins.server.server  # noqa: F401
+
+    # Collections in the forks would copy the pages of all these modules.
+    gc.freeze()
+    ended, ends = os.pipe()
+    os.set_blocking(ends, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ends)
+    news: dict[int, int] = {}
+    with socket.socket(fileno=os.dup(0)) as line:
+        while True:
+            ready, _, _ = select.select([line, ended], [], [])
+            if ended in ready:
+                os.read(ended, 64)
+                _tell_of_ended(news)
+            if line not in ready:
+                continue
+            request, fds, _, _ = socket.recv_fds(line, _MOST_BYTES, 4)
+            if not request:
+                return
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                np.random.seed()
+                for fd in (line.fileno(), ended, ends, *news.values()):
+                    os.close(fd)
+                _become(json.loads(request), fds)
+            for fd in fds[:3]:
+                os.close(fd)
+            news[pid] = fds[3]
+            with contextlib.suppress(OSError):
+                os.write(news[pid], b"%d" % pid)
+
+
+def _tell_of_ended(news: dict[int, int]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = found
+            with contextlib.suppress(OSError):
+                os.write(news[pid], b"%d" % os.waitstatus_to_exitcode(status))
+            os.close(news.pop(pid))
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Runs the command as a process of its own would."""
+    status = 1
+    try:
+        os.setsid()
+        for target, fd in enumerate(fds[:3]):
+            os.dup2(fd, target)
+        for fd in fds:
+            os.close(fd)
+        os.chdir(request["cwd"])
+        _python, _m, module, *sys.argv[1:] = request["command"]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
