@@ -19,6 +19,15 @@ class RemoteDecoderLayer(nn.Module):
     swarm_stack: RemoteStack
     swarm_index: int
 
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Never on: servers keep or recompute what they need, and PEFT's hooks for aLoRA would see nothing here."""
+        return False
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        """Takes what transformers sets on each layer, without effect."""
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         """Returns the block's output, `[batch, length, width]`."""
         if args:

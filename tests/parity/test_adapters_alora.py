@@ -50,6 +50,18 @@ def test_loss_gradients_and_text_are_the_local_ones(pair, config: LoraConfig) ->
     assert remote.generate(**inputs).tolist() == local.generate(**inputs).tolist()
 
 
+@pytest.mark.parametrize("pair", ["llama", "mixtral"], indirect=True, scope="session")
+def test_gradient_checkpointing_changes_nothing(pair) -> None:
+    local, remote = (tuned(base, alora()).train() for base in (pair.load_local(), pair.load_remote()))
+    remote.activation_checkpointing_enable({"use_reentrant": False})
+    for _ in range(2):  # PEFT's hooks last until a backward that never comes to them
+        for model in (local, remote):
+            model(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.backward()
+    for (name, one), other in zip(local.named_parameters(), remote.parameters(), strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(other.grad, one.grad, atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+
+
 @pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
 @torch.no_grad()
 def test_rows_with_adapters_of_different_kinds(pair) -> None:
