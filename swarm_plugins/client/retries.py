@@ -94,13 +94,15 @@ class Retries:
         counts = self.view.peers.counts
         counts.failed(error)
         self.last = error
-        self.failures += not self._is_excused(peer)
+        is_excused = self._is_excused(peer)
+        self.failures += not is_excused
         self._failed[peer] = self._num_noted
         self._num_noted += 1
         if not may_do_better or self.failures > self.limit:
             raise error
         counts.retries += 1
-        log.warning("server %s failed (%d of %d allowed failures): %s", peer, self.failures, self.limit, error)
+        remark = "another one can do its part" if is_excused else f"{self.failures} of {self.limit} allowed failures"
+        log.warning("server %s failed (%s): %s", peer, remark, error)
         if isinstance(error, RefusedError):
             self.refusals[peer] = error
         elif isinstance(error, CapacityError):

@@ -36,7 +36,8 @@ class KeepTrained(Callback):
         for folder in (Path(trainer.log_dir or trainer.default_root_dir), Path(tempfile.gettempdir())):
             path = _free(folder, f"interrupted-step={trainer.global_step}")
             try:
-                trainer.save_checkpoint(path)
+                # Lightning logs a remark if `weights_only` is not given.
+                trainer.save_checkpoint(path, weights_only=False)
             except (OSError, RuntimeError) as error:
                 # torch's writer reports a full disk as RuntimeError; half a file is of no use.
                 self.fault = f"cannot write the checkpoint {path} ({error}): free some space"

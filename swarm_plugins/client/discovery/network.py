@@ -22,6 +22,8 @@ _LONGEST_RENEWAL_PAUSE_S = 2.0
 """Between two attempts with a new node: longer after the first, as the lost peer may be gone for good."""
 _CALM_S = 10.0
 """After so long without an attempt, the next one belongs to another outage."""
+_NEWS_S = 300.0
+"""Between two warnings: clients call a lost server until its announcement has expired."""
 _MAX_RETIRED = 2
 """Replaced nodes that are kept while streams are open in them."""
 
@@ -79,6 +81,7 @@ class LastingNetwork:
         self._lock = asyncio.Lock()
         self._renewal: asyncio.Task[None] | None = None
         self._renewed_at = float("-inf")
+        self._said_at = float("-inf")
         self._pause_s = _RENEWAL_PAUSE_S
 
     @property
@@ -153,8 +156,11 @@ class LastingNetwork:
             self._node = newer
             # Requests and sessions with peers that it still reaches go on.
             self._retired.append(node)
+            is_news = time.monotonic() - self._said_at > _NEWS_S
+            if is_news:
+                self._said_at = time.monotonic()
             log.log(
-                logging.WARNING if is_first else logging.DEBUG,
+                logging.WARNING if is_news else logging.DEBUG,
                 "this client cannot reach some peers; it has joined the swarm anew to call them again",
             )
         except SwarmError as exc:

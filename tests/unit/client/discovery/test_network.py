@@ -128,7 +128,14 @@ def test_a_peer_that_is_gone_for_good_costs_ever_fewer_nodes(caplog: pytest.LogC
             network._renewed_at -= network._pause_s
         assert pauses == [1.0, 2.0, 2.0, 2.0]
         assert len(made) == 5
-        assert len([one for one in caplog.records if "joined the swarm anew" in one.message]) == 1
+        for said_s, times in ((60.0, 1), (301.0, 2)):
+            network._renewed_at -= 60.0
+            network._said_at -= said_s
+            made[-1].backoff = True
+            with pytest.raises(TransportError):
+                await network.open("gone", "rpc_forward", timeout_s=5)
+            assert len([one for one in caplog.records if "joined the swarm anew" in one.message]) == times
+        assert len(made) == 7
 
     run(body)
 
