@@ -19,7 +19,7 @@ from swarm_plugins.errors import SwarmError
 Message = TypeVar("Message")
 
 _ANSWER_S = 3600.0
-"""Benchmarks measure for minutes."""
+"""Longer than any measurement whose length a user does not choose."""
 _LEAVE_S = 20.0
 _DIE_S = 10.0
 _PARENT_POLL_S = 0.5
@@ -116,6 +116,7 @@ class Child:
             line = pipe.readline()
         finally:
             deadline.cancel()
+            deadline.join()
         if has_timed_out.is_set():
             raise SwarmError(f"{self.label} did not answer within {timeout_s:g} s and was killed: try again")
         if not line:

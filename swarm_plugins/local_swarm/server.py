@@ -81,8 +81,10 @@ class LocalServer:
     def ending(self) -> str:
         """How the process has ended, as a verb for messages."""
         status = self._process.poll()
+        if status == -signal.SIGKILL:
+            return "was killed (the system may have run out of memory: start fewer servers)"
         if status is not None and status < 0:
-            return f"was killed by signal {-status} (if nobody did that, memory was short: start fewer servers)"
+            return f"was ended by signal {-status}"
         return "ended" if status else "was asked to end"
 
     @property

@@ -21,6 +21,8 @@ from swarm_plugins.local_swarm import LocalSwarm
 from swarm_plugins.study.drawing import GOOD, MUTED, tidy
 
 _LOOKS = 6
+_LATE_S = 3600.0
+"""How much longer than it is to train a member may take."""
 _MEMBER = "swarm_plugins.bench.together.member"
 
 
@@ -128,7 +130,7 @@ class Comparison:
             # All begin at the same time.
             for member, job in zip(members, jobs, strict=True):
                 member.send(job)
-            return [member.receive(Trained) for member in members]
+            return [member.receive(Trained, timeout_s=self.seconds + _LATE_S) for member in members]
 
     def _job(self, seed: int, number: int, initial_peers: Sequence[str], run_id: str | None) -> Job:
         return Job(
