@@ -27,19 +27,7 @@ hypothesis.settings.register_profile("new", derandomize=False, deadline=None)
 hypothesis.settings.load_profile("same")
 
 # Environment variables that libraries or pytest itself set, and that do no harm to the next test.
-ALLOWED_ENV = frozenset({
-    "PYTEST_CURRENT_TEST",
-    "KMP_INIT_AT_FORK",  # torch
-    "KMP_DUPLICATE_LIB_OK",  # torch
-    "TORCHINDUCTOR_CACHE_DIR",  # torch._inductor
-    "TRITON_CACHE_DIR",  # torch._inductor
-    "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning
-    "CRC32C_SW_MODE",  # lightning
-    "ACCELERATE_MIXED_PRECISION",  # accelerate
-    "GRPC_VERBOSITY",  # hivemind
-    "HF_XET_HIGH_PERFORMANCE",  # lm_eval
-    "TQDM_DISABLE",
-})  # fmt: skip
+ALLOWED_ENV = warm_servers.SET_BY_LIBRARIES | {"PYTEST_CURRENT_TEST"}
 # Threads that libraries keep for the life of the process.
 ALLOWED_THREADS = (
     "pydevd",
@@ -58,12 +46,12 @@ SETTLE_S = 30.0
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _warm_servers() -> Iterator[WarmServers | None]:
+def warm() -> Iterator[WarmServers | None]:
     if not sys.platform.startswith("linux"):
         yield None
         return
-    with warm_servers.used(ALLOWED_ENV) as warm:
-        yield warm
+    with warm_servers.used(ALLOWED_ENV) as servers:
+        yield servers
 
 
 @pytest.fixture
@@ -112,14 +100,14 @@ def _leaves_no_environment_variables() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_threads_or_processes(_warm_servers: WarmServers | None) -> Iterator[None]:
+def _leaves_no_threads_or_processes(warm: WarmServers | None) -> Iterator[None]:
     threads_before = {thread.ident for thread in threading.enumerate()}
     children_before = {child.pid for child in children()}
     yield
     deadline = time.monotonic() + SETTLE_S
     while True:
         threads = [thread for thread in threading.enumerate() if is_leaked(thread, threads_before)]
-        kept = children_before | {None if _warm_servers is None else _warm_servers.pid}
+        kept = children_before | {None if warm is None else warm.pid}
         processes = [child for child in children() if child.pid not in kept]
         if not (threads or processes) or time.monotonic() > deadline:
             break

@@ -1,8 +1,8 @@
 """Starts the servers of local swarms from one process that has imported what a server needs.
 
-That takes a server some seconds, of which a suite with hundreds of servers feels each. The process forks for each
-server; the fork runs the same command, in the same environment. Tests of the processes themselves start them in the
-ordinary way: see the fixture ``cold_servers``.
+Importing takes a server some seconds, and a suite starts hundreds of servers. This process imports once, and forks for
+each server; the fork runs the same command. Tests of the processes themselves start them in the ordinary way: see the
+fixture ``cold_servers``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,32 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
-_MOST_BYTES = 1 << 20
-"""Of a request: a command and an environment."""
+SET_BY_LIBRARIES = frozenset({
+    "KMP_INIT_AT_FORK",  # torch
+    "KMP_DUPLICATE_LIB_OK",  # torch
+    "TORCHINDUCTOR_CACHE_DIR",  # torch._inductor
+    "TRITON_CACHE_DIR",  # torch._inductor
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # lightning
+    "CRC32C_SW_MODE",  # lightning
+    "ACCELERATE_MIXED_PRECISION",  # accelerate
+    "GRPC_VERBOSITY",  # hivemind
+    "HF_XET_HIGH_PERFORMANCE",  # lm_eval
+    "TQDM_DISABLE",
+})  # fmt: skip
+"""Environment variables that libraries set when they are imported or used."""
+_MOST_BYTES = 1 << 16
+"""Of a request: a command and a working directory."""
 _IMPORT_S = 120.0
+_END_S = 10.0
 
 
 class WarmServers:
-    """The process, and what stands for `subprocess` in the module that starts servers.
+    """Replaces `subprocess` in the module that starts servers.
 
     Args:
         environment: Of the process. Servers with another one are started in the ordinary way: imports may have read it.
@@ -53,31 +68,41 @@ class WarmServers:
         names = (env.keys() | self._environment.keys()) - set(self._ignored)
         if any(env.get(name) != self._environment.get(name) for name in names):
             return subprocess.Popen(command, env=env, **options)
-        line = self._line or self._start()
-        return WarmServer(line, {"command": list(command), "cwd": os.getcwd()}, options["stderr"].fileno())
+        return WarmServer(self._open(), {"command": list(command), "cwd": os.getcwd()}, options["stderr"].fileno())
 
     def close(self) -> None:
-        """Ends the process, and servers that still run."""
-        if self._process is None or self._line is None:
+        """Ends the process; servers that still run notice that, and end."""
+        process, line = self._process, self._line
+        self._process = self._line = None
+        if process is None or line is None:
             return
-        self._line.close()
-        self._process.wait(_IMPORT_S)
+        with line, contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_RDWR)
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(_END_S)
 
-    def _start(self) -> socket.socket:
-        self._line, other = _line()
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__],
-                env=self._environment,
-                stdin=other,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+    def _open(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._line is None:
+            line, other = _line()
+            with other:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__],
+                    env=self._environment,
+                    stdin=other,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            self._line = line
         return self._line
 
 
 @contextlib.contextmanager
-def used(ignored: Collection[str] = ()) -> Iterator[WarmServers]:
+def used(ignored: Collection[str] = SET_BY_LIBRARIES) -> Iterator[WarmServers]:
     """Starts the servers of local swarms in that way while the ``with`` block runs."""
     from swarm_plugins.local_swarm import server, swarm
 
@@ -91,20 +116,26 @@ def used(ignored: Collection[str] = ()) -> Iterator[WarmServers]:
 
 
 class WarmServer:
-    """What `LocalServer` uses of a `subprocess.Popen`."""
+    """A forked server, with the part of Popen's interface that `LocalServer` uses."""
 
     def __init__(self, line: socket.socket, request: dict[str, Any], log: int) -> None:
-        stdin, to_stdin = os.pipe()
-        from_stdout, stdout = os.pipe()
-        self._news, news = _line()
-        with news:
-            socket.send_fds(line, [json.dumps(request).encode()], [stdin, stdout, log, news.fileno()])
-        for end in (stdin, stdout):
-            os.close(end)
-        self.stdin, self.stdout = open(to_stdin, "wb", 0), open(from_stdout, "rb", 0)  # noqa: SIM115
+        self._lock = threading.Lock()
         self._status: int | None = None
-        self.pid = int(self._told(_IMPORT_S) or 0)
-        assert self.pid, "the process that starts servers has ended: see what it printed"
+        with contextlib.ExitStack() as stack:
+            stdin, to_stdin = os.pipe()
+            from_stdout, stdout = os.pipe()
+            self._news, news = map(stack.enter_context, _line())
+            self.stdin = stack.enter_context(open(to_stdin, "wb", 0))
+            self.stdout = stack.enter_context(open(from_stdout, "rb", 0))
+            try:
+                socket.send_fds(line, [json.dumps(request).encode()], [stdin, stdout, log, news.fileno()])
+            finally:
+                for end in (stdin, stdout):
+                    os.close(end)
+                news.close()
+            self.pid = int(self._told(_IMPORT_S) or 0)
+            assert self.pid, "the process that starts servers has ended: see what it printed"
+            stack.pop_all()
 
     def poll(self) -> int | None:
         """Returns the exit status, None while it runs."""
@@ -114,10 +145,11 @@ class WarmServer:
 
     def wait(self, timeout: float) -> int:
         """Waits for the end; raises TimeoutExpired."""
-        if self._status is None:
-            self._status = int(self._told(timeout) or -signal.SIGKILL)
-            self._news.close()
-        return self._status
+        with self._lock:
+            if self._status is None:
+                self._status = int(self._told(timeout) or -signal.SIGKILL)
+                self._news.close()
+            return self._status
 
     def kill(self) -> None:
         """Ends it at once."""
@@ -126,7 +158,9 @@ class WarmServer:
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # Its end is told a little later than it is known.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def _told(self, timeout: float) -> bytes:
         if not select.select([self._news], [], [], timeout)[0]:
