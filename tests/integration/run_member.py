@@ -47,7 +47,10 @@ class Member(trainer_kit.Tuner):
         state, progress = self._run.peer.round.state, self._run.progress
         if state.digest != self._told:
             self._told = state.digest
-            say(round=state.round, digest=state.digest.hex(), peers=progress.peers, loss=self.losses[-1])
+            record = self._run.peer._last_record
+            counted = 0 if record is None else len(record.contributions)
+            loss = self.losses[-1]
+            say(round=state.round, digest=state.digest.hex(), peers=progress.peers, counted=counted, loss=loss)
 
 
 def say(**line: Any) -> None:
@@ -56,9 +59,9 @@ def say(**line: Any) -> None:
 
 
 def garbage(changes: list[np.ndarray]) -> bytes:
-    """An update that is as large as can be, and points anywhere."""
+    """An update that is as large as can be without being refused, and points anywhere."""
     random = np.random.default_rng()
-    return plain_update([np.asarray(random.normal(size=one.shape) * 1e4, np.float32) for one in changes])
+    return plain_update([np.asarray(random.uniform(-99, 99, size=one.shape), np.float32) for one in changes])
 
 
 plain_update = shared_run.write_update

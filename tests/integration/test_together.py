@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
+import run_process
 import torch
 import trainer_kit
 from lightning.pytorch.callbacks import ModelCheckpoint
 from peft import LoraConfig, get_peft_model
+from run_process import RUN, Process, check_survivors
 from torch.utils.data import DataLoader
 
 import swarm_plugins.transport.dht
@@ -28,126 +25,11 @@ from swarm_plugins.errors import CheckpointError, ConfigError
 pytestmark = trainer_kit.IN_A_RUN
 # Fixtures.
 model, swarm, peers = trainer_kit.model, trainer_kit.swarm, trainer_kit.peers
-
-HERE = Path(__file__).parent
-RUN = {"steps_per_round": 2, "straggler_s": 30.0, "dead_s": 5.0, "poll_s": 0.25}
-_WAIT_S = 240.0
-
-
-class Process:
-    """A Trainer's process, and what it has said so far."""
-
-    def __init__(self, directory: Path, seed: int, **settings: Any) -> None:
-        run = RUN | settings.pop("run", {})
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(HERE / "run_member.py"),
-                str(directory),
-                json.dumps({"seed": seed, "run": run} | settings),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        self.lines: list[dict[str, Any]] = []
-        self.errors = ""
-        self._readers = [threading.Thread(target=work, daemon=True) for work in (self._read, self._read_errors)]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
-            if line.startswith("{"):
-                self.lines.append(json.loads(line))
-
-    def _read_errors(self) -> None:
-        for line in self._process.stderr or ():
-            self.errors += line
-
-    @property
-    def digests(self) -> dict[int, str]:
-        return {line["round"]: line["digest"] for line in self.lines if "round" in line}
-
-    def wait_for(self, what: Callable[[Process], bool]) -> None:
-        until = time.monotonic() + _WAIT_S
-        while not what(self):
-            assert self._process.poll() is None or what(self), self.errors[-3000:]
-            assert time.monotonic() < until, self.errors[-3000:]
-            time.sleep(0.05)
-
-    def reaches(self, round_: int) -> None:
-        self.wait_for(lambda one: any(line.get("round", -1) >= round_ for line in one.lines))
-
-    def begin(self) -> None:
-        self.wait_for(lambda one: bool(one.lines))
-        self._say("begin")
-
-    def end(self) -> int:
-        self._say("end")
-        return self.ended()
-
-    def _say(self, word: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{word}\n")
-        self._process.stdin.flush()
-
-    def ended(self) -> int:
-        status = self._process.wait(timeout=_WAIT_S)
-        for reader in self._readers:
-            reader.join(timeout=10)
-        return status
-
-    def kill(self) -> None:
-        self._process.kill()
-        self.ended()
-
-    def close(self) -> None:
-        self.kill()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
-
-
-@pytest.fixture
-def start(model: Path) -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
-
-    def start_one(seed: int, **settings: Any) -> Process:
-        started.append(Process(model, seed, **settings))
-        return started[-1]
-
-    yield start_one
-    for one in started:
-        one.close()
+start = run_process.start
 
 
 def test_survivors_have_the_same_adapter_after_each_of_twenty_rounds(start: Callable[..., Process]) -> None:
-    first, killed, garbage, late = (start(seed, step_s=0.1, sends_garbage=seed == 2) for seed in range(4))
-    for one in (first, killed, garbage):
-        one.begin()
-        one.reaches(0)
-    killed.wait_for(lambda one: any(line.get("peers") == 3 for line in one.lines))
-    begin = max(first.digests)
-    killed.reaches(begin + 3)
-    killed.kill()
-    late.begin()
-    first.reaches(begin + 20)
-    assert first.end() == 0, first.errors[-3000:]
-    garbage.kill()
-    last = max(first.digests)
-    late.reaches(last)
-    assert min(late.digests) > begin
-    for one in (killed, late, garbage):
-        common = sorted(set(one.digests) & set(first.digests) - {0})
-        # One that was killed may have been the only one to close its last round.
-        checked = common[:-1] if one is killed else common
-        assert checked
-        assert [one.digests[round_] for round_ in checked] == [first.digests[round_] for round_ in checked]
-    losses = [line["loss"] for line in first.lines if "loss" in line]
-    assert max(losses) < 3 * losses[0]
+    check_survivors(start, num_rounds=20)
 
 
 @pytest.fixture

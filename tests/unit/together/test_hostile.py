@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -65,6 +66,30 @@ def test_a_record_that_leaves_all_others_out_is_not_taken() -> None:
         assert all(one.is_in[-1] for one in trainees)
         weights = np.concatenate([part.ravel() for part in trainees[0].peer.round.state.weights])
         assert np.abs(weights).max() < 500
+
+    run(main())
+
+
+def test_the_largest_updates_move_the_weights_little() -> None:
+    async def norm_after(aggregation: Literal["mean", "trimmed_mean"], *, is_hostile: bool) -> float:
+        world = World()
+        trainees = await honest(world, 4, 10, config=dataclasses.replace(QUICK, aggregation=aggregation))
+        if is_hostile:
+            last = trainees[-1]
+            last.update = lambda: write_update([np.full(shape, 99.0, np.float32) for shape in last.peer.round.shapes])  # type: ignore[method-assign]
+        for one in trainees:
+            await one.done()
+        await world.transport.close()
+        assert agreed(*trainees) == 11
+        assert all(is_in for one in trainees for is_in in one.is_in)
+        return float(np.linalg.norm(np.concatenate([part.ravel() for part in trainees[0].peer.round.state.weights])))
+
+    async def main() -> None:
+        calm = await norm_after("mean", is_hostile=False)
+        # Without a bound it would be hundreds.
+        assert await norm_after("mean", is_hostile=True) < 5 * calm
+        assert await norm_after("trimmed_mean", is_hostile=True) < 5 * calm
+        assert await norm_after("trimmed_mean", is_hostile=False) != pytest.approx(calm, rel=0.01)
 
     run(main())
 
