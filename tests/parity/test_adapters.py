@@ -30,7 +30,7 @@ pytestmark = [
 ]
 TOLERANCE = 1e-5
 every_case = parametrize("pair", FAMILIES, "session")
-# What differs between families shows in the gradients.
+# All families are compared by their gradients; these two run everything else by default.
 some_cases = parametrize("pair", FAMILIES, "session", slow=set(FAMILIES) - {"llama", "mixtral"})
 
 

@@ -57,7 +57,7 @@ OTHERS: dict[str, Callable[[], PeftConfig]] = {
     "VERA-all": config(peft.VeraConfig, r=4, target_modules="all-linear"),
 }
 # One of each kind in every run: full updates, rotations of inputs, tensors that blocks share, a result that is scaled.
-QUICK = ("LOKR", "OFT", "VERA", "LILY", "ROAD", "LORA-dora", "LORA-bias")
+QUICK = ("LOHA", "LOKR", "OFT", "VERA", "LILY", "ROAD", "LORA-dora", "LORA-bias")
 
 
 def cases() -> list[object]:

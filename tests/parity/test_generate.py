@@ -18,7 +18,7 @@ def assistant() -> PreTrainedModel:
 
 FAMILIES = ("llama", "mixtral", "mixtral_sliding", "deepseek_v3", "gpt_oss")
 LIKE_MIXTRAL = ("qwen2_moe", "qwen3_moe", "olmoe")
-"""In attention, which is all that decoding keeps."""
+"""They cache keys and values of Mixtral's shape; other tests compare their logits."""
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,16 @@ def test_xlora_is_refused_by_name() -> None:
         check_config(config, ["model.layers.0.self_attn.q_proj"])
 
 
-@pytest.mark.parametrize("pair", ["llama"], indirect=True, scope="session")
-@pytest.mark.parametrize("name", LOCAL | PARTS)
+@pytest.mark.parametrize(
+    ("pair", "name"),
+    [
+        pytest.param(family, name, id=f"{family}-{name}")
+        for family, names in (("llama", LOCAL | PARTS), ("mixtral", PARTS))
+        for name in names
+    ],
+    indirect=["pair"],
+    scope="session",
+)
 def test_what_lies_here_trains_as_in_the_local_model(pair, name: str, tmp_path: Any) -> None:
     config, extra = LOCAL.get(name) or (PARTS[name], {})
     models = []

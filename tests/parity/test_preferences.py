@@ -128,6 +128,8 @@ def test_dpo(pair, kind: str, tmp_path: Path) -> None:
     assert logged(remote, *names) == pytest.approx(logged(local, *names), rel=1e-5, abs=1e-6)
     check_same_adapters(local, remote)
     losses = logged(remote, "rewards/margins")
+    # The same model with its adapter off, or the copy that it began with: no second base.
+    assert (remote.ref_model is None) == (kind in ("fresh", "tuned", "precomputed"))
     # The reference is the model as it was: no margin before the first step.
     assert losses[0] == pytest.approx(0, abs=1e-5)
     assert losses[-1] > 0.01
