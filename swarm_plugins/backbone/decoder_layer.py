@@ -21,12 +21,12 @@ class RemoteDecoderLayer(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Never on: servers keep or recompute what they need, and PEFT's hooks for aLoRA would see nothing here."""
+        """Always off: servers keep what they need or recompute it; PEFT's hooks would change hidden states."""
         return False
 
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, value: bool) -> None:
-        """Takes what transformers sets on each layer, without effect."""
+        """Ignores what transformers sets on each layer."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         """Returns the block's output, `[batch, length, width]`."""

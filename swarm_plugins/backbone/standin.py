@@ -71,11 +71,6 @@ def _rebuilt(mixins: tuple[type[nn.Module], ...], original: type[nn.Module]) -> 
 def stand_in_class(original: type[nn.Module], *mixins: type[nn.Module]) -> type[nn.Module]:
     """Returns the subclass of ``original`` whose modules are stand-ins, with ``mixins`` before it."""
     cls = type(f"Remote{original.__name__}", (*mixins, StandIn, original), {"__doc__": original.__doc__})
-    for mixin in mixins:
-        if "forward" in vars(mixin):
-            # transformers wraps the forward of every decoder layer's subclass for gradient checkpointing, which would
-            # send each request twice; servers keep or recompute what they need.
-            cls.forward = mixin.forward  # type: ignore[attr-defined]
     cls._stand_in_of = (mixins, original)  # type: ignore[attr-defined]
     return cls
 
