@@ -19,7 +19,7 @@ from swarm_plugins.errors import SwarmError
 Message = TypeVar("Message")
 
 _ANSWER_S = 3600.0
-"""Longer than any measurement whose length a user does not choose."""
+"""Default deadline; longer than any measurement except those whose length the user chooses."""
 _LEAVE_S = 20.0
 _DIE_S = 10.0
 _PARENT_POLL_S = 0.5
@@ -98,8 +98,8 @@ class Child:
         """Waits for an answer.
 
         Raises:
-            SwarmError: If the process has ended (its error is on standard error), or does not answer in time; then it
-                is killed.
+            SwarmError: If the process has ended (its error is on standard error), or was killed because it did not
+                answer in time.
         """
         process = self.process
         pipe: Any = process.stdout

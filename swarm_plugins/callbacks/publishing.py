@@ -123,7 +123,7 @@ class Publishing:
         """Finds the adapter and starts the worker, before the first step.
 
         Raises:
-            ConfigError: If there is no adapter to train, or it cannot be evaluated with ``eval_tasks``.
+            ConfigError: If there is no adapter to train, or ``eval_tasks`` cannot evaluate it.
             MissingExtraError: If there are ``eval_tasks`` and lm_eval is not installed.
         """
         self._source = find_adapter(module)

@@ -369,7 +369,7 @@ class RunPeer:
         holders = [peer for peer, status in self.living.items() if status.state == best.digest]
         if not self._blobs.want(best.digest, state_bytes(self._tensors.shapes), holders):
             if self._blobs.tries(best.digest) >= _MOST_TRIES:
-                self._past.add(best.digest)  # nobody serves it; try the next most common one
+                self._past.add(best.digest)  # no peer serves it: try another state
             return False
         state = read_state(self._blobs.get(best.digest) or b"", self._tensors.shapes)
         if state.round != best.round:

@@ -22,7 +22,7 @@ from swarm_plugins.study.drawing import GOOD, MUTED, tidy
 
 _LOOKS = 6
 _LATE_S = 3600.0
-"""How much longer than it is to train a member may take."""
+"""Time for loading and evaluation, beyond the time for training."""
 _MEMBER = "swarm_plugins.bench.together.member"
 
 
