@@ -114,7 +114,7 @@ class _StallingChannel:
 
 def train(directory: Path, stalls: dict[int, type[Message]]) -> tuple[list[float], list[torch.Tensor], int]:
     """Returns losses, final parameters and the number of answers that did not come; ``stalls`` says at which steps."""
-    with InProcessSwarm(directory, spans=[(0, 4), (0, 4)], config=SwarmConfig(verify="off")) as swarm:
+    with InProcessSwarm(directory, spans=[(0, 4), (0, 4)], config=SwarmConfig(verify="off", micro_batches=1)) as swarm:
         stalling = Stalling()
         handlers = swarm.transport._handlers_by_peer
         swarm.transport._handlers_by_peer = {
